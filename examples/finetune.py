@@ -31,7 +31,7 @@ options = parser.parse_args()
 torch.set_num_threads(1)
 
 
-def read(*names: str) -> tuple[Tensor, Tensor]:
+def read_sources(*names: str) -> tuple[Tensor, Tensor]:
     """The bytes of modules of the standard library, and the kind of each byte."""
     sources = [(Path(os.__file__).parent / f"{name}.py").read_bytes() for name in names]
     kinds = []
@@ -63,7 +63,7 @@ class Highlighter(nn.Module):
         return scores.float()
 
 
-text, kinds = read("argparse", "inspect", "tarfile")
+text, kinds = read_sources("argparse", "inspect", "tarfile")
 model = Highlighter(torch.load(options.backbone, weights_only=True))
 groups = [{"params": model.norm.parameters(), "peak_lr": 1e-2}, {"params": model.head.parameters(), "peak_lr": 3e-3}]
 optimizer = torch.optim.AdamW(groups)
@@ -86,7 +86,7 @@ with atoll.Learner(model, optimizer, options.syncer, os.environ.get("ATOLL_TOKEN
     steps = learner.stats().steps
 
 model.eval()
-text, kinds = read("subprocess")
+text, kinds = read_sources("subprocess")
 whole = len(text) // CONTEXT * CONTEXT
 with torch.no_grad():
     right = model(text[:whole].view(-1, CONTEXT)).argmax(1) == kinds[:whole]

@@ -14,24 +14,24 @@ parser.add_argument("script", nargs=argparse.REMAINDER, help="a script and its a
 options = parser.parse_args()
 script = options.script or [Path(__file__).with_name("with_atoll.py")]
 
-children: dict[str, subprocess.Popen[str]] = {}
-shown: list[threading.Thread] = []
+processes: dict[str, subprocess.Popen[str]] = {}
+output_threads: list[threading.Thread] = []
 
 
 def start(name: str, *command: object) -> None:
     """Start a process whose lines are shown with its name before them."""
-    child = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
     def show() -> None:
-        assert child.stdout is not None
-        for line in child.stdout:
+        assert process.stdout is not None
+        for line in process.stdout:
             print(f"{name:8} | {line}", end="", flush=True)
 
-    children[name] = child
-    shown.append(threading.Thread(target=show))
-    shown[-1].start()
+    processes[name] = process
+    output_threads.append(threading.Thread(target=show))
+    output_threads[-1].start()
 
 
 run = ["--out", options.run, "--port", options.port, "--tokens", options.tokens]
@@ -40,9 +40,9 @@ for number in (1, 2):
     place = ["--syncer", f"127.0.0.1:{options.port}", "--learner", number, "--out", options.run / f"model-{number}.pt"]
     start(f"island {number}", *script, *place)
 
-if children["syncer"].wait() != 0:  # islands would wait for it to come back
-    for child in children.values():
-        child.terminate()
-for thread in shown:
+if processes["syncer"].wait() != 0:  # islands would wait for it to come back
+    for process in processes.values():
+        process.terminate()
+for thread in output_threads:
     thread.join()
-sys.exit(any(child.wait() != 0 for child in children.values()))
+sys.exit(any(process.wait() != 0 for process in processes.values()))

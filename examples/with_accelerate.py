@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atoll.integrations.accelerate import AcceleratedLearner
-from atoll.integrations.batches import count_of
+from atoll.integrations.batches import count_tokens_on_device
 from atoll.integrations.data import epochs
-from atoll.integrations.schedules import by_progress
+from atoll.integrations.schedules import progress_schedule
 
 CONTEXT = 64
 
@@ -56,7 +56,7 @@ def held_out_loss() -> float:
 
 batches = epochs(loader)
 with AcceleratedLearner(accelerator, model, optimizer, options.syncer, learner=options.learner) as learner:
-    scheduler = by_progress(optimizer, lambda progress: 0.1 + 0.45 * (1 + math.cos(math.pi * progress)), learner)
+    scheduler = progress_schedule(optimizer, lambda progress: 0.1 + 0.45 * (1 + math.cos(math.pi * progress)), learner)
     while not learner.finished:
         batch = next(batches)
         with accelerator.accumulate(model):
@@ -67,7 +67,7 @@ with AcceleratedLearner(accelerator, model, optimizer, options.syncer, learner=o
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        learner.step(tokens=count_of(batch), loss=loss)  # of a micro-batch; two of them are a step
+        learner.step(tokens=count_tokens_on_device(batch), loss=loss)  # of a micro-batch; two of them are a step
         steps = learner.stats().steps
         if accelerator.sync_gradients and steps % 10 == 0:
             with learner.published():

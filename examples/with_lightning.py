@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from atoll.integrations.data import leased
+from atoll.integrations.data import leased_batches
 from atoll.integrations.lightning import AtollCallback
-from atoll.integrations.schedules import by_progress, cosine
+from atoll.integrations.schedules import cosine, progress_schedule
 
 BATCH, CONTEXT, WIDTH, LR = 16, 32, 64, 1e-2
 
@@ -63,12 +63,12 @@ class ByteModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=LR)
-        return {"optimizer": optimizer, "lr_scheduler": by_progress(optimizer, cosine(warmup=0.05))}
+        return {"optimizer": optimizer, "lr_scheduler": progress_schedule(optimizer, cosine(warmup=0.05))}
 
 
 island = AtollCallback(options.syncer, learner=options.learner, tokens=lambda batch: batch[:, 1:].numel())
 if options.leases:
-    loader = leased(training, island, BATCH)
+    loader = leased_batches(training, island, BATCH)
 else:
     torch.manual_seed(options.learner or 0)  # every island goes through the rows in its own order
     loader = StatefulDataLoader(training, batch_size=BATCH, shuffle=True)

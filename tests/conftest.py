@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.programs import FIXTURES, MARKERS, missing
+from tests.programs import FIXTURE_MARKERS, MARKER_CHECKS, find_missing
 
 # Read when torch is loaded, here and in every process that a test starts. Several workers share the cores, and threads
 # that wait for each other would take them from the other workers.
@@ -50,10 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a program that is missing here; the reason names it. The type check is the longest: it begins."""
     items.sort(key=lambda item: item.path.name != "test_checks.py")
     for item in items:
-        for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
-            item.add_marker(FIXTURES[fixture])
-        for marker in MARKERS:
-            if item.get_closest_marker(marker) is not None and (reason := missing(marker)) is not None:
+        for fixture in FIXTURE_MARKERS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(FIXTURE_MARKERS[fixture])
+        for marker in MARKER_CHECKS:
+            if item.get_closest_marker(marker) is not None and (reason := find_missing(marker)) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
 
 
@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def no_thread_is_left() -> Iterator[None]:
+def no_leaked_threads() -> Iterator[None]:
     yield
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("atoll", "asyncio"))]
     assert left == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 
-def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
     """Return an own folder for this name, and what `make` returned when it filled that folder.
 
     The first worker that comes here calls `make`, the others wait for it. The result has to be what JSON can hold. A

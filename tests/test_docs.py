@@ -11,16 +11,16 @@ from typing import Any, get_args
 
 import pytest
 
-from atoll.chaos.scenario import shipped
+from atoll.chaos.scenario import shipped_scenarios
 from atoll.cli.keys import ACTIONS
 from atoll.cli.main import COMMANDS, build_command
 from atoll.core import protocol
 from atoll.core.learner.core import LearnerCore
 from atoll.core.reasons import REASONS, Reason
-from atoll.core.states import TABLES
-from atoll.core.types import Limits, Mark, RoundId, RunConfig, weight_of
-from atoll.sim.checkers import all_checkers
-from tests.diagrams import PART, filled
+from atoll.core.states import TRANSITION_TABLES
+from atoll.core.types import Limits, MergedUpTo, RoundId, RunConfig, contribution_weight
+from atoll.sim.checkers import create_checkers
+from tests.diagrams import GENERATED_PART, fill_generated_parts
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOCOL = ROOT / "docs/protocol.md"
@@ -39,7 +39,7 @@ Check = Callable[[str], Iterator[str]]
 
 def by_hand(text: str) -> str:
     """The page without its generated parts: nothing counts as explained because it was generated."""
-    return PART.sub("", text)
+    return GENERATED_PART.sub("", text)
 
 
 def section(text: str, heading: str) -> str:
@@ -59,7 +59,7 @@ def coded(text: str) -> set[str]:
 
 
 def generated_parts_are_what_the_code_generates(text: str) -> Iterator[str]:
-    if filled(text) != text:
+    if fill_generated_parts(text) != text:
         yield "run `make docs`: a generated part is not what the code generates"
 
 
@@ -99,7 +99,7 @@ def events_effects_and_records_are_told(text: str) -> Iterator[str]:
 
 def every_trigger_is_explained(text: str) -> Iterator[str]:
     told = coded(section_of_states(by_hand(text)))
-    for name, table in TABLES.items():
+    for name, table in TRANSITION_TABLES.items():
         yield from (f"trigger {trigger!r} of the {name} table" for _, trigger in table if trigger not in told)
 
 
@@ -111,7 +111,7 @@ def section_of_states(text: str) -> str:
 def every_checker_is_named_with_its_invariant(text: str) -> Iterator[str]:
     rows = re.findall(r"^\| *\d* *\| `([^`]+)` \| (.+) \|$", section(by_hand(text), "Invariants"), re.MULTILINE)
     told = dict(rows)
-    expected = [(checker.name, checker.sentence) for checker in all_checkers(RunConfig())]
+    expected = [(checker.name, checker.invariant) for checker in create_checkers(RunConfig())]
     for name, sentence in expected:
         if told.get(name) != sentence:
             yield f"checker {name!r} says {sentence!r}, the page {told.get(name)!r}"
@@ -177,25 +177,25 @@ PLANTED: dict[Check, list[tuple[str, str]]] = {
     ],
     every_message_has_a_section_with_its_fields: [
         ("#### `Resync`", "#### Resync"),
-        ("`have` what is held", "and what is held"),
+        ("`received_version` what is held", "and what is held"),
     ],
     every_message_says_its_lane_and_what_makes_good_for_its_loss: [
         ("Control. The operator wants this learner out", "The operator wants this learner out"),
         ("Lost: it counts as AWAY", "It counts as AWAY"),
     ],
-    the_envelope_is_told: [("- `seen`: newest tick", "- newest tick")],
+    the_envelope_is_told: [("- `seen_tick`: newest tick", "- newest tick")],
     events_effects_and_records_are_told: [
         ("| `StepTaken` |", "| StepTaken |"),
         ("| `OpenGrace` |", "| grace |"),
         ("| `ManifestRecord` |", "| manifest |"),
     ],
-    every_trigger_is_explained: [("`asked again`: ", "asked again: ")],
+    every_trigger_is_explained: [("`pull-retried`: ", "asked again: ")],
     every_checker_is_named_with_its_invariant: [
         ("| `bounds` |", "| `limits` |"),
         ("no merge with fewer than K contributions", "no merge below the quorum"),
         ("| 10 | `liveness` |", "| 10 | |"),
     ],
-    every_reason_code_is_listed: [("| `snapshot-busy` |", "| |")],
+    every_reason_code_is_listed: [("| `snapshot-in-progress` |", "| |")],
     settings_and_limits_have_their_defaults: [
         ("| `every_steps` | 24 |", "| `every_steps` | 500 |"),
         ("before its link is dropped | 5 |", "before its link is dropped | 6 |"),
@@ -233,11 +233,11 @@ def test_the_check_notices_a_planted_mistake(check, right, wrong):
 )
 def test_a_page_with_other_parts_than_the_generator_is_refused(page, complaint):
     with pytest.raises(ValueError, match=complaint):
-        filled(page)
+        fill_generated_parts(page)
 
 
 def test_filling_twice_changes_nothing():
-    assert filled(filled(TEXT)) == filled(TEXT)
+    assert fill_generated_parts(fill_generated_parts(TEXT)) == fill_generated_parts(TEXT)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -303,14 +303,14 @@ def learner_at_step_64(adopt: str) -> tuple[LearnerCore, protocol.Contribution]:
     """A learner whose copy of step 40 is in the version that it adopted at step 42, and that has just been pulled."""
     core = LearnerCore(RunConfig(fragments=1, adopt=adopt), learner=1, incarnation=1)  # type: ignore[arg-type]
     core.handle(0.0, protocol.Started())
-    core.handle(0.0, protocol.LinkOpened(1))
+    core.handle(0.0, protocol.ConnectionOpened(1))
     hear(core, protocol.Welcome((2,), 0.0, 1.0))
     hear(core, protocol.Published(0, 2, None, None, 0.0))
     hear(core, protocol.NoPeer(Reason("peer-none"), False))
     train_to(core, 39)
     hear(core, protocol.Pull(RoundId(0, 2, 1, 1)))
     train_to(core, 41)
-    hear(core, protocol.Published(0, 3, 2, Mark(1, 2, 40, 40_000, 0), 0.0))
+    hear(core, protocol.Published(0, 3, 2, MergedUpTo(1, 2, 40, 40_000, 0), 0.0))
     train_to(core, 63)
     hear(core, protocol.Pull(RoundId(0, 3, 1, 1)))
     sent = [effect.envelope.body for effect in train_to(core, 64) if isinstance(effect, protocol.Send)]
@@ -319,7 +319,9 @@ def learner_at_step_64(adopt: str) -> tuple[LearnerCore, protocol.Contribution]:
 
 
 def hear(core: LearnerCore, body: protocol.SyncerBody) -> None:
-    core.handle(core.state.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.state.seen + 1, 0, 0, body)))
+    core.handle(
+        core.state.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.state.seen_tick + 1, 0, 0, body))
+    )
 
 
 def train_to(core: LearnerCore, step: int) -> list[protocol.LearnerEffect]:
@@ -336,7 +338,7 @@ def test_the_worked_example_is_what_the_core_does(row):
     version, base, copied_at = map(int, re.findall(r"\d+", row["arrives with mark"]))
     adopted_at = int(row["adopted at step"])
     train_to(core, adopted_at - 1)
-    hear(core, protocol.Published(0, version, None, Mark(1, base, copied_at, copied_at * 1000, 0), 0.0))
+    hear(core, protocol.Published(0, version, None, MergedUpTo(1, base, copied_at, copied_at * 1000, 0), 0.0))
     effects = train_to(core, adopted_at)
     counts = [int(row[name]) for name in ("merged tokens", "dropped tokens", "pending tokens")]
     expected = protocol.AdoptFragment(0, version, row["mode"], row["merged copy"] == "yes", *counts)
@@ -347,7 +349,7 @@ def test_the_contribution_of_the_worked_example_is_what_the_core_sends():
     _, contribution = learner_at_step_64("carry")
     for name in ("copied_at", "steps", "tokens", "trained", "dropped"):
         assert f"`{name}` {getattr(contribution, name)}" in " ".join(section(TEXT, "Example").split())
-    assert f"= {weight_of(contribution.tokens, contribution.steps):,.0f}." in section(TEXT, "Example")
+    assert f"= {contribution_weight(contribution.tokens, contribution.steps):,.0f}." in section(TEXT, "Example")
 
 
 def test_the_worked_example_has_all_its_cases():
@@ -367,13 +369,13 @@ def unknown_of_the_faults(page: str) -> list[str]:
     }
     rows = section(page, "Every fault, its test and its scenario").splitlines()
     cells = [name for row in rows if row.startswith("|") for name in re.findall(r"`([\w-]+)`", row)]
-    return [name for name in cells if name not in tests | shipped().keys()]
+    return [name for name in cells if name not in tests | shipped_scenarios().keys()]
 
 
 def test_every_fault_has_tests_and_a_scenario_that_there_are():
     page = (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
     assert unknown_of_the_faults(page) == []
-    assert set(shipped()) - {"everything"} <= coded(section(page, "Every fault, its test and its scenario"))
+    assert set(shipped_scenarios()) - {"everything"} <= coded(section(page, "Every fault, its test and its scenario"))
     assert unknown_of_the_faults(page.replace("`kill-one`", "`kill-none`")) == ["kill-none"]
 
 

@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.shared_runs import made_once
+from tests.shared_runs import make_once
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
 
-MOST_ADDED, MOST_REMOVED = 8, 3
+MAX_ADDED, MAX_REMOVED = 8, 3
 """Lines that a training script may differ in for Atoll, indentation and empty lines apart."""
 
 LIMIT_S = 300.0
@@ -118,8 +118,8 @@ def difference(before: str, after: str, context: int = 1) -> list[str]:
 def test_the_script_with_atoll_differs_in_a_few_lines():
     lines = difference((EXAMPLES / "plain.py").read_text(), (EXAMPLES / "with_atoll.py").read_text())
     print("\n".join(lines))
-    assert len([line for line in lines if line.startswith("+")]) <= MOST_ADDED
-    assert len([line for line in lines if line.startswith("-")]) <= MOST_REMOVED
+    assert len([line for line in lines if line.startswith("+")]) <= MAX_ADDED
+    assert len([line for line in lines if line.startswith("-")]) <= MAX_REMOVED
 
 
 def test_a_line_that_is_only_moved_in_is_no_difference():
@@ -142,7 +142,7 @@ def test_the_tutorial_shows_the_scripts_as_they_are():
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """What plain.py has saved and said."""
-    directory, said = made_once(tmp_path_factory, "plain", train_plain)
+    directory, said = make_once(tmp_path_factory, "plain", train_plain)
     return directory / "model.pt", said
 
 

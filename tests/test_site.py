@@ -16,7 +16,7 @@ import pytest
 
 import atoll
 from atoll.cli.main import COMMANDS
-from site_parts import pictures, reference
+from site_parts import mermaid_svg, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
@@ -98,18 +98,18 @@ def test_broken_links_and_lost_pages_stop_the_build(tmp_path):
 )
 def test_a_picture_that_cannot_be_drawn_is_refused(source, complaint):
     with pytest.raises(ValueError, match=complaint):
-        pictures.svg(source)
+        mermaid_svg.render_svg(source)
 
 
 def test_a_picture_has_its_words_and_nothing_outside_its_frame():
-    drawn = pictures.svg("stateDiagram-v2\n[*] --> UP\nUP --> UP: <held>\nUP --> DOWN: closed\nDOWN --> [*]")
+    drawn = mermaid_svg.render_svg("stateDiagram-v2\n[*] --> UP\nUP --> UP: <held>\nUP --> DOWN: closed\nDOWN --> [*]")
     assert "&lt;held&gt;" in drawn
     width = float(re.findall(r'viewBox="0 0 (\d+) ', drawn)[0])
     assert [x for x in re.findall(r' x1?2?="(-?[\d.]+)"', drawn) if not 0 <= float(x) <= width] == []
 
 
 def test_the_reference_has_all_that_is_public():
-    page = reference.python_api()
+    page = reference.render_python_api()
     assert [name for name in atoll.__all__ if name not in page and name != "__version__"] == []
     public = [name for name, value in vars(atoll.Learner).items() if not name.startswith("_") and callable(value)]
     assert [name for name in public if f"### `{name}(...)`" not in page] == []

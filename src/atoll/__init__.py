@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll.errors import AtollError as AtollError
-    from atoll.errors import BackgroundFailed as BackgroundFailed
-    from atoll.errors import IslandBroken as IslandBroken
-    from atoll.errors import JoinTimeout as JoinTimeout
-    from atoll.errors import KeysRefused as KeysRefused
-    from atoll.errors import LearnerRefused as LearnerRefused
-    from atoll.errors import SyncerUnreachable as SyncerUnreachable
+    from atoll.errors import BackgroundFailedError as BackgroundFailedError
+    from atoll.errors import IslandBrokenError as IslandBrokenError
+    from atoll.errors import JoinTimeoutError as JoinTimeoutError
+    from atoll.errors import KeysRefusedError as KeysRefusedError
+    from atoll.errors import LearnerRefusedError as LearnerRefusedError
+    from atoll.errors import SyncerUnreachableError as SyncerUnreachableError
     from atoll.island.stats import LearnerStats as LearnerStats
     from atoll.learner.api import Learner as Learner
 
@@ -26,14 +26,14 @@ except ImportError:  # run from its sources, never built
 
 __all__ = [
     "AtollError",
-    "BackgroundFailed",
-    "IslandBroken",
-    "JoinTimeout",
-    "KeysRefused",
+    "BackgroundFailedError",
+    "IslandBrokenError",
+    "JoinTimeoutError",
+    "KeysRefusedError",
     "Learner",
-    "LearnerRefused",
+    "LearnerRefusedError",
     "LearnerStats",
-    "SyncerUnreachable",
+    "SyncerUnreachableError",
     "__version__",
 ]
 _MODULES = {"Learner": "atoll.learner.api", "LearnerStats": "atoll.island.stats"}

@@ -31,7 +31,7 @@ class BreakingRelay(Relay):
 
         self._loop.call_soon_threadsafe(begin)
 
-    def arriving(self, data: bytes, up: bool) -> bytes:
+    def transform_chunk(self, data: bytes, up: bool) -> bytes:
         if self._change_down is not None and not up:
             data = self._change_down(data)
         task = asyncio.current_task()  # one for each direction of each connection
@@ -39,7 +39,7 @@ class BreakingRelay(Relay):
         if self._break_after is not None and self._carried[task] > self._break_after:
             self.broken += 1
             raise ConnectionResetError
-        return super().arriving(data, up)
+        return super().transform_chunk(data, up)
 
 
 class BreakingRelays(Relays):

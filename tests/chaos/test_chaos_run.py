@@ -16,18 +16,18 @@ import pytest
 from atoll.chaos import disks, netns
 from atoll.chaos.fault_log import read_fault_log
 from atoll.cli.main import main
-from atoll.core.protocol import ShardBack, ShardLost
+from atoll.core.protocol import ShardLost, ShardReconnected
 from atoll.core.types import SYNCER
-from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.view import picture_at
+from atoll.dashboard.run_history import RunHistory
+from atoll.dashboard.view import view_at
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.report import Judged, decoupled_report
+from atoll.reference.report import ModelEvaluation, decoupled_report
 from atoll.tape.files import RunTapes
 from atoll.tape.learner_processes import LearnerProcess
 from atoll.tape.timeline import RunTimeline, read_timeline
 from tests.chaos.small_chaos import schedule, small_scenario
 from tests.reference.small_jobs import processes_of, small_text
-from tests.shared_runs import made_once
+from tests.shared_runs import make_once
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def text(tmp_path_factory):
 def assert_nothing_is_left(run: Path, tool: int) -> None:
     """No process, no namespace, no address, no mount."""
     assert processes_of(run) == []
-    assert [where for _, where in disks.mounts() if where.startswith(str(run))] == []
+    assert [where for _, where in disks.list_mounts() if where.startswith(str(run))] == []
     if os.geteuid() == 0:
-        assert [name for name in netns.ours() if f"-{tool}-" in name] == []
-        assert [address for maker, address in netns.addresses() if maker == tool] == []
+        assert [name for name in netns.list_namespaces() if f"-{tool}-" in name] == []
+        assert [address for maker, address in netns.list_addresses() if maker == tool] == []
 
 
 class Done:
@@ -57,11 +57,15 @@ class Done:
     def fault(self, name: str, target: str) -> dict[str, Any]:
         found: dict[str, Any]
         (found,) = (each for each in self.told["faults"] if (each["fault"], each["target"]) == (name, target))
-        assert found["fired"], found
+        assert found["was_injected"], found
         return found
 
     def process(self, learner: int, at: float) -> LearnerProcess:
-        return next(process for process in self.timeline.processes[learner] if process.first <= at <= process.last)
+        return next(
+            process
+            for process in self.timeline.processes[learner]
+            if process.first_entry_at <= at <= process.last_entry_at
+        )
 
 
 def chaos(scenario: Path, run: Path, *words: str) -> Done:
@@ -78,7 +82,7 @@ def chaos(scenario: Path, run: Path, *words: str) -> Done:
 @pytest.fixture(scope="module")
 def struck(text, tmp_path_factory):
     """Every fault once, on three learners and their syncer, through relays. One run for all processes of the tests."""
-    folder, made = made_once(tmp_path_factory, "struck", lambda folder: strike(text, folder))
+    folder, made = make_once(tmp_path_factory, "struck", lambda folder: strike(text, folder))
     return Done(folder / "struck", *made)
 
 
@@ -87,57 +91,57 @@ def strike(text, folder):
         folder / "struck.toml",
         text,
         19,
-        schedule("kill", "learner 1", 1.0, away="500ms"),
+        schedule("kill", "learner 1", 1.0, downtime="500ms"),
         schedule("stop", "learner 2", 1.0, for_="1500ms"),
         schedule("cut", "link 3", 1.0, for_="3s"),
         schedule("join", None, 2.0),
         schedule("full", "disk syncer", 3.5, for_="700ms"),
         schedule("full", "disk 3", 4.0, for_="1s"),
-        schedule("thin", "link 3", 4.5, for_="2s", rate="5 kB/s"),
+        schedule("throttle", "link 3", 4.5, for_="2s", rate="5 kB/s"),
         schedule("slow", "disk syncer", 5.0, for_="1s", wait="200ms"),
         schedule("nan", "payload 2", 6.0, count=2),
         schedule("delay", "link 3", 7.0, for_="1s", delay="100ms"),
-        schedule("damage", "link 1", 7.0, for_="1500ms", every=1000),
+        schedule("corrupt", "link 1", 7.0, for_="1500ms", every=1000),
         schedule("leave", "learner 4", 8.0),
         schedule("flap", "link 3", 8.5, for_="1500ms", period="300ms"),
         schedule("wild", "payload 1", 8.7, count=2),
         schedule("infinity", "payload 2", 9.2, count=1),
         schedule("read-only", "disk syncer", 10.5, for_="700ms"),
-        schedule("kill", "syncer", 13.0, away="300ms"),  # last: the run may be at its end when the syncer is back
+        schedule("kill", "syncer", 13.0, downtime="300ms"),  # last: the run may be at its end when the syncer is back
     )
     done = chaos(scenario, folder / "struck", "--links", "relay")
     return done.code, done.told, done.lines
 
 
 def test_every_fault_fired_and_the_run_stood(struck):
-    broken = [check for check in struck.told["checks"] if check["passed"] is False]
+    broken = [check for check in struck.told["criteria"] if check["passed"] is False]
     # On a machine that others use a step may be late through no fault of ours.
-    assert [each for each in broken if "independence" not in each["sentence"]] == []
+    assert [each for each in broken if "independence" not in each["finding"]] == []
     assert len(struck.told["faults"]) == 17
-    assert all(fault["fired"] for fault in struck.told["faults"])
+    assert all(fault["was_injected"] for fault in struck.told["faults"])
     assert struck.code == (1 if broken else 0)
     assert struck.told["links"] == "relays in user space"
 
 
 def test_the_view_tells_of_every_fault(struck):
     for fault in struck.told["faults"]:
-        assert f"fault {fault['number']}: {fault['sentence']}" in struck.lines
+        assert f"fault {fault['number']}: {fault['description']}" in struck.lines
 
 
 def test_a_killed_learner_is_another_process_afterwards(struck):
     fault = struck.fault("kill", "learner 1")
     before, after = struck.timeline.processes[1][:2]
-    assert fault["ended_s"] >= fault["began_s"] + 0.5
+    assert fault["ended_s"] >= fault["started_s"] + 0.5
     assert before.last <= fault["ended_s"]
-    assert after.first >= fault["began_s"] + 0.5
-    assert fault["back_training_s"] == pytest.approx(after.log.ends[0] - fault["began_s"])
-    assert fault["back_merged_s"] >= fault["back_training_s"]
+    assert after.first >= fault["started_s"] + 0.5
+    assert fault["kill_to_step_s"] == pytest.approx(after.log.ends[0] - fault["started_s"])
+    assert fault["kill_to_merge_s"] >= fault["kill_to_step_s"]
 
 
 def test_a_stopped_learner_stands_for_as_long_as_it_was_told(struck):
     fault = struck.fault("stop", "learner 2")
-    stood = fault["ended_s"] - fault["began_s"]
-    longest = max(end - begin for begin, end in struck.process(2, fault["began_s"]).step_spans())
+    stood = fault["ended_s"] - fault["started_s"]
+    longest = max(end - begin for begin, end in struck.process(2, fault["started_s"]).step_spans())
     assert stood >= 1.5
     assert longest >= stood - 0.1
     assert struck.told["islands"][1]["stopped_s"] == pytest.approx(stood, abs=0.4)
@@ -146,7 +150,7 @@ def test_a_stopped_learner_stands_for_as_long_as_it_was_told(struck):
 
 def test_nothing_of_a_learner_arrives_while_its_link_is_cut(struck):
     fault = struck.fault("cut", "link 3")
-    inside = (fault["began_s"] + 0.5, fault["ended_s"] - 0.1)
+    inside = (fault["started_s"] + 0.5, fault["ended_s"] - 0.1)
     merged = [
         m for m in struck.timeline.merges() if inside[0] < m.at < inside[1] and 3 in [who for who, _ in m.contributors]
     ]
@@ -158,7 +162,7 @@ def test_nothing_of_a_learner_arrives_while_its_link_is_cut(struck):
 def test_a_new_learner_joins_and_leaves_for_good(struck):
     (process,) = struck.timeline.processes[4]
     joined, left = struck.fault("join", "learner 4"), struck.fault("leave", "learner 4")
-    assert joined["began_s"] < process.first < left["began_s"]
+    assert joined["started_s"] < process.first < left["started_s"]
     assert process.last <= left["ended_s"], "its process was gone then"
     assert any((4, 1) in merge.contributors for merge in struck.timeline.merges())
     assert [each["learner"] for each in struck.told["islands"]] == [1, 2, 3, 4]
@@ -168,11 +172,11 @@ def test_a_new_learner_joins_and_leaves_for_good(struck):
 def test_verdict_report_and_page_tell_the_same_of_its_time(struck):
     told, run = struck.told, struck.run
     settings = JobSettings.load(run / "config.json")
-    report = decoupled_report(run, settings, Judged(2.0, 1, 5.0, "", 1), 0.0)
-    picture = RunPicture(run)
-    while picture.grow():
+    report = decoupled_report(run, settings, ModelEvaluation(2.0, 1, 5.0, "", 1), 0.0)
+    picture = RunHistory(run)
+    while picture.update():
         pass
-    shown = picture_at(picture)
+    shown = view_at(picture)
     assert told["goodput"] == pytest.approx(report.goodput, abs=1e-9)
     assert told["goodput"] == pytest.approx(shown["headline"]["goodput"], abs=1e-9)
     assert told["uptime"] == pytest.approx(report.uptime, abs=1e-9)
@@ -182,8 +186,8 @@ def test_verdict_report_and_page_tell_the_same_of_its_time(struck):
         assert island["goodput"] == pytest.approx(reported.goodput, abs=1e-9)
         assert island["goodput"] == pytest.approx(seen["goodput"], abs=1e-9)
     fault = struck.fault("stop", "learner 2")
-    stood = fault["ended_s"] - fault["began_s"]
-    assert shown["islands"][1]["split"]["paused"] == pytest.approx(stood, abs=0.4), "it was stopped for so long"
+    stood = fault["ended_s"] - fault["started_s"]
+    assert shown["islands"][1]["time_split"]["paused"] == pytest.approx(stood, abs=0.4), "it was stopped for so long"
 
 
 def test_disks_refused_writes_and_the_records_are_whole(struck):
@@ -193,7 +197,7 @@ def test_disks_refused_writes_and_the_records_are_whole(struck):
     if os.geteuid() == 0:
         assert any("Read-only" in word for word in words), words
     assert struck.told["failed_writes"] >= 2
-    assert struck.fault("full", "disk 3")["how"] == struck.fault("full", "disk syncer")["how"]
+    assert struck.fault("full", "disk 3")["method"] == struck.fault("full", "disk syncer")["method"]
     assert (struck.run / "tapes/learner-3-i1.tape").is_file()  # it was on a disk of its own
     assert struck.told["invariants"]["incomplete"] == []
 
@@ -208,29 +212,29 @@ def test_poison_is_refused_with_its_reason(struck):
     """One that comes too late is refused for that; that its values are unfit is on the tape all the same."""
     log = (struck.run / "chaos/learner-2.done.jsonl").read_text()
     assert len(log.splitlines()) == 3
-    unfit = [sentence for tenure in struck.timeline.tenures for sentence in tenure.unfit]
+    unfit = [sentence for tenure in struck.timeline.tenures for sentence in tenure.invalid_values]
     kinds = {"not finite" if "not finite" in sentence else "wild" for sentence in unfit}
     assert kinds == {"not finite", "wild"}, unfit
-    assert struck.told["refused_contributions"].get("contribution-bad", 0) <= len(unfit)
-    assert struck.told["unplanned_ends"] == []
-    told = {check["name"]: check["passed"] for check in struck.told["checks"]}
+    assert struck.told["refused_contributions"].get("contribution-invalid", 0) <= len(unfit)
+    assert struck.told["unplanned_exits"] == []
+    told = {check["name"]: check["passed"] for check in struck.told["criteria"]}
     assert told["learned"]
 
 
 def test_a_damaged_link_breaks_and_heals(struck):
-    fault = struck.fault("damage", "link 1")
-    process = struck.process(1, fault["began_s"])
-    assert any(begin >= fault["began_s"] for begin, _ in process.alone) or struck.told["refused_contributions"]
-    assert fault["healed_merged_s"] is not None
+    fault = struck.fault("corrupt", "link 1")
+    process = struck.process(1, fault["started_s"])
+    assert any(begin >= fault["started_s"] for begin, _ in process.disconnected) or struck.told["refused_contributions"]
+    assert fault["end_to_merge_s"] is not None
 
 
 def test_the_syncer_is_another_process_after_its_kill(struck):
     fault = struck.fault("kill", "syncer")
     first, second = struck.timeline.tenures
-    assert fault["ended_s"] >= fault["began_s"] + 0.3
+    assert fault["ended_s"] >= fault["started_s"] + 0.3
     assert first.last <= fault["ended_s"]
-    assert second.first >= fault["began_s"] + 0.3
-    assert fault["back_merged_s"] > 0.3
+    assert second.first >= fault["started_s"] + 0.3
+    assert fault["kill_to_merge_s"] > 0.3
 
 
 def test_the_run_leaves_its_plan_its_log_a_verdict_and_a_page(struck):
@@ -257,8 +261,8 @@ def told_of_shards(run: Path) -> list[tuple[float, str, tuple[int, ...]]]:
         for entry in reader if actor.learner == SYNCER else ():
             if type(entry.event) is ShardLost:
                 found.append((entry.at, "away", entry.event.fragments))
-            elif type(entry.event) is ShardBack:
-                found.append((entry.at, "back", tuple(p for p, _ in entry.event.held)))
+            elif type(entry.event) is ShardReconnected:
+                found.append((entry.at, "back", tuple(p for p, _ in entry.event.versions)))
     return found
 
 
@@ -268,31 +272,31 @@ def test_a_struck_shard_holds_up_its_own_fragments_and_no_learner(text, tmp_path
         tmp_path / "shards.toml",
         text,
         14,
-        schedule("kill", "shard 0", 1.5, away="2s"),
+        schedule("kill", "shard 0", 1.5, downtime="2s"),
         schedule("stop", "shard 1", 6.0, for_="5s"),
         learners=2,
         shards=2,
     )
     done = chaos(scenario, tmp_path / "run", "--links", "relay")
-    broken = [check for check in done.told["checks"] if check["passed"] is False]
-    assert [each for each in broken if "independence" not in each["sentence"]] == []
+    broken = [check for check in done.told["criteria"] if check["passed"] is False]
+    assert [each for each in broken if "independence" not in each["finding"]] == []
     killed, stopped = done.fault("kill", "shard 0"), done.fault("stop", "shard 1")
 
     (lost_at, *lost), (back_at, *back) = told_of_shards(done.run)
     assert (lost, back) == (["away", (0, 2)], ["back", (0, 2)])
-    assert killed["began_s"] - 0.1 <= lost_at < back_at
-    assert back_at >= killed["began_s"] + 2.0
+    assert killed["started_s"] - 0.1 <= lost_at < back_at
+    assert back_at >= killed["started_s"] + 2.0
     while_away = [m.fragment for m in done.timeline.merges() if lost_at < m.at < back_at]
     assert {1, 3} <= set(while_away)
     assert not {0, 2} & set(while_away)
-    assert killed["back_merged_s"] >= back_at - killed["began_s"] - 0.001, "it may have been durable when it died"
+    assert killed["kill_to_merge_s"] >= back_at - killed["started_s"] - 0.001, "it may have been durable when it died"
 
-    began, ended = stopped["began_s"], stopped["ended_s"]
+    began, ended = stopped["started_s"], stopped["ended_s"]
     assert ended - began >= 5.0
     while_standing = [m.fragment for m in done.timeline.merges() if began + 1.0 < m.at < ended]
     assert {0, 2} <= set(while_standing)
     assert not {1, 3} & set(while_standing)
-    assert stopped["healed_merged_s"] > 0
+    assert stopped["end_to_merge_s"] > 0
     assert done.told["worst_pause"]["gap_s"] < (ended - began) / 2, "nobody waits for a shard"
 
 
@@ -306,16 +310,16 @@ def test_links_in_the_kernel(text, tmp_path):
         tmp_path / "links.toml",
         text,
         5,
-        schedule("cut", "link 1", 1.0, for_="1s", way="up"),
-        schedule("thin", "link 2", 1.0, for_="1s", rate="20 kB/s"),
-        schedule("damage", "link 2", 2.5, for_="1s", every=500),
+        schedule("cut", "link 1", 1.0, for_="1s", direction="up"),
+        schedule("throttle", "link 2", 1.0, for_="1s", rate="20 kB/s"),
+        schedule("corrupt", "link 2", 2.5, for_="1s", every=500),
         learners=2,
     )
     done = chaos(scenario, tmp_path / "run", "--links", "netns")
-    how = [fault["how"] for fault in done.told["faults"]]
+    how = [fault["method"] for fault in done.told["faults"]]
     assert how == ["network namespace, tc", "network namespace, tc", "relay"]
-    assert all(fault["fired"] for fault in done.told["faults"])
-    assert next(check for check in done.told["checks"] if check["name"] == "ended")["passed"]
+    assert all(fault["was_injected"] for fault in done.told["faults"])
+    assert next(check for check in done.told["criteria"] if check["name"] == "ended")["passed"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -351,9 +355,9 @@ def test_ctrl_c_heals_everything_and_leaves_a_verdict(text, tmp_path):
     assert_nothing_is_left(run, tool.pid)
     told = json.loads((run / "verdict.json").read_text())
     assert told["interrupted"]
-    assert not told["passed"]
-    assert [fault["fired"] for fault in told["faults"]] == [True, True, True, True, False]
-    assert told["faults"][-1]["why_not"] == "the run ended before its time came"
+    assert not told["survived"]
+    assert [fault["was_injected"] for fault in told["faults"]] == [True, True, True, True, False]
+    assert told["faults"][-1]["failure_cause"] == "the run ended before its time came"
     assert "the run was interrupted" in out
     assert (run / "verdict.html").is_file()
     assert (run / "tapes/learner-2-i1.tape").is_file()

@@ -55,10 +55,10 @@ def writer():
 @pytest.fixture
 def mounted(tmp_path):
     disk = Disk(tmp_path / "disk")
-    assert disk.how_full == "a tmpfs that is full"
+    assert disk.full_method == "a tmpfs that is full"
     yield disk
     disk.close()
-    assert [where for _, where in disks.mounts() if where.startswith(str(tmp_path))] == []
+    assert [where for _, where in disks.list_mounts() if where.startswith(str(tmp_path))] == []
 
 
 def test_a_full_disk_takes_no_byte_more(mounted, writer):
@@ -69,7 +69,7 @@ def test_a_full_disk_takes_no_byte_more(mounted, writer):
     file.unlink()  # what is freed is taken up again
     assert mounted.fill(writer.pid)
     assert writer.write(mounted.folder / "other") == str(errno.ENOSPC)
-    mounted.empty()
+    mounted.free()
     assert writer.write(mounted.folder / "other") == "wrote 100000"
 
 
@@ -77,11 +77,11 @@ def test_a_read_only_disk_can_be_read_and_is_written_again_later(mounted, writer
     file = mounted.folder / "file"
     assert writer.write(file) == "wrote 100000"
     with open(file, "ab", buffering=0) as held:  # was open before, as a tape is
-        assert mounted.protect()
+        assert mounted.make_read_only()
         assert writer.write(file) == str(errno.EROFS)
         assert len(file.read_bytes()) == 100_000
         held.write(b"x")
-        mounted.unprotect()
+        mounted.make_writable()
     assert writer.write(file) == "wrote 100000"
     assert file.stat().st_size == 200_001
 
@@ -91,7 +91,7 @@ def test_what_was_written_stays_when_the_disk_goes(tmp_path, writer):
     (disk.folder / "deep").mkdir()
     writer.write(disk.folder / "deep" / "file")
     disk.fill(writer.pid)
-    disk.protect()
+    disk.make_read_only()
     disk.close()
     disk.close()
     assert (tmp_path / "disk/deep/file").stat().st_size == 100_000
@@ -103,13 +103,13 @@ def test_what_was_written_stays_when_the_disk_goes(tmp_path, writer):
 
 def test_without_root_a_limit_on_the_process_stands_for_a_full_disk(tmp_path, writer):
     disk = Disk(tmp_path / "disk", try_mount=False)
-    assert "limit" in disk.how_full
+    assert "limit" in disk.full_method
     file = disk.folder / "file"
     assert disk.fill(writer.pid)
-    assert writer.write(file) == f"wrote {disks.FREE_WHEN_LIMITED}"
+    assert writer.write(file) == f"wrote {disks.FILE_SIZE_LIMIT_BYTES}"
     assert writer.write(file) == str(errno.EFBIG)
     (tmp_path / "other").write_bytes(bytes(100_000))  # nobody else is limited
-    disk.empty()
+    disk.free()
     assert writer.write(file) == "wrote 100000"
     disk.fill(writer.pid)
     disk.close()
@@ -122,19 +122,19 @@ def test_without_root_folders_lose_the_right_to_write(tmp_path):
     disk = Disk(tmp_path / "disk", try_mount=False)
     (disk.folder / "deep").mkdir()
     if os.geteuid() == 0:
-        assert not disk.protect()  # root may write everywhere: it says that nothing happened
+        assert not disk.make_read_only()  # root may write everywhere: it says that nothing happened
         return
-    assert disk.protect()
+    assert disk.make_read_only()
     with pytest.raises(PermissionError):
         (disk.folder / "deep/file").write_text("x")
-    disk.unprotect()
+    disk.make_writable()
     (disk.folder / "deep/file").write_text("x")
 
 
 def test_what_a_killed_tool_has_left_is_swept_away(tmp_path, mounted):
     text = (
         "import sys; from pathlib import Path; from atoll.chaos.disks import Disk; d = Disk(Path(sys.argv[1]));"
-        " d.protect(); print(d.how_full, flush=True); input()"
+        " d.make_read_only(); print(d.full_method, flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", text, str(tmp_path / "left")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -142,6 +142,6 @@ def test_what_a_killed_tool_has_left_is_swept_away(tmp_path, mounted):
         assert tool.stdout is not None
         assert tool.stdout.readline() == "a tmpfs that is full\n"
         tool.kill()
-    assert str(tmp_path / "left") in disks.sweep()
+    assert str(tmp_path / "left") in disks.remove_stale()
     assert not os.path.ismount(tmp_path / "left")
     assert os.path.ismount(mounted.folder)  # that of a living process stays

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from atoll.chaos.faults import Target
-from atoll.chaos.plan import Plan, Planned, draw_plan
-from atoll.chaos.scenario import load
-from benchmarks.elastic import _pids, figures, learner_kills, read_steps, train_elastic
+from atoll.chaos.plan import Plan, PlannedFault, draw_plan
+from atoll.chaos.scenario import load_scenario
+from benchmarks.elastic import _pids, learner_kills, read_steps, summarize, train_elastic
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
 
 
 def test_elastic_training_gets_only_kills_of_learners_of_the_start():
-    plan = draw_plan(load("storm-heavy"), 3, 90.0)
+    plan = draw_plan(load_scenario("storm-heavy"), 3, 90.0)
     kills = [(fault.target.kind, fault.target.number) for fault in plan.faults if fault.fault == "kill"]
     assert {("learner", 4), ("syncer", 0)} < set(kills)
     assert [fault.target.number for fault in learner_kills(plan, 3)] == [1, 3, 3]
@@ -23,16 +23,16 @@ def test_a_step_that_is_taken_again_is_useful_once():
         return {"at": at, "step": step, "took_s": 1.0}
 
     lines = [line(1.0, 1), line(2.0, 2), line(7.0, 2), line(8.0, 3)]  # 2 was lost; nobody stepped from 2 to 6
-    found = figures([lines, lines])
+    found = summarize([lines, lines])
     assert found == {"wall_s": 8.0, "goodput": 3 / 8, "worst_pause_s": 5.0, "standing_s": 4.0, "steps_again": 2}
-    assert figures([[], []])["goodput"] == 0.0
+    assert summarize([[], []])["goodput"] == 0.0
 
 
 @pytest.mark.long
 def test_a_killed_worker_costs_all_of_them_their_steps_since_the_checkpoint(tmp_path):
     settings = small_settings(small_text(tmp_path / "text"), tokens=2 * 2 * 16 * 60, step_time_s=0.05)
-    kill = Planned(1, 1.0, "kill", Target("learner", 2), {"away": 3.0}, "schedule 1")
-    cut = Planned(2, 1.5, "cut", Target("link", 1), {"for": 3.0, "way": "both"}, "schedule 2")
+    kill = PlannedFault(1, 1.0, "kill", Target("learner", 2), {"downtime": 3.0}, "schedule 1")
+    cut = PlannedFault(2, 1.5, "cut", Target("link", 1), {"for": 3.0, "direction": "both"}, "schedule 2")
     plan = Plan("test", "A test.", 1, 3.0, 2, (kill, cut), 0)
     run = tmp_path / "run"
     run.mkdir()

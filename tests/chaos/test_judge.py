@@ -17,19 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from atoll.chaos import judge as judging
+from atoll.chaos import verdict as judging
 from atoll.chaos.fault_log import FaultLog, FaultRecord
-from atoll.chaos.faults import KINDS, Target
-from atoll.chaos.judge import Check, Ending, FaultReport, Loss, Verdict, Worst, judge
-from atoll.chaos.page import page
-from atoll.chaos.plan import Plan, Planned
-from atoll.chaos.scenario import EXPECTABLE, Expectation, shipped
+from atoll.chaos.faults import FAULT_KINDS, Target
+from atoll.chaos.page import render_page
+from atoll.chaos.plan import Plan, PlannedFault
+from atoll.chaos.scenario import EXPECTABLE_FIGURES, Expectation, shipped_scenarios
+from atoll.chaos.verdict import Criterion, FaultReport, Loss, RunOutcome, Verdict, WorstPause, evaluate_run
 from atoll.core.protocol import MergeRound, StepTaken
-from atoll.reference.report import note_fault
+from atoll.reference.report import record_fault
 from atoll.tape.files import tape_path
 from atoll.tape.format import Actor
 from atoll.tape.learner_processes import LearnerProcess
-from atoll.tape.time_shares import TimeShares, clip, overlap_s, shares_of
+from atoll.tape.time_shares import TimeShares, clip, compute_time_shares, overlap_s
 from atoll.tape.timeline import RunTimeline, read_timeline
 from tests.tiny_run import STEP_S, TinyRun, eventful_run
 
@@ -39,15 +39,15 @@ ALWAYS = ["ended", "faults", "unplanned ends", "ledger", "invariants", "learned"
 FOUNDED = 1000.0
 PAGE = (Path(__file__).resolve().parents[2] / "docs/chaos.md").read_text(encoding="utf-8")
 
-KILL = Planned(1, 11.0, "kill", Target("learner", 2), {"away": 2.0}, "schedule 1")
-KILL_SYNCER = Planned(2, 19.0, "kill", Target("syncer", 0), {"away": 2.0}, "schedule 2")
+KILL = PlannedFault(1, 11.0, "kill", Target("learner", 2), {"downtime": 2.0}, "schedule 1")
+KILL_SYNCER = PlannedFault(2, 19.0, "kill", Target("syncer", 0), {"downtime": 2.0}, "schedule 2")
 PLAN = Plan("tiny", "A test.", 7, 60.0, 3, (KILL, KILL_SYNCER), 0)
 STRUCK = (
     FaultRecord(1, True, FOUNDED + 12.0, FOUNDED + 14.0, "SIGKILL"),
     FaultRecord(2, True, FOUNDED + 20.0, FOUNDED + 22.0, "SIGKILL"),
 )
 LOSS = Loss(2.0, 5.0, 1.95, "there")
-SOUND = Ending("relays", loss=LOSS)
+SOUND = RunOutcome("relays", loss=LOSS)
 
 
 def expected(figure: str, bound: float) -> dict[str, Expectation]:
@@ -59,25 +59,25 @@ def saved(tmp_path_factory):
     """Learner 2 is killed at 12 s and comes at 14 s, the syncer is away from 20 to 22 s; tapes and faults are kept."""
     run = eventful_run().save(tmp_path_factory.mktemp("eventful") / "run")
     written(run, STRUCK)
-    note_fault(run, FOUNDED + 12.0, "learner 2", "SIGKILL", True)
-    note_fault(run, FOUNDED + 20.0, "syncer", "SIGKILL", True)
+    record_fault(run, FOUNDED + 12.0, "learner 2", "SIGKILL", True)
+    record_fault(run, FOUNDED + 20.0, "syncer", "SIGKILL", True)
     return run
 
 
 def written(run: Path, struck: tuple[FaultRecord, ...]) -> Path:
     log = FaultLog(run)
-    log.began(FOUNDED + 1.0)
+    log.record_start(FOUNDED + 1.0)
     for each in struck:
-        log.struck(each)
+        log.record_fault(each)
     return run
 
 
-def verdict_of(run: Path, expect: dict[str, Expectation] | None = None, ending: Ending = SOUND, plan: Plan = PLAN):
-    return judge(run, plan, expect or {}, ending, FOUNDED)
+def verdict_of(run: Path, expect: dict[str, Expectation] | None = None, ending: RunOutcome = SOUND, plan: Plan = PLAN):
+    return evaluate_run(run, plan, expect or {}, ending, FOUNDED)
 
 
-def line(verdict: Verdict, name: str) -> Check:
-    return next(check for check in verdict.checks if check.name == name)
+def line(verdict: Verdict, name: str) -> Criterion:
+    return next(check for check in verdict.criteria if check.name == name)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -86,9 +86,9 @@ def line(verdict: Verdict, name: str) -> Check:
 
 def test_a_sound_run_stands(saved):
     found = verdict_of(saved, {**expected("goodput", 0.5), **expected("loss_within", 0.1)})
-    assert [check for check in found.checks if not check.passed] == []
-    assert found.passed
-    assert [check.name for check in found.checks][: len(ALWAYS)] == ALWAYS
+    assert [check for check in found.criteria if not check.passed] == []
+    assert found.survived
+    assert [check.name for check in found.criteria][: len(ALWAYS)] == ALWAYS
 
 
 def test_times_are_those_of_the_tapes(saved):
@@ -96,15 +96,15 @@ def test_times_are_those_of_the_tapes(saved):
     kill, kill_syncer = found.faults
     timeline = read_timeline(saved)
     first, second = timeline.processes[2]
-    assert (kill.began_s, kill.ended_s, kill.planned_s) == (12.0, 14.0, 12.0)
-    assert kill.back_training_s == pytest.approx(second.log.ends[0] - 12.0)
+    assert (kill.started_s, kill.ended_s, kill.planned_s) == (12.0, 14.0, 12.0)
+    assert kill.kill_to_step_s == pytest.approx(second.log.ends[0] - 12.0)
     merged = next((merge.at for merge in timeline.merges() if (2, 2) in merge.contributors), None)
     assert merged is not None
-    assert kill.back_merged_s == pytest.approx(merged - 12.0)
-    assert kill.back_merged_s >= kill.back_training_s > 2.0
-    assert kill_syncer.back_training_s is None
-    assert kill_syncer.back_merged_s > 2.0
-    assert first.last <= 12.0
+    assert kill.kill_to_merge_s == pytest.approx(merged - 12.0)
+    assert kill.kill_to_merge_s >= kill.kill_to_step_s > 2.0
+    assert kill_syncer.kill_to_step_s is None
+    assert kill_syncer.kill_to_merge_s > 2.0
+    assert first.last_entry_at <= 12.0
 
 
 def test_the_shares_of_an_island_add_up_and_tell_where_its_time_went(saved):
@@ -135,7 +135,7 @@ def test_bands_cover_the_run_without_gaps(saved):
     told = verdict_of(saved).timeline
     for band in told["bands"]:
         states = band["states"]
-        assert states[0][0] == told["began_s"]
+        assert states[0][0] == told["started_s"]
         assert states[-1][1] == told["ended_s"]
         assert all(before[1] == after[0] for before, after in pairwise(states))
     assert "gone" in {state for _, _, state in told["bands"][1]["states"]}
@@ -165,20 +165,20 @@ def test_a_pause_of_a_survivor_is_found(tmp_path):
     assert found.worst_pause is not None
     assert found.worst_pause.learner == 3
     assert found.worst_pause.gap_s == pytest.approx(5.0 + STEP_S, abs=0.1)
-    assert found.worst_pause.usual_s == STEP_S
+    assert found.worst_pause.typical_s == STEP_S
     assert found.worst_pause.during == (1,)  # learner 2 was dead
     assert line(found, "worst pause").passed is False
-    assert not found.passed
+    assert not found.survived
 
 
 def test_a_learner_that_was_stopped_itself_is_no_survivor(tmp_path):
-    run = TinyRun().until(12.9)
-    run.stop(3, 5.1)
-    run.until(60.0)
+    run = TinyRun().run_until(12.9)
+    run.suspend(3, 5.1)
+    run.run_until(60.0)
     run.finish()
-    stop = Planned(1, 11.9, "stop", Target("learner", 3), {"for": 5.1}, "schedule 1")
+    stop = PlannedFault(1, 11.9, "stop", Target("learner", 3), {"for": 5.1}, "schedule 1")
     where = written(
-        run.until(120.0).save(tmp_path / "run"), (FaultRecord(1, True, FOUNDED + 12.9, FOUNDED + 18.0, "STOP"),)
+        run.run_until(120.0).save(tmp_path / "run"), (FaultRecord(1, True, FOUNDED + 12.9, FOUNDED + 18.0, "STOP"),)
     )
     found = verdict_of(where, expected("worst_pause_s", 2.0), plan=replace(PLAN, faults=(stop,)))
     assert line(found, "worst pause").passed
@@ -196,38 +196,38 @@ def test_tokens_that_nobody_trained_are_found(tmp_path):
     ]
     found = verdict_of(planted(run, tmp_path / "run"))
     assert line(found, "ledger").passed is False
-    assert "on no learner's tape" in line(found, "ledger").sentence
+    assert "on no learner's tape" in line(found, "ledger").finding
     assert not found.ledger["balanced"]
-    assert not found.passed
+    assert not found.survived
 
 
 def test_books_that_do_not_balance_are_found(saved):
     timeline = read_timeline(saved)
-    assert timeline.tenure is not None
-    lines = timeline.tenure.lines()
+    assert timeline.current_tenure is not None
+    lines = timeline.current_tenure.ledger_lines()
     on_tapes = sum(process.tokens for processes in timeline.processes.values() for process in processes)
-    assert judging._balance(judging._ledger(lines, on_tapes)).passed is True
+    assert judging._check_ledger(judging._ledger(lines, on_tapes)).passed is True
     lines[0] = lines[0]._replace(merged=lines[0].merged + 1)
-    check = judging._balance(judging._ledger(lines, on_tapes))
+    check = judging._check_ledger(judging._ledger(lines, on_tapes))
     assert check.passed is False
-    assert "does not balance" in check.sentence
+    assert "does not balance" in check.finding
 
 
 @pytest.mark.parametrize(
     ("struck", "sentence"),
     [
-        (STRUCK[:1], "the first is 2, kill syncer away 2 s: the run ended before its time came"),
+        (STRUCK[:1], "the first is 2, kill syncer downtime 2 s: the run ended before its time came"),
         ((STRUCK[0], FaultRecord(2, False, None, None, "", "syncer was not there")), "syncer was not there"),
-        ((STRUCK[0], replace(STRUCK[1], fired=False, why_not="nothing shows it")), "nothing shows it"),
+        ((STRUCK[0], replace(STRUCK[1], was_injected=False, failure_cause="nothing shows it")), "nothing shows it"),
     ],
 )
 def test_a_fault_that_did_not_happen_is_a_failure(saved, tmp_path, struck, sentence):
     run = shutil.copytree(saved, tmp_path / "run")
-    (run / "chaos/struck.jsonl").unlink()
+    (run / "chaos/faults.jsonl").unlink()
     found = verdict_of(written(run, struck))
     assert line(found, "faults").passed is False
-    assert sentence in line(found, "faults").sentence
-    assert not found.passed
+    assert sentence in line(found, "faults").finding
+    assert not found.survived
 
 
 def test_a_plan_without_faults_shows_nothing(saved):
@@ -236,13 +236,13 @@ def test_a_plan_without_faults_shows_nothing(saved):
 
 def test_a_process_that_ended_unasked_is_found(saved, tmp_path):
     run = shutil.copytree(saved, tmp_path / "run")
-    note_fault(run, FOUNDED + 30.0, "learner 3", "exit code 1", False)
+    record_fault(run, FOUNDED + 30.0, "learner 3", "exit code 1", False)
     found = verdict_of(run)
     assert (
-        line(found, "unplanned ends").sentence == "1 processes ended unasked; the first: learner 3 ended by exit code 1"
+        line(found, "unplanned ends").finding == "1 processes ended unasked; the first: learner 3 ended by exit code 1"
     )
-    assert not found.passed
-    poison = Planned(3, 25.0, "nan", Target("payload", 3), {"count": 3.0}, "schedule 3")
+    assert not found.survived
+    poison = PlannedFault(3, 25.0, "nan", Target("payload", 3), {"count": 3.0}, "schedule 3")
     assert line(verdict_of(run, plan=replace(PLAN, faults=(*PLAN.faults, poison))), "unplanned ends").passed
 
 
@@ -258,8 +258,8 @@ def test_a_violation_of_the_protocol_is_found(tmp_path):
             break
     found = verdict_of(planted(run, tmp_path / "run"))
     assert line(found, "invariants").passed is False
-    assert "quorum" in line(found, "invariants").sentence
-    assert not found.passed
+    assert "quorum" in line(found, "invariants").finding
+    assert not found.survived
 
 
 def test_a_lost_tape_ends_what_can_be_judged(saved, tmp_path):
@@ -267,26 +267,26 @@ def test_a_lost_tape_ends_what_can_be_judged(saved, tmp_path):
     tape_path(run, Actor(1, 1)).unlink()
     found = verdict_of(run)
     assert line(found, "invariants").passed is False
-    assert "judged only up to" in line(found, "invariants").sentence
+    assert "judged only up to" in line(found, "invariants").finding
 
 
 def test_a_learner_that_never_comes_back_is_found(tmp_path):
     run = TinyRun()
-    run.until(12.0)
+    run.run_until(12.0)
     run.kill(2)
-    run.until(40.0)
+    run.run_until(40.0)
     run.finish()
-    where = planted(run.until(80.0), tmp_path / "run")
-    found = verdict_of(where, {**expected("back_training_s", 60.0), **expected("back_merged_s", 60.0)})
-    assert line(found, "back to training").sentence == "after fault 1 (kill learner 2 away 2 s): never"
-    assert line(found, "back in a merge").passed is False
+    where = planted(run.run_until(80.0), tmp_path / "run")
+    found = verdict_of(where, {**expected("kill_to_step_s", 60.0), **expected("kill_to_merge_s", 60.0)})
+    assert line(found, "kill to step").finding == "after fault 1 (kill learner 2 downtime 2 s): never"
+    assert line(found, "kill to merge").passed is False
     assert found.islands[1].away_s > 20.0
 
 
 def test_a_run_without_an_end_is_found(tmp_path):
-    found = verdict_of(planted(TinyRun().until(20.0), tmp_path / "run"))
-    assert line(found, "ended").sentence == "no syncer has said that the run is finished"
-    assert not found.passed
+    found = verdict_of(planted(TinyRun().run_until(20.0), tmp_path / "run"))
+    assert line(found, "ended").finding == "no syncer has said that the run is finished"
+    assert not found.survived
 
 
 @pytest.mark.parametrize(
@@ -305,15 +305,15 @@ def test_a_run_without_an_end_is_found(tmp_path):
 def test_what_only_the_tool_knows(saved, ending, name, sentence):
     found = verdict_of(saved, expected("loss_within", 0.1), ending)
     assert line(found, name).passed is False
-    assert sentence in line(found, name).sentence
-    assert not found.passed
+    assert sentence in line(found, name).finding
+    assert not found.survived
 
 
 def test_what_cannot_be_judged_is_neither_kept_nor_broken(saved):
-    found = verdict_of(saved, expected("loss_within", 0.1), replace(SOUND, loss=replace(LOSS, without_faults=None)))
+    found = verdict_of(saved, expected("loss_within", 0.1), replace(SOUND, loss=replace(LOSS, baseline=None)))
     assert line(found, "loss").passed is None
-    assert "add --baseline" in line(found, "loss").sentence
-    assert found.passed
+    assert "add --baseline" in line(found, "loss").finding
+    assert found.survived
 
 
 @pytest.mark.parametrize(
@@ -322,28 +322,28 @@ def test_what_cannot_be_judged_is_neither_kept_nor_broken(saved):
         ("goodput", 0.5, 0.9999),
         ("goodput_up", 0.9, 1.5),
         ("uptime", 0.9, 1.5),
-        ("merged_of_alive", 0.2, 1.5),
+        ("merge_participation", 0.2, 1.5),
         ("worst_pause_s", 1.5, 0.5),
-        ("back_training_s", 20.0, 1.0),
-        ("back_merged_s", 30.0, 1.0),
+        ("kill_to_step_s", 20.0, 1.0),
+        ("kill_to_merge_s", 30.0, 1.0),
         ("loss_within", 0.1, 0.01),
     ],
 )
 def test_every_line_can_be_kept_and_broken(saved, figure, kept, broken):
-    assert verdict_of(saved, expected(figure, kept)).passed
-    assert not verdict_of(saved, expected(figure, broken)).passed
+    assert verdict_of(saved, expected(figure, kept)).survived
+    assert not verdict_of(saved, expected(figure, broken)).survived
 
 
 def test_every_figure_has_a_test():
     marks = next(m for m in test_every_line_can_be_kept_and_broken.pytestmark if m.name == "parametrize")
-    assert {figure for figure, _, _ in marks.args[1]} == set(EXPECTABLE)
+    assert {figure for figure, _, _ in marks.args[1]} == set(EXPECTABLE_FIGURES)
 
 
 def test_a_run_that_never_began_has_a_verdict(tmp_path):
-    found = judge(tmp_path, PLAN, expected("goodput", 0.5), replace(SOUND, failed="no port"), None)
-    assert not found.passed
+    found = evaluate_run(tmp_path, PLAN, expected("goodput", 0.5), replace(SOUND, failed="no port"), None)
+    assert not found.survived
     assert found.goodput == 0.0
-    assert "no port" in page(found)
+    assert "no port" in render_page(found)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -359,17 +359,17 @@ def test_shares_add_up_whatever_happens(stops, span, steps):
     for number in range(1, steps):
         process.add_step(2.0 + 0.5 * number, 0.45, 1, 10)
     apart = [stop for n, stop in enumerate(stops) if all(overlap_s(stop, other) == 0 for other in stops[:n])]
-    found = shares_of(1, [process], span, apart)
+    found = compute_time_shares(1, [process], span, apart)
     assert all(getattr(found, each.name) >= 0 for each in fields(TimeShares))
     parts = (getattr(found, each.name) for each in fields(TimeShares) if each.name not in ("learner", "allocated_s"))
     assert sum(parts) == pytest.approx(found.allocated_s)
     assert math.isfinite(found.goodput)
     timeline = RunTimeline(keep=None)
     timeline.processes[1] = [process]
-    timeline.settle()
-    bands = timeline.bands(1, span[0], span[1], apart)
+    timeline.refresh()
+    bands = timeline.state_spans(1, span[0], span[1], apart)
     assert all(before.end == after.begin for before, after in pairwise(bands))
-    there_s = overlap_s(span, (process.first, process.last))
+    there_s = overlap_s(span, (process.first_entry_at, process.last_entry_at))
     assert sum(band.end - band.begin for band in bands) == pytest.approx(there_s)
 
 
@@ -419,26 +419,26 @@ def parsed(text: str) -> Balanced:
 
 def test_the_page_stands_alone(saved):
     found = verdict_of(saved, expected("goodput", 0.9999))
-    text = page(found)
+    text = render_page(found)
     read = parsed(text)
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
     assert not [name for name, _ in read.attributes if name in ("src", "href", "onclick")]
     assert "prefers-color-scheme: dark" in text
-    for part in ("did not survive", "learner 3", "kill syncer away 2 s", "it is a test", "tiny"):
+    for part in ("did not survive", "learner 3", "kill syncer downtime 2 s", "it is a test", "tiny"):
         assert part in read.words
     ticks = next(value for name, value in read.attributes if name == "d" and value and "v16" in value)
     assert ticks.count("M") == found.merges
 
 
 def test_every_colour_of_the_page_is_defined(saved):
-    text = page(verdict_of(saved))
+    text = render_page(verdict_of(saved))
     used = set(re.findall(r"var\(--(\w+)\)", text))
     assert {"training", "gone", "line"} <= used <= set(re.findall(r"--(\w+):", text))
 
 
 def test_the_page_believes_nobody(saved):
     plan = replace(PLAN, about="<script>alert(1)</script>", scenario="a&b")
-    text = page(verdict_of(saved, plan=plan, ending=replace(SOUND, links="<b>")))
+    text = render_page(verdict_of(saved, plan=plan, ending=replace(SOUND, links="<b>")))
     parsed(text)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
@@ -450,8 +450,8 @@ def test_the_page_believes_nobody(saved):
 
 SECTIONS = {
     "verdict.json": Verdict,
-    "`checks`": Check,
-    "`worst_pause`": Worst,
+    "`criteria`": Criterion,
+    "`worst_pause`": WorstPause,
     "`islands`": TimeShares,
     "`faults`": FaultReport,
     "`loss`": Loss,
@@ -477,8 +477,8 @@ def test_every_part_of_the_verdict_has_a_section():
 
 
 def test_docs_tell_of_every_fault_scenario_figure_and_line():
-    assert told("Faults") == list(KINDS)
-    assert told("Shipped scenarios") == list(shipped())
-    assert told("What a scenario may expect") == list(EXPECTABLE)
+    assert told("Faults") == list(FAULT_KINDS)
+    assert told("Shipped scenarios") == list(shipped_scenarios())
+    assert told("What a scenario may expect") == list(EXPECTABLE_FIGURES)
     assert [name.replace("-", " ") for name in told("What is always asked")] == ALWAYS
-    assert told("Faults", PAGE.replace("| `kill` |", "| `murder` |")) != list(KINDS)
+    assert told("Faults", PAGE.replace("| `kill` |", "| `murder` |")) != list(FAULT_KINDS)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from atoll.chaos import netns
-from atoll.chaos.netns import Namespaces, enter, run
+from atoll.chaos.netns import Namespaces, enter_namespace, run_command
 
 pytestmark = pytest.mark.needs_root
 
@@ -41,7 +41,7 @@ class Inside:
             end.settimeout(LIMIT_S)
 
     def _dial(self) -> None:
-        enter(self.namespace)
+        enter_namespace(self.namespace)
         self.dialled.append(socket.create_connection(self.server.getsockname()[:2], timeout=LIMIT_S))
 
     def passes(self, up: bool, for_s: float = LIMIT_S) -> bool:
@@ -71,41 +71,43 @@ def inside() -> Iterator[Inside]:
 
 
 def assert_nothing_is_left(owner: int) -> None:
-    assert [name for name in netns.ours() if f"-{owner}-" in name] == []
-    assert [address for maker, address in netns.addresses() if maker == owner] == []
-    assert f"at{owner:06x}" not in run("ip", "-o", "link")
+    assert [name for name in netns.list_namespaces() if f"-{owner}-" in name] == []
+    assert [address for maker, address in netns.list_addresses() if maker == owner] == []
+    assert f"at{owner:06x}" not in run_command("ip", "-o", "link")
 
 
 def test_a_namespace_reaches_the_syncers_address_and_nothing_else(inside):
     assert inside.passes(True)
     assert inside.passes(False)
-    routes = run("ip", "-n", inside.namespace.name, "route")
+    routes = run_command("ip", "-n", inside.namespace.name, "route")
     assert "default" not in routes
 
 
-@pytest.mark.parametrize(("way", "up", "down"), [("both", False, False), ("up", False, True), ("down", True, False)])
-def test_a_cut_swallows_its_direction(inside, way, up, down):
-    inside.made.cut(1, way)
+@pytest.mark.parametrize(
+    ("direction", "up", "down"), [("both", False, False), ("up", False, True), ("down", True, False)]
+)
+def test_a_cut_swallows_its_direction(inside, direction, up, down):
+    inside.made.cut(1, direction)
     assert ("blackhole" in inside.made.shape(1)[0], "blackhole" in inside.made.shape(1)[1]) == (not up, not down)
-    if way == "both":
+    if direction == "both":
         assert not inside.passes(True, SILENT_S)
         assert not inside.passes(False, SILENT_S)
     else:
         assert inside.passes(up)  # TCP is not told that it arrived, but it does
         assert not inside.passes(not up, SILENT_S)
-    inside.made.heal(1)
+    inside.made.restore(1)
     assert (inside.taken if not up else inside.client).recv(16)  # TCP sends it again
 
 
 def test_a_thin_link_takes_its_time(inside):
-    inside.made.thin(1, 50_000)
+    inside.made.throttle(1, 50_000)
     began = time.monotonic()
     threading.Thread(target=inside.client.sendall, args=(bytes(40_000),)).start()
     got = 0
     while got < 40_000:
         got += len(inside.taken.recv(65536))
     assert time.monotonic() - began > 0.5
-    inside.made.heal(1)
+    inside.made.restore(1)
     assert "tbf" not in " ".join(inside.made.shape(1))
 
 
@@ -123,7 +125,7 @@ def test_closing_twice_and_an_error_inside_leave_nothing():
     made.add(1)
     made.add(7)
     made.cut(7, "both")
-    assert len([name for name in netns.ours() if f"-{os.getpid()}-" in name]) == 2
+    assert len([name for name in netns.list_namespaces() if f"-{os.getpid()}-" in name]) == 2
     made.close()
     made.close()
     assert_nothing_is_left(os.getpid())
@@ -139,9 +141,9 @@ def test_what_a_killed_tool_has_left_is_swept_away():
     ) as tool:
         assert tool.stdout is not None
         assert tool.stdout.readline() == "there\n"
-        assert f"atoll-{tool.pid}-3" in netns.ours()
-        assert f"atoll-{tool.pid}-3" not in netns.sweep()  # it lives
+        assert f"atoll-{tool.pid}-3" in netns.list_namespaces()
+        assert f"atoll-{tool.pid}-3" not in netns.remove_stale()  # it lives
         tool.kill()
     assert Path(f"/proc/{tool.pid}").exists() is False
-    assert f"atoll-{tool.pid}-3" in netns.sweep()
+    assert f"atoll-{tool.pid}-3" in netns.remove_stale()
     assert_nothing_is_left(tool.pid)

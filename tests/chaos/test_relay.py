@@ -98,19 +98,19 @@ def test_what_is_sent_arrives_as_it_is(relay):
         threading.Thread(target=link.sendall, args=(sent,)).start()
         assert received(link, len(sent)) == sent
     counts = relay.counts()
-    assert (counts.up_bytes, counts.down_bytes, counts.damaged_bytes) == (len(sent), len(sent), 0)
+    assert (counts.up_bytes, counts.down_bytes, counts.corrupted_bytes) == (len(sent), len(sent), 0)
 
 
-@pytest.mark.parametrize("way", ["both", "up", "down"])
-def test_a_cut_holds_its_direction_and_only_that(relay, echo, way):
+@pytest.mark.parametrize("direction", ["both", "up", "down"])
+def test_a_cut_holds_its_direction_and_only_that(relay, echo, direction):
     with dialled(relay) as link:
         link.sendall(b"a")
         assert received(link, 1) == b"a"
-        relay.cut(way)
+        relay.cut(direction)
         link.sendall(b"b")
-        assert echo.wait_for(2) if way == "down" else not echo.wait_for(2, 0.3)
+        assert echo.wait_for(2) if direction == "down" else not echo.wait_for(2, 0.3)
         assert is_silent(link)
-        relay.cut(way, on=False)
+        relay.cut(direction, is_cut=False)
         assert received(link, 1) == b"b"  # it was held, not lost
 
 
@@ -119,25 +119,25 @@ def test_a_new_connection_waits_while_the_link_is_cut(relay, echo):
     with dialled(relay) as link:
         link.sendall(b"a")
         assert not echo.wait_for(1, 0.3)  # a handshake needs both directions
-        relay.cut("down", on=False)
+        relay.cut("down", is_cut=False)
         assert received(link, 1) == b"a"
 
 
 def test_a_thin_link_carries_so_many_bytes_per_second(relay, echo):
-    relay.thin(40_000)
+    relay.throttle(40_000)
     with dialled(relay) as link:
         began = time.monotonic()
         threading.Thread(target=link.sendall, args=(bytes(20_000),)).start()
         assert echo.wait_for(20_000)
         took_s = time.monotonic() - began
     assert took_s >= 0.4
-    slowed = relay.counts().slowed_pieces
+    slowed = relay.counts().delayed_chunks
     assert slowed >= 5
-    relay.thin(None)
+    relay.throttle(None)
     with dialled(relay) as link:
         link.sendall(bytes(20_000))
         received(link, 20_000)
-    assert relay.counts().slowed_pieces == slowed
+    assert relay.counts().delayed_chunks == slowed
 
 
 def test_a_late_link_is_late_in_each_direction(relay):
@@ -152,17 +152,17 @@ def test_a_late_link_is_late_in_each_direction(relay):
 
 
 def test_damage_changes_about_as_many_bytes_as_asked(relay, echo):
-    relay.damage(1000, "up")
+    relay.corrupt(1000, "up")
     with dialled(relay) as link:
         sent = bytes(200_000)
         threading.Thread(target=link.sendall, args=(sent,)).start()
         back = received(link, len(sent))
     wrong = sum(byte != 0 for byte in echo.got)
     assert 100 <= wrong <= 320
-    assert relay.counts().damaged_bytes == wrong
+    assert relay.counts().corrupted_bytes == wrong
     assert back == bytes(echo.got)  # on the way back nothing was changed
     assert all(bin(byte).count("1") <= 1 for byte in echo.got)
-    relay.damage(None)
+    relay.corrupt(None)
     with dialled(relay) as link:
         link.sendall(sent[:5000])
         assert received(link, 5000) == sent[:5000]
@@ -173,7 +173,7 @@ def test_damage_is_drawn_by_the_seed(echo):
         echo.got.clear()
         with contextlib.closing(Relays()) as relays:
             relay = relays.open(echo.address, seed=9)
-            relay.damage(100, "up")
+            relay.corrupt(100, "up")
             with dialled(relay) as link:
                 link.sendall(bytes(3000))
                 received(link, 3000)

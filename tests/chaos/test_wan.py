@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from atoll.chaos import netns
-from atoll.chaos.netns import enter, run
-from benchmarks.wan import Link, Wan, even
-from benchmarks.wan_router import MTU_BYTES, Direction, Shape
+from atoll.chaos.netns import enter_namespace, run_command
+from benchmarks.wan import Link, Wan, symmetric_link
+from benchmarks.wan_router import MTU_BYTES, LinkDirection, LinkShape
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0
@@ -30,48 +30,48 @@ LIMIT_S = 300.0
 # One direction of a link, without packets
 
 
-def shaped(rate_bit_s: float = 0.0, delay_s: float = 0.0, loss: float = 0.0, queue_s: float = 0.1) -> Direction:
-    made = Direction("test")
-    made.shape(Shape(rate_bit_s, delay_s, loss, queue_s))
+def shaped(rate_bit_s: float = 0.0, delay_s: float = 0.0, loss: float = 0.0, queue_s: float = 0.1) -> LinkDirection:
+    made = LinkDirection("test")
+    made.shape(LinkShape(rate_bit_s, delay_s, loss, queue_s))
     return made
 
 
 def test_packets_leave_one_after_the_other_at_the_rate_and_arrive_after_the_delay():
     link = shaped(rate_bit_s=8e6, delay_s=0.5)
-    assert [link.take(at, 1000) for at in (10.0, 10.0, 12.0)] == pytest.approx([10.501, 10.502, 12.501])
+    assert [link.enqueue(at, 1000) for at in (10.0, 10.0, 12.0)] == pytest.approx([10.501, 10.502, 12.501])
 
 
 def test_a_full_queue_drops_what_comes_and_has_room_again_when_it_has_sent():
     link = shaped(rate_bit_s=8e6, queue_s=0.02)  # of 20 packets of 1000 bytes
-    assert [link.take(10.0, 1000) is None for _ in range(30)].count(False) == 21  # and one that it sends
+    assert [link.enqueue(10.0, 1000) is None for _ in range(30)].count(False) == 21  # and one that it sends
     assert link.dropped == 9
-    assert link.take(10.5, 1000) == pytest.approx(10.501)
+    assert link.enqueue(10.5, 1000) == pytest.approx(10.501)
     assert link.counts() == {"packets": 22, "bytes": 22_000, "dropped": 9, "lost": 0}
 
 
 def test_a_thin_link_has_a_queue_of_some_packets_however_short_it_is_asked_to_be():
     link = shaped(rate_bit_s=1e5, queue_s=0.0)
-    assert sum(link.take(10.0, MTU_BYTES) is not None for _ in range(20)) == 9
+    assert sum(link.enqueue(10.0, MTU_BYTES) is not None for _ in range(20)) == 9
 
 
 def test_losses_are_drawn_by_the_seed_and_take_their_time_on_the_link():
     def lost() -> list[bool]:
         link = shaped(rate_bit_s=8e9, loss=0.1)
-        return [link.take(float(n), 1000) is None for n in range(2000)]
+        return [link.enqueue(float(n), 1000) is None for n in range(2000)]
 
     assert lost() == lost()
     assert 150 <= sum(lost()) <= 250
     link = shaped(rate_bit_s=8e6, loss=0.5)
-    arrivals = [due for due in (link.take(10.0, 1000) for _ in range(80)) if due is not None]
+    arrivals = [due for due in (link.enqueue(10.0, 1000) for _ in range(80)) if due is not None]
     assert arrivals[-1] > 10.075  # though half of them never came
 
 
 def test_no_packet_overtakes_another_when_the_delay_becomes_shorter():
     link = shaped(delay_s=1.0)
-    first = link.take(10.0, 100)
-    link.shape(Shape(0.0, 0.0, 0.0, 0.1))
+    first = link.enqueue(10.0, 100)
+    link.shape(LinkShape(0.0, 0.0, 0.0, 0.1))
     assert first == 11.0
-    assert link.take(10.1, 100) == 11.0
+    assert link.enqueue(10.1, 100) == 11.0
 
 
 @pytest.mark.parametrize("wrong", [{"up_bit_s": 0.0}, {"delay_s": -0.1}, {"loss": 1.0}, {"queue_s": 100.0}])
@@ -90,7 +90,7 @@ def at_site(made: Wan, site: int, do: Callable[[], socket.socket]) -> socket.soc
 
     def work() -> None:
         if site:
-            enter(made.namespace(site))
+            enter_namespace(made.namespace(site))
         found.append(do())
 
     thread = threading.Thread(target=work)
@@ -129,14 +129,14 @@ def made() -> Iterator[Wan]:
 
 
 def assert_nothing_is_left(owner: int) -> None:
-    assert [name for name in netns.ours() if f"-{owner}-" in name] == []
-    assert f"at{owner:06x}" not in run("ip", "-o", "link")
+    assert [name for name in netns.list_namespaces() if f"-{owner}-" in name] == []
+    assert f"at{owner:06x}" not in run_command("ip", "-o", "link")
 
 
 @pytest.mark.needs_root
 def test_one_stream_fills_a_link_and_no_more(made):
     rate = 40e6
-    made.shape(1, even(rate, delay_s=0.005))
+    made.shape(1, symmetric_link(rate, delay_s=0.005))
     with socket.create_server((made.address(0), 0)) as server:
         client = at_site(made, 1, lambda: socket.create_connection(server.getsockname()[:2], timeout=LIMIT_S))
         taken, _ = server.accept()
@@ -182,7 +182,7 @@ def test_a_packet_takes_the_delays_of_both_links(made):
 
 def passed(made: Wan) -> int:
     """Return how many packets of site 1 the router has taken, also those that its queue dropped."""
-    up = made.counts()[1].up
+    up = made.traffic()[1].up
     return up.packets + up.dropped
 
 
@@ -195,7 +195,7 @@ def test_links_lose_their_share_and_queues_drop_what_is_too_much(made):
                 one.sendto(b"x" * 100, home.getsockname())
             read_all(home)  # nobody is faster than the receiver reads
         assert made.counts()[1].up.lost == pytest.approx(100, abs=45)
-        made.shape(1, even(1e6))
+        made.shape(1, symmetric_link(1e6))
         for _ in range(100):
             one.sendto(b"x" * 1000, home.getsockname())  # 0.8 s of this link; its queue has 0.1
         end = time.monotonic() + LIMIT_S
@@ -207,7 +207,7 @@ def test_links_lose_their_share_and_queues_drop_what_is_too_much(made):
 
 @pytest.mark.needs_root
 def test_a_site_has_no_way_out_but_its_link(made):
-    assert run("ip", "-n", made.namespace(1).name, "route").split()[:3] == [
+    assert run_command("ip", "-n", made.namespace(1).name, "route").split()[:3] == [
         made.address(0).rpartition(".")[0] + ".0/24",
         "dev",
         "wan",
@@ -260,7 +260,7 @@ def test_closing_twice_is_no_mistake_and_a_closed_network_says_so():
     made.close()
     made.close()
     with pytest.raises(netns.NetnsError, match="is closed"):
-        made.counts()
+        made.traffic()
     assert_nothing_is_left(os.getpid())
 
 
@@ -283,7 +283,7 @@ def test_what_is_left_when_owner_and_router_were_killed_is_swept_away():
     owner = Owner()
     owner.end((owner.router, signal.SIGKILL), (owner.process.pid, signal.SIGKILL))
     assert not Path(f"/proc/{owner.process.pid}").exists()
-    assert f"atoll-{owner.process.pid}-1001" in netns.sweep()
+    assert f"atoll-{owner.process.pid}-1001" in netns.remove_stale()
     assert_nothing_is_left(owner.process.pid)
 
 
@@ -292,5 +292,5 @@ def test_a_router_that_was_killed_is_noticed():
     with Wan(1) as made:
         os.kill(made.router_pid, signal.SIGKILL)
         with pytest.raises(netns.NetnsError, match="has ended"):
-            made.counts()
+            made.traffic()
     assert_nothing_is_left(os.getpid())

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from atoll.chaos import netns
-from benchmarks.bench_links import cell
-from benchmarks.wide_runs import Carried, Mark, Seen, Shape, marks_of, paced_job
+from benchmarks.bench_links import measure_cell
+from benchmarks.wide_runs import ByteCounts, LinkParameters, ObservedRun, StepSample, paced_job, read_step_samples
 from tests.reference.small_jobs import small_text
 
 
@@ -26,33 +26,33 @@ def test_learners_on_thin_long_lossy_links_are_not_suspected_and_merge(tmp_path)
         fragments=4,
         codec="f32",  # 480 KB in 0.4 s: as much as the link carries
     )
-    shape = Shape(10e6, delay_s=0.15, loss=0.01)  # more of them: benchmarks/bench_links.py
-    row = cell("test", small, shape, 6.0, tmp_path / "run")
+    shape = LinkParameters(10e6, delay_s=0.15, loss=0.01)  # more of them: benchmarks/bench_links.py
+    row = measure_cell("test", small, shape, 6.0, tmp_path / "run")
     assert row["broken"] == []
     assert set(row["delivered"]) == {1, 2}
     assert row["effective_h"] > 8  # the link does not carry the plan
-    assert [name for name in netns.ours() if f"-{os.getpid()}-" in name] == []
+    assert [name for name in netns.list_namespaces() if f"-{os.getpid()}-" in name] == []
 
 
-class Written(Seen):
+class Written(ObservedRun):
     """A run with given lines of metrics."""
 
-    lines: tuple[Mark, ...] = ()
+    lines: tuple[StepSample, ...] = ()
 
-    def marks(self, learner: int) -> list[Mark]:
+    def marks(self, learner: int) -> list[StepSample]:
         return [mark for mark in self.lines if mark.at >= self.shaped_at]
 
 
-def written(tmp_path, *lines: tuple[float, int], shaped_at: float = 0.0) -> Seen:
+def written(tmp_path, *lines: tuple[float, int], shaped_at: float = 0.0) -> ObservedRun:
     seen = Written(tmp_path, learners=1, shaped_at=shaped_at)
-    seen.lines = tuple(Mark(*line) for line in lines)
+    seen.lines = tuple(StepSample(*line) for line in lines)
     return seen
 
 
 def test_steps_are_counted_from_when_links_have_their_shape_in_whole_periods(tmp_path):
     seen = written(tmp_path, *((10.0 + n, n) for n in range(60)), shaped_at=15.0)
-    assert seen.span(skip=2) == {1: (Mark(17.0, 7), Mark(69.0, 59))}
-    assert seen.span(skip=0, whole=24) == {1: (Mark(15.0, 5), Mark(63.0, 53))}
+    assert seen.span(skip=2) == {1: (StepSample(17.0, 7), StepSample(69.0, 59))}
+    assert seen.span(skip=0, whole=24) == {1: (StepSample(15.0, 5), StepSample(63.0, 53))}
     assert seen.step_s(skip=0, whole=24) == 1.0
 
 
@@ -65,12 +65,18 @@ def test_too_few_steps_are_no_measurement(tmp_path):
 
 def test_bytes_are_of_the_same_time_as_steps(tmp_path):
     seen = written(tmp_path, (10.0, 1), (20.0, 11))
-    seen.counts = [(9.0, [Carried(0, 0)]), (11.0, [Carried(200, 20)]), (19.0, [Carried(1000, 20)])]
-    seen.counts.append((21.0, [Carried(1200, 40)]))
-    assert seen.bytes_per_s(skip=0) == Carried(100, 2)
+    seen.counts = [(9.0, [ByteCounts(0, 0)]), (11.0, [ByteCounts(200, 20)]), (19.0, [ByteCounts(1000, 20)])]
+    seen.counts.append((21.0, [ByteCounts(1200, 40)]))
+    assert seen.bytes_per_s(skip=0) == ByteCounts(100, 2)
 
 
 def test_a_line_of_several_steps_is_a_mark_for_each_unless_they_waited_in_between():
     lines = [(10.0, 2), (11.0, 4), (22.0, 6), (22.5, 7)]
-    found = marks_of([{"at": at, "step": step, "step_s": 0.5} for at, step in lines])
-    assert found == [Mark(10.0, 2), Mark(10.5, 3), Mark(11.0, 4), Mark(22.0, 6), Mark(22.5, 7)]
+    found = read_step_samples([{"at": at, "step": step, "step_s": 0.5} for at, step in lines])
+    assert found == [
+        StepSample(10.0, 2),
+        StepSample(10.5, 3),
+        StepSample(11.0, 4),
+        StepSample(22.0, 6),
+        StepSample(22.5, 7),
+    ]

@@ -11,16 +11,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from atoll.checkpoint.formats import model_of, read_checkpoint
-from atoll.checkpoint.model_file import MODEL, model_digest, tensors_digest
-from atoll.checkpoint.published import assembled, plan_of
+from atoll.checkpoint.formats import read_checkpoint, read_run_model
+from atoll.checkpoint.model_file import MODEL_FILE, model_digest, tensors_digest
+from atoll.checkpoint.published_model import assemble_tensors, read_plan
 from atoll.cli.main import main
 from atoll.core.protocol import SnapshotRecord
 from atoll.reference.job import start_job
 from atoll.reference.saved_models import load_model
 from atoll.store.tensor_file import read_tensors
 from atoll.store.version_store import Store
-from atoll.syncer.initial_model import INIT
+from atoll.syncer.initial_model import INIT_FILE
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
 
 
@@ -59,7 +59,7 @@ def test_what_is_exported_and_imported_is_what_was_published(finished, tmp_path,
 def test_a_run_that_is_not_over_gives_its_newest_published_versions(finished, tmp_path, capsys):
     run, report = finished
     shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / MODEL).unlink()
+    (tmp_path / "run" / MODEL_FILE).unlink()
     exported = told(capsys, "export", tmp_path / "run", "--out", tmp_path / "model.safetensors")
     assert exported["digest"] == report.final_digest
     assert "the run is not over" in exported["which"]
@@ -69,12 +69,12 @@ def test_a_snapshot_gives_the_values_of_its_cut(finished, tmp_path, capsys):
     """It is written here, of versions that are not the newest: so short a run may be over before it takes one."""
     run = shutil.copytree(finished[0], tmp_path / "run")
     with Store.open(run / "store") as store:
-        fragments = range(len(plan_of(run).fragments))
+        fragments = range(len(read_plan(run).fragments))
         older = tuple(sorted((run / "store/fragments" / f"{p:03d}").iterdir())[-2] for p in fragments)
         store.write(SnapshotRecord(7, tuple(int(path.stem) for path in older), (), (), ()))
     exported = told(capsys, "export", run, "--snapshot", 7, "--out", tmp_path / "cut.safetensors")
     values = ((p, read_tensors(path)[1]["published"]) for p, path in enumerate(older))
-    cut = assembled(plan_of(run), values)
+    cut = assemble_tensors(read_plan(run), values)
     assert exported["which"] == "snapshot 7"
     assert exported["digest"] == tensors_digest(cut) != finished[1].final_digest
 
@@ -84,7 +84,7 @@ def test_a_directory_of_distributed_checkpoint_is_loaded_by_torch_itself(finishe
     run, _ = finished
     told(capsys, "export", run, "--to", "dcp", "--out", tmp_path / "dcp")
     _, model = load_model(run)
-    state = {name: torch.zeros_like(tensor) for name, tensor in model_of(run).tensors.items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in read_run_model(run).tensors.items()}
     load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert tensors_digest(state) == model_digest(model)
 
@@ -98,9 +98,9 @@ def test_a_new_run_starts_from_an_exported_model(finished, tmp_path, capsys):
     pace = ("--learners", "2", "--kill", "none", "--every", "8", "--fragments", "4", "--inner", "adamw")
     warm = told(capsys, "train", "--init", run, "--out", tmp_path / "warm", *words, *pace, "--tokens", 2 * 2 * 16 * 40)
     assert warm["eval_loss_before"] == pytest.approx(report.eval_loss)
-    assert tensors_digest(load_file(tmp_path / "warm" / INIT)) == report.final_digest
+    assert tensors_digest(load_file(tmp_path / "warm" / INIT_FILE)) == report.final_digest
     assert main(["replay", str(tmp_path / "warm")]) == 0
-    (tmp_path / "warm" / INIT).unlink()
+    (tmp_path / "warm" / INIT_FILE).unlink()
     assert main(["replay", str(tmp_path / "warm")]) != 0
 
 
@@ -146,7 +146,7 @@ def test_files_of_torch_save_and_models_in_several_files_are_read(tmp_path):
     model = {"a.weight": torch.rand(3, 2), "b": torch.rand(4).to(torch.bfloat16), "seen": torch.tensor(7)}
     torch.save({"model": model, "step": 12}, tmp_path / "saved.pt")
     found = read_checkpoint(tmp_path / "saved.pt", "model.", ["c=b"])
-    assert (list(found.tensors), found.left_out) == (["a.weight", "c"], ("seen",))
+    assert (list(found.tensors), found.skipped) == (["a.weight", "c"], ("seen",))
     assert found.tensors["c"].equal(model["b"])
     folder = tmp_path / "several"
     folder.mkdir()

@@ -70,14 +70,14 @@ def test_a_job_that_was_paused_drained_and_changed_ends_and_replays_to_the_same_
     assert sorted(actor for actor in tapes.readers if actor.learner != SYNCER) == [(1, 1), (2, 1), (3, 1)]
     asked = [e.event for a, reader in tapes.readers.items() if a.learner == SYNCER for e in reader]
     wishes = [event for event in asked if isinstance(event, ControlRequested)]
-    assert [(wish.what, wish.value) for wish in wishes] == [
+    assert [(wish.kind, wish.value) for wish in wishes] == [
         ("pause", None),
         ("quorum", 2),
         ("grace", 0.5),
         ("resume", None),
         ("drain", 3),
     ]
-    assert {wish.who for wish in wishes} == {"ada"}
+    assert {wish.requested_by for wish in wishes} == {"ada"}
     assert assert_tapes_are_sound(run).finished
     assert main(["replay", str(run), "--json"]) == 0
     trained = json.loads(capsys.readouterr().out)["training"]
@@ -124,4 +124,4 @@ def test_a_control_that_cannot_be_is_refused_with_one_line(words, complaint, tmp
 def test_without_a_terminal_a_drain_wants_yes(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("y"))
     with pytest.raises(ValueError, match="give --yes"):
-        control._ask_first("sure?")
+        control._confirm("sure?")

@@ -73,7 +73,7 @@ def test_rows_make_it_even(model, capsys):
 
 def test_json_has_every_fragment_and_every_piece(model, capsys):
     shown = json.loads(told(capsys, model, "--fragments", 3, "--json"))
-    assert (shown["plan"], shown["asked"], shown["parameters"], shown["tensors"]) == ("balanced", 3, 1184, 7)
+    assert (shown["plan"], shown["requested"], shown["parameters"], shown["tensors"]) == ("balanced", 3, 1184, 7)
     assert shown["balance"] == pytest.approx(800 / (1184 / 3))
     assert shown["embeddings"] == [0]
     assert shown["fragments"][0] == {

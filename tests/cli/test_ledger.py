@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from atoll.cli.ledger import compact, read_history, sums_of
+from atoll.cli.ledger import count_samples, group_ranges, read_history
 from atoll.cli.main import main
 from atoll.core.protocol import LeaseRecord, Persist, VersionRecord
-from atoll.sim.draws import draw
+from atoll.sim.scenarios import draw_scenario
 from atoll.sim.world import SwarmWorld
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Actor
@@ -68,7 +68,7 @@ def test_tokens_are_what_the_syncers_books_say(saved, capsys):
         assert line["merged"] == books.merged
         assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
         assert line["trained"] >= books.trained  # what a process trained after its last word is on its tape alone
-        assert set(line["dropped"]) == {"replaced by a new incarnation"}
+        assert set(line["dropped"]) == {"superseded"}
 
 
 def test_printed_parts_of_the_tokens_add_up_to_the_printed_sum(tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_people_get_one_row_for_neighbours_with_the_same_fate(saved, capsys):
     shown = capsys.readouterr().out.splitlines()
     tapes = RunTapes(saved)
     ranges = read_history(tapes).ranges()
-    groups = compact(ranges)
+    groups = group_ranges(ranges)
     assert len(groups) < len(ranges)
     assert sum(" to " in line for line in shown if not line.startswith("tokens")) == min(len(groups), 40)
     assert any("trained, returned: replaced by incarnation 2; then learner" in line for line in shown)
@@ -140,16 +140,18 @@ def changed(record_type, change):
 
 def leased_to_both(record: LeaseRecord) -> LeaseRecord:
     """Everybody's first lease is that of learner 1."""
-    first = next((h.intervals[0] for h in record.holdings if h.learner == 1 and h.first == 0), None)
+    first = next((h.intervals[0] for h in record.holdings if h.learner == 1 and h.first_lease == 0), None)
     holdings = [
-        structs.replace(h, intervals=(first, *h.intervals[1:])) if first and h.first == 0 and h.learner == 3 else h
+        structs.replace(h, intervals=(first, *h.intervals[1:]))
+        if first and h.first_lease == 0 and h.learner == 3
+        else h
         for h in record.holdings
     ]
     return structs.replace(record, holdings=tuple(holdings))
 
 
 def never_leased(record: LeaseRecord) -> LeaseRecord:
-    return structs.replace(record, next=record.next + 5)
+    return structs.replace(record, next=record.next_sample + 5)
 
 
 def another_total(record: VersionRecord) -> VersionRecord:
@@ -191,7 +193,7 @@ def test_the_sums_are_those_of_the_core(saved):
     """The books in memory, and what the tapes alone say."""
     tapes = RunTapes(saved)
     history = read_history(tapes)
-    sums = sums_of(history, history.ranges())
+    sums = count_samples(history, history.ranges())
     books = eventful_run(**LEASES).syncer.state.leases.sums()
     assert (sums.leased, sums.merged, sums.held, sums.waiting) == (books.leased, books.merged, books.held, books.pool)
 
@@ -203,14 +205,14 @@ def test_the_sums_are_those_of_the_core(saved):
 @pytest.mark.parametrize("seed", range(0, 96, 8))
 def test_the_tapes_of_a_hostile_world_say_what_its_books_say(seed):
     """Killed learners, zombies, syncers that were replaced: everything is found again, from entries alone."""
-    drawn = draw(seed)
+    drawn = draw_scenario(seed)
     assert drawn.config.lease_samples
     history = DataHistory(drawn.config)
-    world = SwarmWorld(drawn, on_entry=history.observe, on_start=history.started)
+    world = SwarmWorld(drawn, on_entry=history.observe, on_start=history.on_process_started)
     world.run()
-    sums = sums_of(history, history.ranges())
-    assert sums.balanced()
-    assert all(line.balanced() for line in history.tokens().values())
+    sums = count_samples(history, history.ranges())
+    assert sums.is_balanced()
+    assert all(line.is_balanced() for line in history.token_ledger().values())
     assert history.problems == []
     assert world.driver.syncer is not None
     core = world.driver.syncer.core
@@ -218,7 +220,7 @@ def test_the_tapes_of_a_hostile_world_say_what_its_books_say(seed):
     undurable = sum(holder.count - holder.durable for holder in core.state.leases.holders.values())
     assert (sums.merged, sums.waiting) == (books.merged, books.pool)
     assert (sums.leased == books.leased) or undurable, "what is not durable is on no tape as leased"
-    assert [line.merged for line in history.tokens().values()] == [
+    assert [line.merged for line in history.token_ledger().values()] == [
         core.state.ledger.merged(p) for p in core.state.fragments
     ]
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from atoll.cli.main import main
-from atoll.cli.output import run_all
+from atoll.cli.output import run_tasks
 from atoll.tape.files import RunTapes
 
 SHORT = ("--learners", "4", "--chips", "400000", "--days", "0.01")
@@ -143,7 +143,7 @@ def test_every_setting_of_the_model_reaches_the_model(capsys):
     assert (settings["tau_steps"], settings["adopt"], settings["jitter"]) == (3, "overwrite", 0.1)
     assert (settings["delay_s"], settings["fragment_time_s"], settings["step_time_s"]) == (0.1, 0.3, 2.0)
     assert worse["tokens"]["dropped"] > 0 == plain["tokens"]["dropped"]
-    assert set(worse["tokens_dropped_by_reason"]) == {"adopted over", "left"}
+    assert set(worse["tokens_dropped_by_reason"]) == {"overwritten-on-adopt", "left"}
     assert worse["effective_h"] < plain["effective_h"]
     assert worse["failures"] > plain["failures"]
     assert worse["published"] is None
@@ -367,7 +367,7 @@ def test_results_come_in_the_order_of_the_tasks():
 
     tasks = [partial(square, number) for number in range(7)]
     for jobs in (1, 3):
-        assert run_all("", tasks, jobs) == [0, 1, 4, 9, 16, 25, 36]
+        assert run_tasks("", tasks, jobs) == [0, 1, 4, 9, 16, 25, 36]
 
 
 def test_what_goes_wrong_in_a_process_goes_wrong_here():
@@ -376,19 +376,19 @@ def test_what_goes_wrong_in_a_process_goes_wrong_here():
         raise ValueError("four is too few")
 
     with pytest.raises(ValueError, match="four is too few") as caught:
-        run_all("", [bad, lambda tell: 1], jobs=2)
+        run_tasks("", [bad, lambda tell: 1], jobs=2)
     assert "in bad" in str(caught.value.__cause__)
 
 
 def test_ctrl_c_ends_every_process():
     script = (
         "import multiprocessing, os, signal, sys\n"
-        "from atoll.cli.output import run_all\n"
+        "from atoll.cli.output import run_tasks\n"
         "def interrupt(tell):\n"
         "    os.kill(os.getppid(), signal.SIGINT)\n"
         "    signal.pause()\n"
         "try:\n"
-        "    run_all('', [interrupt, lambda tell: signal.pause()], jobs=2)\n"
+        "    run_tasks('', [interrupt, lambda tell: signal.pause()], jobs=2)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted with', len(multiprocessing.active_children()), 'left')\n"
     )
@@ -398,9 +398,9 @@ def test_ctrl_c_ends_every_process():
 def test_a_process_that_was_killed_is_reported():
     script = (
         "import os, signal\n"
-        "from atoll.cli.output import run_all\n"
+        "from atoll.cli.output import run_tasks\n"
         "try:\n"
-        "    run_all('', [lambda tell: os.kill(os.getpid(), signal.SIGKILL), lambda tell: 1], jobs=2)\n"
+        "    run_tasks('', [lambda tell: os.kill(os.getpid(), signal.SIGKILL), lambda tell: 1], jobs=2)\n"
         "except OSError as wrong:\n"
         "    print(wrong)\n"
     )

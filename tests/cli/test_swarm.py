@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import main
-from atoll.cli.swarm import Swarm, _show
+from atoll.cli.swarm import SwarmResult, print_result
 from atoll.sim.swarm import Coverage, SeedResult
 
 
@@ -42,7 +42,7 @@ def test_the_digest_is_of_the_seeds_and_nothing_else(capsys: pytest.CaptureFixtu
 
 def test_a_violation_names_its_seed_and_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
     result = SeedResult(17, 100, 3, "quorum", "1 contributions, the quorum is 2", ("fragment", 0), {}, {}, {}, {})
-    _show(Swarm(1, 100, 0.5, Coverage(), [result], digest=None), small=True)
+    print_result(SwarmResult(1, 100, 0.5, Coverage(), [result], digest=None), small=True)
     said = capsys.readouterr().out
     assert "seed 17: quorum: 1 contributions, the quorum is 2" in said
     assert "atoll swarm --seeds 1 --start 17 --small --story" in said

@@ -13,10 +13,10 @@ from signal import SIGKILL
 import pytest
 from msgspec import structs
 
-from atoll.cli.check import judge, story_of
+from atoll.cli.check import check_with_progress, violation_story
 from atoll.cli.main import main
 from atoll.core.protocol import CopyFragment, MergeRound, MessageArrived
-from atoll.sim.checkers import Checker, all_checkers, on
+from atoll.sim.checkers import Checker, create_checkers, on
 from atoll.tape.files import RunTapes, TapeReader, TapeWriter, tape_path
 from atoll.tape.format import Actor
 from tests.tiny_run import TinyRun, eventful_run
@@ -43,14 +43,14 @@ class NoCopyAtStep(Checker):
     """A checker that objects to something that every run does."""
 
     name = "no-copy"
-    sentence = "nobody copies at step 9"
+    invariant = "nobody copies at step 9"
 
     def __init__(self, config) -> None:
         super().__init__(config)
         self.begun: list[Actor] = []
         self.ended = False
 
-    def started(self, actor, restored) -> None:
+    def on_process_started(self, actor, restored) -> None:
         self.begun.append(actor)
 
     def finish(self) -> None:
@@ -68,8 +68,8 @@ class NoCopyAtStep(Checker):
 
 def test_a_good_run_is_clean(saved, capsys):
     assert main(["check", str(saved)]) == 0
-    entries = sum(1 for _ in RunTapes(saved).merged())
-    checkers = len(all_checkers(RunTapes(saved).config))
+    entries = sum(1 for _ in RunTapes(saved).merged_entries())
+    checkers = len(create_checkers(RunTapes(saved).config))
     assert capsys.readouterr() == (f"6 tapes, {entries:,} entries, {checkers} checkers: no violation\n", "")
 
 
@@ -81,7 +81,7 @@ def test_a_good_run_as_json(saved, capsys):
 
 
 def test_a_run_that_has_not_ended_is_not_asked_for_its_end(tmp_path, capsys):
-    assert main(["check", str(TinyRun().until(6.0).save(tmp_path))]) == 0
+    assert main(["check", str(TinyRun().run_until(6.0).save(tmp_path))]) == 0
     assert "the run has not finished, so what must hold at its end was not asked" in capsys.readouterr().out
 
 
@@ -89,15 +89,15 @@ def test_checkers_see_starts_entries_and_the_end_and_the_first_violation_ends_it
     tapes = RunTapes(saved)
     calm, strict = NoCopyAtStep(tapes.config), NoCopyAtStep(tapes.config)
     calm.handlers.clear()
-    assert judge(tapes, [calm]).violation is None
+    assert check_with_progress(tapes, [calm]).violation is None
     assert sorted(calm.begun) == list(tapes.readers)
     assert calm.ended
-    verdict = judge(tapes, [strict])
+    verdict = check_with_progress(tapes, [strict])
     assert verdict.violation is not None
     assert verdict.violation.entry is not None
     assert verdict.violation.subject == ("learner", verdict.violation.entry.actor.learner)
     assert not strict.ended
-    lines = story_of(tapes, verdict.violation, 3)
+    lines = violation_story(tapes, verdict.violation, 3)
     assert len(lines) == 3
     assert any("at step 9" in line.sentence for line in lines)
     last = verdict.violation.entry
@@ -173,13 +173,13 @@ def test_a_tape_cut_anywhere_is_no_violation_and_the_rest_is_judged_up_to_there(
         run = copied(saved, tmp_path / str(kept))
         cut(run, actor, kept, more)
         tapes = RunTapes(run)
-        verdict = judge(tapes, all_checkers(tapes.config))
+        verdict = check_with_progress(tapes, create_checkers(tapes.config))
         assert verdict.violation is None, (kept, verdict.violation)
-        assert bool(tapes.truncated()) == (more > 0)
-        assert verdict.incomplete or not more
-        if verdict.stopped is not None:
-            assert f"the tape of {actor} ends at tick {kept - 1}" in verdict.incomplete
-            assert verdict.entries < sum(1 for _ in tapes.merged())
+        assert bool(tapes.truncated_files()) == (more > 0)
+        assert verdict.gaps or not more
+        if verdict.stopped_at is not None:
+            assert f"the tape of {actor} ends at tick {kept - 1}" in verdict.gaps
+            assert verdict.entries < sum(1 for _ in tapes.merged_entries())
 
 
 def test_seven_bytes_less_are_said_as_text_and_as_json(saved, tmp_path, capsys):
@@ -249,15 +249,15 @@ def test_tapes_are_judged_while_they_are_written(tmp_path):
         written[entry.actor].write(entry)
         if number % 97 == 0:
             tapes = RunTapes(tmp_path)
-            verdict = judge(tapes, all_checkers(tapes.config))
+            verdict = check_with_progress(tapes, create_checkers(tapes.config))
             assert verdict.violation is None
-            stopped += verdict.stopped is not None
+            stopped += verdict.stopped_at is not None
     assert stopped > 5
     for writer in written.values():
         writer.close()
     tapes = RunTapes(tmp_path)
-    verdict = judge(tapes, all_checkers(tapes.config))
-    assert (verdict.violation, verdict.incomplete, verdict.stopped) == (None, [], None)
+    verdict = check_with_progress(tapes, create_checkers(tapes.config))
+    assert (verdict.violation, verdict.gaps, verdict.stopped_at) == (None, [], None)
 
 
 @pytest.mark.long
@@ -300,7 +300,7 @@ def test_a_directory_without_tapes_is_one_line_and_exit_code_2(tmp_path, capsys,
 
 def test_a_good_run_replays(saved, capsys):
     assert main(["replay", str(saved)]) == 0
-    entries = sum(1 for _ in RunTapes(saved).merged())
+    entries = sum(1 for _ in RunTapes(saved).merged_entries())
     assert capsys.readouterr() == (f"6 tapes, {entries:,} entries: every effect came out as recorded\n", "")
     assert main(["replay", str(saved), "--json"]) == 0
     whole = {"complete": True, "incomplete": []}
@@ -342,8 +342,8 @@ def test_a_difference_is_shown_with_both_sides(saved, tmp_path, capsys):
     assert "the replay does something else" in out
     marked = [line for line in out.splitlines() if line.startswith("  >")]
     assert len(marked) == 2
-    assert marked[0].count('"Accepted"') == 1
-    assert marked[1].count('"Accepted"') == 3
+    assert marked[0].count('"AcceptedContribution"') == 1
+    assert marked[1].count('"AcceptedContribution"') == 3
 
 
 def test_a_difference_as_json(saved, tmp_path, capsys):

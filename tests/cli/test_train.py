@@ -15,20 +15,20 @@ import pytest
 
 from atoll.checkpoint.model_file import model_digest
 from atoll.cli import options, train
-from atoll.cli.check import judge
+from atoll.cli.check import check_with_progress
 from atoll.cli.main import main
 from atoll.core.settings import declared_settings
 from atoll.dashboard.terminal import LiveView
-from atoll.logs import VARIABLE
-from atoll.reference.children import JobFailed
-from atoll.reference.job import AlreadyFinished, resume_job, start_job
-from atoll.reference.job_settings import FOR_ADAMW, SNAPSHOT_PASSES, JobSettings, Kill
+from atoll.logs import LOG_FORMAT_VARIABLE
+from atoll.reference.child_processes import JobFailedError
+from atoll.reference.job import AlreadyFinishedError, resume_job, start_job
+from atoll.reference.job_settings import ADAMW_NUMERICS, SNAPSHOT_MERGES_PER_FRAGMENT, JobSettings, PlannedKill
 from atoll.reference.loop import read_metrics
 from atoll.reference.saved_models import load_model
-from atoll.sim.checkers import all_checkers
+from atoll.sim.checkers import create_checkers
 from atoll.tape.files import RunTapes
 from tests.reference.small_jobs import LIMIT_S, corpus_of, processes_of, silent_view, small_settings, small_text
-from tests.shared_runs import made_once
+from tests.shared_runs import make_once
 
 STEP = 2 * 16  # tokens of one step of one learner
 STEPS = 200  # of each learner of the whole job
@@ -51,8 +51,10 @@ def small(text, *words):
 def assert_tapes_are_sound(run):
     """Every invariant but one: on a machine that others use, a step may be late through no fault of ours."""
     tapes = RunTapes(run)
-    verdict = judge(tapes, [each for each in all_checkers(tapes.config) if each.name != "independence"])
-    assert verdict.violation is None, verdict.violation.sentence
+    verdict = check_with_progress(
+        tapes, [each for each in create_checkers(tapes.config) if each.name != "independence"]
+    )
+    assert verdict.violation is None, verdict.violation.message
     return verdict
 
 
@@ -63,7 +65,7 @@ def assert_tapes_are_sound(run):
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
     """A run of three learners; the second was killed on the way and started again."""
-    folder, (report, lines) = made_once(
+    folder, (report, lines) = make_once(
         tmp_path_factory, "finished", lambda folder: train_with_kill(text, folder / "run")
     )
     return folder / "run", report, lines
@@ -76,7 +78,7 @@ def train_with_kill(text, run):
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
         assert main(["train", "--out", str(run), "--log-format", "json", *words]) == 0, err.getvalue()
-    assert VARIABLE not in os.environ
+    assert LOG_FORMAT_VARIABLE not in os.environ
     return json.loads(out.getvalue()), err.getvalue()
 
 
@@ -111,7 +113,7 @@ def test_the_run_leaves_a_model_tapes_logs_metrics_and_its_settings(finished):
     assert model_digest(model) == report["final_digest"]
     verdict = assert_tapes_are_sound(run)
     assert verdict.finished
-    assert verdict.incomplete == []
+    assert verdict.gaps == []
     assert sorted(path.name for path in (run / "logs").iterdir()) == [
         *(f"learner-{n}.log" for n in (1, 2, 3)),
         "syncer.log",
@@ -165,21 +167,21 @@ def test_a_finished_run_says_so(finished, capsys):
 
 
 def test_the_summary_is_for_a_newcomer(finished):
-    from atoll.cli.train import summary
-    from atoll.reference.report import Bytes, IslandReport, JobReport, Paced, ProcessFault, Tokens
+    from atoll.cli.train import summary_lines
+    from atoll.reference.report import ByteTotals, IslandReport, JobReport, PaceSettings, ProcessFault, TokenTotals
 
     run, told, _ = finished
     report = JobReport(
         **{
             **told,
-            "tokens": Tokens(**told["tokens"]),
-            "bytes": Bytes(**told["bytes"]),
-            "paced": Paced(0.005, ()),
+            "tokens": TokenTotals(**told["tokens"]),
+            "bytes": ByteTotals(**told["bytes"]),
+            "paced": PaceSettings(0.005, ()),
             "faults": tuple(ProcessFault(**each) for each in told["faults"]),
             "islands": tuple(IslandReport(**each) for each in told["islands"]),
         }
     )
-    sentences = " ".join(" ".join(summary(report, load_model(run)[0], run)).split())
+    sentences = " ".join(" ".join(summary_lines(report, load_model(run)[0], run)).split())
     for part in (
         "Learner 2 was killed on purpose",
         "Samples that it had trained and not yet merged were leased again",
@@ -220,7 +222,7 @@ def ctrl_c():
 
 def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
     run = tmp_path / "run"
-    settings = small_settings(text, tokens=2 * 300 * STEP, step_time_s=0.005, kills=(Kill(1, 0.05, 0.0),))
+    settings = small_settings(text, tokens=2 * 300 * STEP, step_time_s=0.005, kills=(PlannedKill(1, 0.05, 0.0),))
     view = At(0.2, ctrl_c, after=run / "faults.jsonl")
     with pytest.raises(KeyboardInterrupt):
         start_job(settings, run, view, corpus_of(settings))
@@ -237,7 +239,7 @@ def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
     assert [fault.planned for fault in report.faults] == [True]  # a learner is killed once, not once more
     assert (run / "tapes/syncer-e2.tape").exists()
     assert assert_tapes_are_sound(run).finished
-    with pytest.raises(AlreadyFinished):
+    with pytest.raises(AlreadyFinishedError):
         resume_job(run, silent_view()[0])
 
 
@@ -282,7 +284,7 @@ def test_a_job_that_is_killed_takes_its_processes_along(text, tmp_path):
 def test_learners_that_cannot_start_end_the_job_with_their_last_words(text, tmp_path):
     run = tmp_path / "run"
     settings = small_settings(text, inner="nonsense")
-    with pytest.raises(JobFailed, match=r"learner \d cannot take part: .*inner optimizer 'nonsense' is not known"):
+    with pytest.raises(JobFailedError, match=r"learner \d cannot take part: .*inner optimizer 'nonsense' is not known"):
         start_job(settings, run, silent_view()[0], corpus_of(settings))
     assert processes_of(run) == []
 
@@ -409,9 +411,9 @@ def test_resume_needs_a_run(capsys):
 
 
 def test_without_a_name_the_next_free_one_is_taken(tmp_path):
-    assert train.next_run(tmp_path, "ddp") == tmp_path / "ddp-1"
+    assert train.next_run_directory(tmp_path, "ddp") == tmp_path / "ddp-1"
     (tmp_path / "ddp-1").mkdir()
-    assert train.next_run(tmp_path, "ddp") == tmp_path / "ddp-2"
+    assert train.next_run_directory(tmp_path, "ddp") == tmp_path / "ddp-2"
 
 
 def test_help_tells_the_defaults_that_a_job_has(capsys):
@@ -420,7 +422,7 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
     told = re.sub(r" --no-\S+", "", " ".join(capsys.readouterr().out.split()))  # a flag's other half
     settings = JobSettings()
     shown: dict[str, object] = {"tokens": f"{settings.tokens / 1e6:g}M", "norm_clip": 0}
-    shown["snapshot_every"] = f"{SNAPSHOT_PASSES} of each fragment"
+    shown["snapshot_every"] = f"{SNAPSHOT_MERGES_PER_FRAGMENT} of each fragment"
     shown["max_rate"] = "no bound"
     shown["streams"] = 4
     missing = []
@@ -436,7 +438,7 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
 def test_a_method_has_defaults_of_its_own():
     assert options.make_job({"method": "diloco"}).numerics.outer_lr == 0.7
     assert options.make_job({"method": "streaming"}).adopt == "blend"
-    assert options.make_job({"inner": "adamw"}).numerics == FOR_ADAMW
+    assert options.make_job({"inner": "adamw"}).numerics == ADAMW_NUMERICS
     assert options.make_job({"inner": "adamw"}).lr == 0.004
     assert options.make_job({"inner": "adamw"}).beta2 == 0.99
     mixed = options.make_job({"inner": "adamw", "method": "diloco", "outer_lr": 0.3}).numerics

@@ -17,16 +17,15 @@ from typing import Any, Self, TypeVar
 from msgspec import structs
 
 from atoll.core.codec import Value
-from atoll.core.learner.core import LearnerCore, LearnerParts
+from atoll.core.learner.core import LearnerComponents, LearnerCore
 from atoll.core.protocol import (
     Body,
+    ConnectionOpened,
     Contribution,
-    Delivered,
     Envelope,
     Event,
     Hello,
     Lease,
-    LinkOpened,
     MergeDone,
     MergeFailed,
     MergeRound,
@@ -35,6 +34,7 @@ from atoll.core.protocol import (
     Persist,
     Persisted,
     PersistFailed,
+    PublishAck,
     Published,
     Pull,
     Ready,
@@ -43,8 +43,8 @@ from atoll.core.protocol import (
     Report,
     SaveSnapshot,
     Send,
-    ShardBack,
     ShardLost,
+    ShardReconnected,
     SnapshotSaved,
     SnapshotSaveFailed,
     Started,
@@ -55,9 +55,9 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import Reason, because
-from atoll.core.syncer.core import SyncerCore, SyncerParts
-from atoll.core.syncer.state import Restored
-from atoll.core.types import NOTHING, FragmentId, LearnerId, Mark, RoundId, RunConfig, Version
+from atoll.core.syncer.core import SyncerComponents, SyncerCore
+from atoll.core.syncer.state import RestoredState
+from atoll.core.types import NO_VERSION, FragmentId, LearnerId, MergedUpTo, RoundId, RunConfig, Version
 from atoll.tape.format import encode
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ TOKENS = 100
 def form(effect: Any) -> str:
     """What two effects are compared by. The clock of an envelope counts calls; it has tests of its own."""
     if isinstance(effect, Send):
-        return encode(Send(structs.replace(effect.envelope, tick=0, seen=0)))
+        return encode(Send(structs.replace(effect.envelope, tick=0, seen_tick=0)))
     return encode(effect)
 
 
@@ -164,9 +164,9 @@ class SyncerTalk(Talk):
     """The test speaks for the learners, the merge thread and the disk."""
 
     core_type = SyncerCore
-    parts = SyncerParts()
+    parts = SyncerComponents()
 
-    def __init__(self, config: RunConfig, epoch: int = 1, restored: Restored | None = None) -> None:
+    def __init__(self, config: RunConfig, epoch: int = 1, restored: RestoredState | None = None) -> None:
         super().__init__(self.core_type(config, epoch, restored, self.parts))
         self.config = config
         self.epoch = epoch
@@ -180,7 +180,7 @@ class SyncerTalk(Talk):
         """The process was killed; another one starts on the same directory."""
         versions = {r.fragment: r for (kind, _), r in self.disk.items() if kind == "version"}  # type: ignore[union-attr]
         others = [self.disk.get((kind, 0)) for kind in ("members", "manifest", "leases")]
-        talk = type(self)(self.config, self.epoch + 1, Restored(versions, *others))  # type: ignore[arg-type]
+        talk = type(self)(self.config, self.epoch + 1, RestoredState(versions, *others))  # type: ignore[arg-type]
         talk.now = at
         return talk
 
@@ -245,7 +245,7 @@ class SyncerTalk(Talk):
         return self.tell(at, ShardLost(fragments, why))
 
     def shard_back(self, at: float, *held: tuple[FragmentId, Version]) -> list[Any]:
-        return self.tell(at, ShardBack(held))
+        return self.tell(at, ShardReconnected(held))
 
     def merges_and_persists(self, at: float) -> list[Any]:
         """The oldest sealed round becomes a version."""
@@ -271,7 +271,7 @@ def _fragment_of(effect: Any) -> FragmentId | None:
     return record.fragment if isinstance(record, VersionRecord) else None
 
 
-def _records(restored: Restored | None) -> Iterable[Record]:
+def _records(restored: RestoredState | None) -> Iterable[Record]:
     if restored is not None:
         yield from restored.versions.values()
         if restored.members is not None:
@@ -295,8 +295,8 @@ class Voice:
         self.marker = 0
         self.step = 0
         self.trained = 0
-        self.received: dict[FragmentId, Version] = dict.fromkeys(talk.config.fragment_ids(), NOTHING)
-        self.marks: dict[FragmentId, Mark | None] = {}
+        self.received: dict[FragmentId, Version] = dict.fromkeys(talk.config.fragment_ids(), NO_VERSION)
+        self.marks: dict[FragmentId, MergedUpTo | None] = {}
         self.pulls: dict[FragmentId, RoundId] = {}
         self.welcome: Welcome | None = None
         self.refusals: list[RefuseContribution] = []
@@ -311,7 +311,7 @@ class Voice:
             self.welcome = body
         elif isinstance(body, Published):
             self.received[body.fragment] = body.version
-            self.marks[body.fragment] = body.mark
+            self.marks[body.fragment] = body.merged_up_to
         elif isinstance(body, Pull):
             self.pulls[body.round.fragment] = body.round
         elif isinstance(body, RefuseContribution):
@@ -339,8 +339,8 @@ class Voice:
         """Every version that has arrived."""
         done: list[Any] = []
         for p, version in list(self.received.items()):
-            if version != NOTHING:
-                done += self.says(at, Delivered(p, version))
+            if version != NO_VERSION:
+                done += self.says(at, PublishAck(p, version))
         self.talk.effects = done
         return done
 
@@ -370,7 +370,7 @@ class LearnerTalk(Talk):
     """The test speaks for the syncer, the network and the training loop."""
 
     core_type = LearnerCore
-    parts = LearnerParts()
+    parts = LearnerComponents()
 
     def __init__(self, config: RunConfig, learner: LearnerId = 1, incarnation: int = 1) -> None:
         super().__init__(self.core_type(config, learner, incarnation, self.parts))
@@ -383,7 +383,7 @@ class LearnerTalk(Talk):
 
     def opens(self, at: float) -> list[Any]:
         self.session += 1
-        return self.tell(at, LinkOpened(self.session))
+        return self.tell(at, ConnectionOpened(self.session))
 
     def hears(self, at: float, body: Body, **other: Any) -> list[Any]:
         """A message of the syncer arrives. `other` replaces fields of its envelope."""
@@ -399,7 +399,12 @@ class LearnerTalk(Talk):
         return self.hears(at, Welcome(versions, 0.0, step_time_s))
 
     def gets(
-        self, at: float, fragment: FragmentId, version: Version, mark: Mark | None = None, base: Version | None = None
+        self,
+        at: float,
+        fragment: FragmentId,
+        version: Version,
+        mark: MergedUpTo | None = None,
+        base: Version | None = None,
     ) -> list[Any]:
         """A published version arrives."""
         return self.hears(at, Published(fragment, version, base, mark, 0.0))

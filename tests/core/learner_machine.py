@@ -10,23 +10,24 @@ from msgspec import structs
 
 from atoll.core.protocol import (
     AdoptFragment,
+    ConnectionClosed,
+    ConnectionOpened,
     Contribution,
     Dial,
     DialFailed,
     Envelope,
     Finish,
     FragmentDamaged,
-    InnerState,
     Lease,
-    LeaveWanted,
-    LinkClosed,
+    LeaveRequested,
     LinkMeasured,
-    LinkOpened,
     Marker,
     MessageArrived,
     NoPeer,
+    OptimizerState,
     PeerChosen,
     Pong,
+    ProvideState,
     Published,
     Pull,
     Refuse,
@@ -34,14 +35,13 @@ from atoll.core.protocol import (
     Report,
     SaveSnapshot,
     Send,
-    StateWanted,
     StepTaken,
     Stop,
     Welcome,
 )
 from atoll.core.reasons import because
-from atoll.core.states import Link
-from atoll.core.types import NOTHING, Limits, Mark, RoundId, RunConfig
+from atoll.core.states import ConnectionState
+from atoll.core.types import NO_VERSION, Limits, MergedUpTo, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk
 from tests.core.machine import STORY, WILD, Machine, look
 
@@ -64,7 +64,7 @@ class LearnerMachine(Machine):
         leases=st.sampled_from([0, 5]),
     )
     def begin(self, fragments, every, adopt, incarnation, joined, leases):
-        limits = Limits(first_wait_s=5.0, most_wait_s=60.0)
+        limits = Limits(initial_wait_s=5.0, max_wait_s=60.0)
         self.config = RunConfig(
             fragments=fragments, every_steps=every, adopt=adopt, limits=limits, lease_samples=leases, leases_ahead=1
         )
@@ -72,10 +72,10 @@ class LearnerMachine(Machine):
         self.heard: list[Envelope] = []
         self.published = dict.fromkeys(range(fragments), 0)  # at the syncer
         self.sent: dict[int, Contribution] = {}  # newest contribution to each fragment
-        self.marks: dict[int, Mark] = {}
+        self.marks: dict[int, MergedUpTo] = {}
         self.attempt = 0
         self.dialing = True
-        self.adopted = dict.fromkeys(range(fragments), NOTHING)
+        self.adopted = dict.fromkeys(range(fragments), NO_VERSION)
         self.may_stop = False
         self.was_training = False
         self.steps = 0
@@ -122,9 +122,10 @@ class LearnerMachine(Machine):
             self.checked(self.may_stop, "training stopped because of something that the network did")
         self.was_training = core.training
         for p, line in enumerate(view.ledger):
-            self.checked(line.balanced(), f"fragment {p}: {line}")
+            self.checked(line.is_balanced(), f"fragment {p}: {line}")
             self.checked(
-                core.state.held == 5 * core.state.lease_count or not self.config.lease_samples, "a lease counts twice"
+                core.state.leased_samples == 5 * core.state.lease_count or not self.config.lease_samples,
+                "a lease counts twice",
             )
             if self.config.adopt == "carry":
                 self.checked(not line.dropped, f"fragment {p}: carry drops nothing, {line}")
@@ -145,13 +146,13 @@ class LearnerMachine(Machine):
         self.dialing = False
         if works:
             self.talk.session += 1
-            self.happens(LinkOpened(self.talk.session))
+            self.happens(ConnectionOpened(self.talk.session))
         else:
             self.happens(DialFailed("nobody answers"))
 
     @rule(stale=st.integers(0, 1))
     def the_link_closes(self, stale):
-        self.happens(LinkClosed(self.talk.session - stale, "reset"))
+        self.happens(ConnectionClosed(self.talk.session - stale, "reset"))
 
     @rule(chance=st.integers(0, 5))
     def another_syncer_takes_over(self, chance):
@@ -188,7 +189,7 @@ class LearnerMachine(Machine):
     def dialing_ends_well(self) -> None:
         self.dialing = False
         self.talk.session += 1
-        self.happens(LinkOpened(self.talk.session))
+        self.happens(ConnectionOpened(self.talk.session))
 
     @rule(chance=st.integers(0, 15), final=st.booleans())
     def refused(self, chance, final):
@@ -210,9 +211,9 @@ class LearnerMachine(Machine):
             return
         self.steps += steps
         core = self.talk.core
-        samples = 3 * steps if core.state.held - core.state.taken >= 3 * steps else 0
+        samples = 3 * steps if core.state.leased_samples - core.state.consumed_samples >= 3 * steps else 0
         done = self.happens(StepTaken(steps, tokens, 1.0, samples))
-        up = self.talk.core.state.link is Link.UP
+        up = self.talk.core.state.link is ConnectionState.UP
         told = [e for e in done if isinstance(e, Send) and isinstance(e.envelope.body, Report)]
         self.checked(len(told) == up, "a report after every step, exactly while there is a link")
 
@@ -231,7 +232,7 @@ class LearnerMachine(Machine):
         body = self.sent.get(p)
         if merged and body is not None and body.round.base == self.published[p]:
             own = self.talk.core.state.incarnation
-            self.marks[p] = Mark(own, body.round.base, body.copied_at, body.trained, body.dropped)
+            self.marks[p] = MergedUpTo(own, body.round.base, body.copied_at, body.trained, body.dropped)
         self.published[p] += 1
         self.hears(Published(p, self.published[p], base, self.marks.get(p), 0.5))
 
@@ -289,7 +290,7 @@ class LearnerMachine(Machine):
 
     @rule(to=st.integers(2, 40), ahead=st.sampled_from([0, 0, 1]))
     def state_wanted(self, to, ahead):
-        self.hears(StateWanted(to, 1, tuple(v + ahead for v in self.published.values())))
+        self.hears(ProvideState(to, 1, tuple(v + ahead for v in self.published.values())))
 
     @rule(what=st.integers(0, 3), incarnation=st.integers(0, 1))
     def told_about_inner_state(self, what, incarnation):
@@ -299,7 +300,7 @@ class LearnerMachine(Machine):
             PeerChosen(7),
             NoPeer(because("peer-none"), False),
             NoPeer(because("peer-new-run"), True),
-            InnerState(7, 1, own + incarnation, 3, versions),
+            OptimizerState(7, 1, own + incarnation, 3, versions),
         ]
         self.hears(bodies[what])
 
@@ -337,4 +338,4 @@ class LearnerMachine(Machine):
     def the_operator_wants_it_to_leave(self, chance, push):
         if chance == 0:
             self.may_stop = True
-            self.happens(LeaveWanted("the operator said so", push))
+            self.happens(LeaveRequested("the operator said so", push))

@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from atoll.core.protocol import (
     Contribution,
-    Delivered,
-    FetchTime,
+    DownloadTime,
+    DrainRequest,
     FinishAck,
-    InnerState,
-    Leaving,
+    OptimizerState,
     Ping,
+    PublishAck,
     Ready,
     Report,
     Resync,
@@ -35,7 +35,7 @@ WILD = st.sampled_from([-(10**9), -1, 0, 1, 2, 7, 10**6, 10**12])
 STORY = 60
 NONSENSE = st.one_of(
     st.builds(Report, WILD, WILD.map(lambda n: min(n, 10**6)), st.sampled_from([-1.0, 0.0, math.nan, math.inf])),
-    st.builds(Delivered, WILD, WILD),
+    st.builds(PublishAck, WILD, WILD),
     st.builds(Resync, WILD, WILD),
     st.builds(
         Contribution,
@@ -48,11 +48,11 @@ NONSENSE = st.one_of(
         st.sampled_from([None, "values are not finite"]),
     ),
     st.builds(SnapshotPart, WILD, WILD, WILD, st.tuples(WILD), st.tuples(st.builds(RoundId, WILD, WILD, WILD, WILD))),
-    st.builds(InnerState, LEARNERS, WILD, WILD, WILD, st.tuples(WILD)),
+    st.builds(OptimizerState, LEARNERS, WILD, WILD, WILD, st.tuples(WILD)),
     st.builds(StateRequest, st.tuples(WILD)),
-    st.builds(Ready, st.just(because("moments-kept"))),
-    st.builds(FetchTime, st.sampled_from([-1.0, 0.0, 1e-3, 1e9, math.nan, math.inf])),
-    st.builds(Leaving, WILD, WILD.map(lambda n: min(n, 10**6)), st.lists(WILD, max_size=3).map(tuple)),
+    st.builds(Ready, st.just(because("state-kept"))),
+    st.builds(DownloadTime, st.sampled_from([-1.0, 0.0, 1e-3, 1e9, math.nan, math.inf])),
+    st.builds(DrainRequest, WILD, WILD.map(lambda n: min(n, 10**6)), st.lists(WILD, max_size=3).map(tuple)),
     st.builds(FinishAck, WILD),
     st.builds(Ping, WILD),
 )

@@ -26,45 +26,45 @@ from msgspec import structs
 
 from atoll.core.codec import Value
 from atoll.core.protocol import (
+    ConnectionClosed,
     ControlRequested,
-    Delivered,
     DialFailed,
     Drain,
+    DrainRequest,
     Finish,
     FinishAck,
     FinishRequested,
-    Held,
-    Hold,
-    InnerState,
     LearnerDisconnected,
     Lease,
     LeaseRequest,
-    Leave,
-    LeaveWanted,
-    Leaving,
-    LinkClosed,
+    LeaveRequested,
+    Left,
+    LogReason,
     Marker,
     NoPeer,
+    OptimizerState,
+    PausedAck,
     PeerChosen,
     Ping,
     Pong,
+    ProvideState,
+    PublishAck,
     Pull,
     Ready,
     Refuse,
     RefuseContribution,
     Report,
     Resync,
-    Say,
     Send,
+    SetPaused,
     SnapshotPart,
     SnapshotRequested,
     StateRejected,
     StateRequest,
-    StateWanted,
     TimerFired,
 )
 from atoll.core.reasons import Reason, because
-from atoll.core.types import Limits, Mark, RoundId, RunConfig
+from atoll.core.types import Limits, MergedUpTo, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk, Talk, Voice
 
 Words = dict[str, Any]
@@ -81,7 +81,7 @@ class ScenarioError(ValueError):
 def line_of(effect: Any, talk: Talk) -> str:
     if isinstance(effect, Send):
         return _message(effect, talk)
-    if isinstance(effect, Say):
+    if isinstance(effect, LogReason):
         kind, number = effect.subject
         return f"says of {'the run' if kind == 'run' else f'{kind} {number}'}: {effect.reason} [{effect.reason.code}]"
     return _words(effect)
@@ -108,7 +108,7 @@ def _words(value: Any) -> str:
 def _fields(value: Any) -> list[str]:
     shown = []
     for field, inner in structs.asdict(value).items():
-        if field == "taken" and not inner:
+        if field == "consumed_samples" and not inner:
             continue  # a run without leases
         if isinstance(inner, RoundId):
             shown += _fields(inner)
@@ -269,19 +269,23 @@ SYNCER = _phrases(
         "WHO contributes": _contributes,
         "WHO acknowledges the end": _says(lambda voice, words: FinishAck(0)),
         "WHO acknowledges everything": lambda talk, at, who, words: talk.voices[int(who)].acknowledges(at),
-        "WHO has got": _says(lambda voice, words: Delivered(words.pop("fragment"), words.pop("version"))),
+        "WHO has got": _says(lambda voice, words: PublishAck(words.pop("fragment"), words.pop("version"))),
         "WHO wants the whole": _says(lambda voice, words: Resync(words.pop("fragment"), words.pop("have"))),
         "WHO asks for inner state": _says(lambda voice, words: StateRequest(_tuple(words.pop("tried", ())))),
         "WHO gives inner state": _says(
-            lambda voice, words: InnerState(
+            lambda voice, words: OptimizerState(
                 voice.id, words.pop("to"), words.pop("incarnation"), words.pop("step"), _tuple(words.pop("versions"))
             )
         ),
         "WHO asks for leases": _says(lambda voice, words: LeaseRequest(words.pop("leases"), words.pop("taken"))),
-        "WHO has heard of the pause": _says(lambda voice, words: Held(words.pop("serial"), bool(words.pop("paused")))),
-        "WHO is ready": _says(lambda voice, words: Ready(because("moments-kept"))),
-        "WHO has to go": _says(lambda voice, words: Leaving(voice.step, voice.trained, _tuple(words.pop("unmerged")))),
-        "WHO leaves": _says(lambda voice, words: Leave(words.pop("why"))),
+        "WHO has heard of the pause": _says(
+            lambda voice, words: PausedAck(words.pop("serial"), bool(words.pop("paused")))
+        ),
+        "WHO is ready": _says(lambda voice, words: Ready(because("state-kept"))),
+        "WHO has to go": _says(
+            lambda voice, words: DrainRequest(voice.step, voice.trained, _tuple(words.pop("unmerged")))
+        ),
+        "WHO leaves": _says(lambda voice, words: Left(words.pop("why"))),
         "WHO pings": _says(lambda voice, words: Ping(words.pop("serial", 1))),
         "WHO has saved its part": _part,
         "WHO loses its link": lambda talk, at, who, words: talk.tell(
@@ -308,11 +312,11 @@ SYNCER = _phrases(
 )
 
 
-def _mark(words: Words) -> Mark | None:
+def _mark(words: Words) -> MergedUpTo | None:
     """`merged 2,200`: the copy of step 2, with 200 tokens trained, is in."""
     merged = words.pop("merged", None)
     base, incarnation = words.pop("merged_base", 0), words.pop("merged_incarnation", 1)
-    return None if merged is None else Mark(incarnation, base, merged[0], merged[1], 0)
+    return None if merged is None else MergedUpTo(incarnation, base, merged[0], merged[1], 0)
 
 
 def _published(talk: LearnerTalk, at: float, words: Words) -> None:
@@ -340,7 +344,7 @@ LEARNER = _phrases(
     {
         "trains": lambda talk, at, words: talk.trains(at),
         "the link opens": lambda talk, at, words: talk.opens(at),
-        "the link closes": lambda talk, at, words: talk.tell(at, LinkClosed(talk.session, words.pop("why"))),
+        "the link closes": lambda talk, at, words: talk.tell(at, ConnectionClosed(talk.session, words.pop("why"))),
         "dialing fails": lambda talk, at, words: talk.tell(at, DialFailed(words.pop("why"))),
         "takes a step": lambda talk, at, words: talk.steps(
             at,
@@ -351,11 +355,13 @@ LEARNER = _phrases(
         ),
         "has saved its part": lambda talk, at, words: talk.saved(at),
         "cannot save its part": lambda talk, at, words: talk.save_failed(at, words.pop("why")),
-        "is told to push and leave": lambda talk, at, words: talk.tell(at, LeaveWanted(words.pop("why"), push=True)),
-        "is told to leave": lambda talk, at, words: talk.tell(at, LeaveWanted(words.pop("why"))),
+        "is told to push and leave": lambda talk, at, words: talk.tell(
+            at, LeaveRequested(words.pop("why"), drain=True)
+        ),
+        "is told to leave": lambda talk, at, words: talk.tell(at, LeaveRequested(words.pop("why"))),
         "another syncer takes over": _next_syncer,
-        "the syncer pauses": _hears(lambda words: Hold(words.pop("serial"), True)),
-        "the syncer resumes": _hears(lambda words: Hold(words.pop("serial"), False)),
+        "the syncer pauses": _hears(lambda words: SetPaused(words.pop("serial"), True)),
+        "the syncer resumes": _hears(lambda words: SetPaused(words.pop("serial"), False)),
         "the syncer drains": _hears(lambda words: Drain(words.pop("why"))),
         "the syncer welcomes": lambda talk, at, words: talk.welcomed(
             at, _tuple(words.pop("versions")), words.pop("step_time", 0.0)
@@ -371,12 +377,12 @@ LEARNER = _phrases(
         "the syncer leases": _hears(lambda words: Lease(words.pop("number"), words.pop("begin"), words.pop("end"))),
         "the syncer marks": _marker,
         "the syncer wants state": _hears(
-            lambda words: StateWanted(words.pop("to"), words.pop("incarnation", 1), _tuple(words.pop("versions")))
+            lambda words: ProvideState(words.pop("to"), words.pop("incarnation", 1), _tuple(words.pop("versions")))
         ),
         "the syncer has chosen": _hears(lambda words: PeerChosen(words.pop("peer"))),
         "the syncer has no peer": _hears(lambda words: NoPeer(because("peer-none"), False)),
         "the syncer passes on inner state": _hears(
-            lambda words: InnerState(
+            lambda words: OptimizerState(
                 words.pop("giver"), 1, words.pop("incarnation", 1), words.pop("step"), _tuple(words.pop("versions"))
             )
         ),

@@ -11,29 +11,29 @@ from msgspec import structs
 
 from atoll.core.protocol import (
     Contribution,
-    Delivered,
     Envelope,
     FinishRequested,
     Hello,
-    InnerState,
     LearnerDisconnected,
     Lease,
     LeaseRequest,
-    Leave,
+    Left,
     MergeDone,
     MergeFailed,
     MergeRound,
     MessageArrived,
+    OptimizerState,
     Persist,
     Persisted,
     PersistFailed,
+    PublishAck,
     Published,
     Ready,
     Record,
     Report,
     Send,
-    ShardBack,
     ShardLost,
+    ShardReconnected,
     SnapshotPart,
     SnapshotRequested,
     StateRequest,
@@ -41,7 +41,7 @@ from atoll.core.protocol import (
     VersionRecord,
 )
 from atoll.core.reasons import because
-from atoll.core.types import NOTHING, Limits, RunConfig
+from atoll.core.types import NO_VERSION, Limits, RunConfig
 from tests.core.conversation import SyncerTalk, Voice
 from tests.core.machine import FRAGMENTS, LEARNERS, NONSENSE, STORY, WILD, Machine, look
 
@@ -75,7 +75,7 @@ class SyncerMachine(Machine):
             budget_merges=budget,
             lease_samples=leases,
             leases_ahead=1,
-            limits=Limits(first_wait_s=5.0, most_wait_s=60.0, most_learners=3),
+            limits=Limits(initial_wait_s=5.0, max_wait_s=60.0, max_learners=3),
         )
         self.talk = self.kind(self.config)
         self.heard: list[Envelope] = []
@@ -124,7 +124,7 @@ class SyncerMachine(Machine):
     def _leased(self, key: tuple[int, int], lease: Lease) -> None:
         record = self.talk.disk.get(("leases", 0))
         held = [h for h in record.holdings if (h.learner, h.incarnation) == key]  # type: ignore[union-attr]
-        durable = dict(enumerate(held[0].intervals, held[0].first)) if held else {}
+        durable = dict(enumerate(held[0].intervals, held[0].first_lease)) if held else {}
         self.checked(durable.get(lease.number) == (lease.begin, lease.end), f"{lease} of {key} is not durable")
         line, starts = self.lines.setdefault(key, []), self.starts.setdefault(key, [])
         samples = list(range(lease.begin, lease.end))
@@ -187,7 +187,7 @@ class SyncerMachine(Machine):
             self.versions[record.fragment] = record.version
             for a in record.contributions:
                 key = (a.learner, a.incarnation)
-                for sample in self.lines.get(key, [])[: a.taken]:
+                for sample in self.lines.get(key, [])[: a.consumed_samples]:
                     owner = self.merged.setdefault(sample, key)
                     self.checked(owner == key, f"sample {sample} is merged by {owner} and by {key}")
 
@@ -239,7 +239,7 @@ class SyncerMachine(Machine):
             for p in found:
                 self._find_kept(p, self.talk.core.state.manifest)
             self.away.difference_update(found)
-            self.happens(ShardBack(tuple((p, self.versions[p]) for p in found)))
+            self.happens(ShardReconnected(tuple((p, self.versions[p]) for p in found)))
 
     @rule(chance=st.integers(0, 40))
     def another_syncer_owns_the_store(self, chance):
@@ -252,7 +252,7 @@ class SyncerMachine(Machine):
         held = tuple(voice.received.values())
         config = self.config
         return Hello(
-            config.run_id, config.fingerprint, held, voice.step, voice.trained, training and NOTHING not in held
+            config.run_id, config.fingerprint, held, voice.step, voice.trained, training and NO_VERSION not in held
         )
 
     def joins_all_the_way(self, voice: Voice) -> None:
@@ -264,7 +264,7 @@ class SyncerMachine(Machine):
         self.wants_leases(voice)
         for effect in [e for e in self.talk.awaited if isinstance(e, Persist)]:
             self._end_write(effect)
-        self.says(voice.id, Ready(because("moments-kept")))
+        self.says(voice.id, Ready(because("state-kept")))
 
     def wants_leases(self, voice: Voice) -> None:
         if self.config.lease_samples:
@@ -272,7 +272,7 @@ class SyncerMachine(Machine):
 
     def acknowledges_all(self, voice: Voice) -> None:
         for p, version in list(voice.received.items()):
-            self.says(voice.id, Delivered(p, version))
+            self.says(voice.id, PublishAck(p, version))
 
     @rule(learner=LEARNERS, older=st.sampled_from([False, False, True]))
     def starts_again(self, learner, older):
@@ -299,7 +299,7 @@ class SyncerMachine(Machine):
     @rule(learner=LEARNERS, chance=st.integers(0, 8))
     def leaves(self, learner, chance):
         if chance == 0:
-            self.says(learner, Leave("the operator said so"))
+            self.says(learner, Left("the operator said so"))
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -374,7 +374,7 @@ class SyncerMachine(Machine):
 
     @rule(learner=st.integers(-1, 5), run=st.sampled_from(["run", "other"]), print_=st.sampled_from([(), ("other",)]))
     def a_stranger_says_hello(self, learner, run, print_):
-        body = Hello(run, print_, (NOTHING,) * self.config.fragments, 0, 0, False)
+        body = Hello(run, print_, (NO_VERSION,) * self.config.fragments, 0, 0, False)
         self.happens(MessageArrived(Envelope(learner, 9, 1, 0, 1, 0, 0, body)))
         if learner in self.talk.voices and (run, print_) == ("run", ()):
             self.talk.voices[learner].incarnation = max(self.talk.voices[learner].incarnation, 9)
@@ -389,7 +389,7 @@ class SyncerMachine(Machine):
     @rule(learner=LEARNERS, to=LEARNERS)
     def gives_state(self, learner, to):
         versions = tuple(self.versions.values())
-        self.says(learner, InnerState(learner, to, self.voice(to).incarnation, 1, versions))
+        self.says(learner, OptimizerState(learner, to, self.voice(to).incarnation, 1, versions))
 
     @rule(learner=LEARNERS, lag=st.sampled_from([0, 0, 0, 1, -1]), outstanding=st.booleans(), bad=st.booleans())
     def saves_its_part(self, learner, lag, outstanding, bad):

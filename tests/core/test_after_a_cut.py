@@ -32,7 +32,7 @@ def test_one_link_that_was_cut_takes_nobodys_grace_away():
     _rounds(talk, voices, range(1, 21))
     before = talk.core.view().sync_s
     _rounds(talk, voices, range(21, 24), silent=voices[2])
-    assert talk.member(3).standing == "live", "shorter than its limit: this is not about silence"
+    assert talk.member(3).state == "live", "shorter than its limit: this is not about silence"
     voices[2].acknowledges(23.9)
     assert talk.core.view().sync_s < before + 0.1
     voices[0].reports(24.0, step=24)
@@ -52,12 +52,12 @@ def test_what_took_until_a_cut_was_over_is_no_time_of_a_synchronisation():
     talk.merges_and_persists(21.2)
     before = talk.core.view().sync_s
     now = 21.2
-    while talk.member(1).standing == "live":
+    while talk.member(1).state == "live":
         now += 0.5
         talk.fires(now)
         assert now < 60
     one.acknowledges(now)
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
     assert talk.core.view().sync_s == before
 
 
@@ -70,7 +70,7 @@ def test_silence_is_noticed_soon_after_a_learner_has_begun_to_train():
         one.reports(0.1 * tenth, tenth, step_time_s=0.1)
         two.reports(0.1 * tenth, tenth, step_time_s=0.1)
     talk.fires(4.0)
-    assert (talk.member(1).standing, talk.core.view().alive) == ("suspect", 0)
+    assert (talk.member(1).state, talk.core.view().alive) == ("suspect", 0)
 
 
 def test_reports_that_arrive_together_do_not_make_a_round_ripe():
@@ -100,9 +100,9 @@ def test_a_burst_of_messages_that_were_held_up_leaves_a_limit_of_four_steps():
     for step in range(21, 61):
         one.reports(22.0, step)
     talk.fires(25.9)
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
     talk.fires(30.1)
-    assert talk.member(1).standing == "suspect"
+    assert talk.member(1).state == "suspect"
 
 
 def test_quick_steps_on_a_busy_machine_are_no_silence():
@@ -113,9 +113,9 @@ def test_quick_steps_on_a_busy_machine_are_no_silence():
         one.reports(0.001 * step, step, step_time_s=0.001)
         talk.fires(0.001 * step)
     talk.fires(1.1)
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
     talk.fires(1.5)
-    assert talk.member(1).standing == "suspect"
+    assert talk.member(1).state == "suspect"
 
 
 def test_a_learner_with_a_slow_link_is_in_every_second_merge():

@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 
 from atoll.core.policy import (
     CODEC_BITS,
-    CODEC_LEAST_S,
-    CODEC_ROOM,
-    CODEC_SAMPLES,
+    CODEC_HEADROOM,
+    CODEC_RATE_SAMPLES,
     CODECS,
-    TELLING_BYTES,
-    codec_for,
-    down_codec_for,
+    MIN_CODEC_TIME_S,
+    MIN_MEASURED_BYTES,
+    choose_contribution_codec,
+    choose_update_codec,
 )
 from atoll.core.protocol import (
     Contribution,
     CopyFragment,
-    FetchTime,
+    DownloadTime,
     LinkMeasured,
+    LogReason,
     MergeRound,
     Pull,
-    Say,
 )
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId, RunConfig
@@ -35,7 +35,7 @@ LARGE = 4_000_000  # values: 8 MB in bf16
 
 rates = st.floats(3, 10).map(lambda power: 10.0**power)
 codecs = st.sampled_from(CODECS)
-sizes = st.integers(TELLING_BYTES // 2, 10**9)
+sizes = st.integers(MIN_MEASURED_BYTES // 2, 10**9)
 steps_s = st.floats(-5, 3).map(lambda power: 10.0**power)
 
 
@@ -44,7 +44,7 @@ def coarseness(codec: str) -> int:
 
 
 def chosen(now: str, rate: float, values: int = LARGE, step_s: float = 1.0, config: RunConfig = CONFIG) -> str:
-    return codec_for(config, now, (rate,) * CODEC_SAMPLES, values, step_s).codec
+    return choose_contribution_codec(config, now, (rate,) * CODEC_RATE_SAMPLES, values, step_s).codec
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_what_was_chosen_stays_at_the_same_rate(now, rate, values, step_s):
     assert chosen(found, rate, values, step_s) == found
 
 
-@given(codecs, rates, sizes, steps_s, st.lists(st.floats(CODEC_ROOM + 0.01, 1.0), max_size=20))
+@given(codecs, rates, sizes, steps_s, st.lists(st.floats(CODEC_HEADROOM + 0.01, 1.0), max_size=20))
 def test_a_link_that_is_now_a_little_slower_and_now_a_little_faster_does_not_go_to_and_fro(
     now, rate, values, step_s, factors
 ):
@@ -86,7 +86,7 @@ def test_no_codec_is_coarser_than_it_has_to_be(now, rate, values, step_s):
     found = chosen(now, rate, values, step_s)
     if coarseness(found) > coarseness(now):
         finer = CODECS[coarseness(found) - 1]
-        assert values * CODEC_BITS[finer] / 8 / rate > max(2 * step_s, CODEC_LEAST_S)
+        assert values * CODEC_BITS[finer] / 8 / rate > max(2 * step_s, MIN_CODEC_TIME_S)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_many_fragments_leave_each_of_them_less_time():
 
 @given(codecs, rates, steps_s)
 def test_what_is_small_stays_as_it_is(now, rate, step_s):
-    assert chosen(now, rate, TELLING_BYTES // 2 - 1, step_s) == now
+    assert chosen(now, rate, MIN_MEASURED_BYTES // 2 - 1, step_s) == now
 
 
-@given(codecs, st.lists(rates, max_size=CODEC_SAMPLES - 1), sizes, steps_s)
+@given(codecs, st.lists(rates, max_size=CODEC_RATE_SAMPLES - 1), sizes, steps_s)
 def test_what_is_not_measured_stays_as_it_is(now, few, values, step_s):
-    assert codec_for(CONFIG, now, few, values, step_s) == (now, None)
-    assert codec_for(CONFIG, now, (1.0,) * CODEC_SAMPLES, values, 0.0) == (now, None)
+    assert choose_contribution_codec(CONFIG, now, few, values, step_s) == (now, None)
+    assert choose_contribution_codec(CONFIG, now, (1.0,) * CODEC_RATE_SAMPLES, values, 0.0) == (now, None)
 
 
 def test_steps_of_milliseconds_do_not_make_a_link_thin():
@@ -130,7 +130,7 @@ def test_steps_of_milliseconds_do_not_make_a_link_thin():
 
 @given(st.permutations([1e5, 2e5, 1e8]))
 def test_a_machine_that_was_busy_twice_is_no_thin_link(seen):
-    assert codec_for(CONFIG, "bf16", seen, LARGE, 1.0).codec == "bf16"
+    assert choose_contribution_codec(CONFIG, "bf16", seen, LARGE, 1.0).codec == "bf16"
 
 
 def test_bits_are_those_of_the_plan():
@@ -141,11 +141,11 @@ def test_bits_are_those_of_the_plan():
 # The learner
 
 
-def measures(talk: LearnerTalk, at: float, rate: float, times: int = CODEC_SAMPLES) -> list[Say]:
-    said: list[Say] = []
+def measures(talk: LearnerTalk, at: float, rate: float, times: int = CODEC_RATE_SAMPLES) -> list[LogReason]:
+    said: list[LogReason] = []
     for number in range(times):
         talk.tell(at + number / 100, LinkMeasured("up", round(rate), 1.0, LARGE))
-        said += talk.of(Say)
+        said += talk.of(LogReason)
     return said
 
 
@@ -156,7 +156,9 @@ def test_the_next_copy_travels_in_what_was_chosen_and_one_that_is_made_stays_as_
     talk.steps(1.0)
     assert talk.one(CopyFragment) == CopyFragment(first, 1, None)
     (said,) = measures(talk, 1.1, 3e6)
-    assert said == Say(("learner", 1), Reason("codec-coarser", ("int8", "bf16", 3.0, LARGE * 2 / 3e6, 2.0)))
+    assert said == LogReason(
+        ("learner", 1), Reason("contribution-codec-coarser", ("int8", "bf16", 3.0, LARGE * 2 / 3e6, 2.0))
+    )
     assert str(said.reason) == (
         "contributions go in int8 from here on, not in bf16: at 3 MB/s a fragment takes 2.67 s in bf16, and has 2 s"
     )
@@ -173,9 +175,9 @@ def test_after_a_choice_it_measures_anew_and_says_when_it_goes_back():
     talk.steps(1.0)
     assert len(measures(talk, 1.1, 1e6)) == 1
     assert talk.core.state.codec == "int4"
-    assert measures(talk, 1.2, 1e9, CODEC_SAMPLES - 1) == []
+    assert measures(talk, 1.2, 1e9, CODEC_RATE_SAMPLES - 1) == []
     (said,) = measures(talk, 1.3, 1e9, 1)
-    assert (said.reason.code, said.reason.args[:2]) == ("codec-finer", ("bf16", "int4"))
+    assert (said.reason.code, said.reason.args[:2]) == ("contribution-codec-finer", ("bf16", "int4"))
     assert talk.core.state.codec == "bf16"
 
 
@@ -189,9 +191,9 @@ def test_what_comes_down_is_told_to_the_syncer_from_the_third_measurement_on():
     talk = LearnerTalk(CONFIG).trains()
     for rate, expected in ((1e6, []), (2e6, []), (1e6, [4.0]), (1e6, [4.0]), (1e6, [8.0])):
         talk.tell(1.0, LinkMeasured("down", round(rate), 1.0, LARGE))
-        assert [body.seconds for _, body in talk.bodies(FetchTime)] == expected
+        assert [body.seconds for _, body in talk.bodies(DownloadTime)] == expected
     talk.tell(2.0, LinkMeasured("down", 1000, 1.0, 1000))
-    assert talk.bodies(FetchTime) == [], "small fragments say nothing"
+    assert talk.bodies(DownloadTime) == [], "small fragments say nothing"
     assert talk.core.state.codec is None, "what comes down does not change what goes up"
 
 
@@ -202,9 +204,9 @@ def test_what_comes_down_is_told_to_the_syncer_from_the_third_measurement_on():
 @given(codecs, st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.floats(0, 1e9), steps_s)
 def test_a_minority_does_not_make_updates_coarser(now, honest, wild, step_s):
     """However thin the others say that their links are."""
-    alone = down_codec_for(CONFIG, now, honest, step_s).codec
-    slowest = down_codec_for(CONFIG, now, [max(honest)], step_s).codec
-    with_others = down_codec_for(CONFIG, now, honest + [wild] * (len(honest) - 1), step_s).codec
+    alone = choose_update_codec(CONFIG, now, honest, step_s).codec
+    slowest = choose_update_codec(CONFIG, now, [max(honest)], step_s).codec
+    with_others = choose_update_codec(CONFIG, now, honest + [wild] * (len(honest) - 1), step_s).codec
     assert coarseness(with_others) <= max(coarseness(slowest), coarseness(alone))
 
 
@@ -220,26 +222,26 @@ def test_updates_go_in_what_the_link_in_the_middle_carries():
             if talk.of(MergeRound):
                 break
         sealed = talk.one(MergeRound)
-        told.extend(talk.of(Say))
+        told.extend(talk.of(LogReason))
         talk.merges_and_persists(at + 0.2)
         for voice in voices:
             voice.acknowledges(at + 0.3)
         return sealed
 
-    told: list[Say] = []
+    told: list[LogReason] = []
     assert merged(1.0, 1).codec is None
-    voices[0].says(1.5, FetchTime(1e9))
+    voices[0].says(1.5, DownloadTime(1e9))
     for wrong in (float("nan"), float("inf"), -1.0, 0.0):
-        voices[1].says(1.5, FetchTime(wrong))
+        voices[1].says(1.5, DownloadTime(wrong))
     assert merged(2.0, 2).codec is None, "one of three"
-    voices[1].says(2.5, FetchTime(1.9))
+    voices[1].says(2.5, DownloadTime(1.9))
     assert merged(3.0, 3).codec == "int8"
-    voices[1].says(3.5, FetchTime(3.0))
+    voices[1].says(3.5, DownloadTime(3.0))
     assert merged(4.0, 4).codec == "int4"
-    voices[1].says(4.5, FetchTime(0.1))
+    voices[1].says(4.5, DownloadTime(0.1))
     assert merged(5.0, 5).codec == "bf16"
     codes = [say.reason.code for say in told if say.subject == ("run", 0)]
-    assert codes == ["versions-coarser", "versions-coarser", "versions-finer"]
+    assert codes == ["update-codec-coarser", "update-codec-coarser", "update-codec-finer"]
     assert "updates go in int8 from here on, not in bf16: to the learner in the middle a fragment takes 1.9 s" in str(
         told[0].reason
     )

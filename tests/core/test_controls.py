@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.core.policy import control_problem
+from atoll.core.policy import find_control_problem
 from atoll.core.protocol import (
+    CloseConnection,
     ControlRequested,
     Drain,
     Finish,
     FinishRequested,
-    Hangup,
-    Held,
-    Hold,
     LearnerDisconnected,
-    Leave,
+    Left,
     OpenGrace,
+    PausedAck,
     Persist,
     Ping,
     Pull,
+    SetPaused,
     SnapshotPart,
     SnapshotRequested,
     Started,
@@ -26,13 +26,13 @@ from atoll.core.protocol import (
 )
 from atoll.core.reasons import because
 from atoll.core.syncer.core import SyncerCore
-from atoll.core.types import ControlWhat, Limits, RunConfig
+from atoll.core.types import ControlKind, Limits, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk
 
 SMALL = RunConfig(fragments=1, every_steps=2, grace_margin=0.0)
 
 
-def wants(talk: SyncerTalk, at: float, what: ControlWhat, value: float | None = None) -> None:
+def wants(talk: SyncerTalk, at: float, what: ControlKind, value: float | None = None) -> None:
     talk.tell(at, ControlRequested(what, value, "ada"))
 
 
@@ -51,7 +51,7 @@ def paused(learners: int = 2, config: RunConfig = SMALL) -> SyncerTalk:
         voice.acknowledges(1.3)
     wants(talk, 1.5, "pause")
     for voice in talk.voices.values():
-        voice.says(1.6, Held(1, True))
+        voice.says(1.6, PausedAck(1, True))
     return talk
 
 
@@ -67,7 +67,7 @@ def test_no_round_opens_while_the_run_is_paused_and_the_ripe_one_opens_when_it_i
     assert talk.member(1).reason == "stands still: the run is paused"
     assert talk.core.view().paused
     wants(talk, 4.0, "resume")
-    assert talk.bodies(Hold) == [(1, Hold(2, False)), (2, Hold(2, False))]
+    assert talk.bodies(SetPaused) == [(1, SetPaused(2, False)), (2, SetPaused(2, False))]
     assert [learner for learner, _ in talk.bodies(Pull)] == [1]
     assert "resumed by ada" in talk.sentences
 
@@ -85,9 +85,11 @@ def test_a_learner_that_does_not_answer_is_told_again_and_then_loses_its_link():
     talk = SyncerTalk(SMALL)
     talk.joined(1)
     wants(talk, 1.0, "pause")
-    told = [*talk.bodies(Hold), *_bodies(talk.fires(600.0), Hold)]
-    assert told == [(1, Hold(1, True))] * SMALL.limits.publish_tries
-    assert talk.of(Hangup)[0].reason == because("member-control-unanswered", "Hold", SMALL.limits.publish_tries)
+    told = [*talk.bodies(SetPaused), *_bodies(talk.fires(600.0), SetPaused)]
+    assert told == [(1, SetPaused(1, True))] * SMALL.limits.max_publish_attempts
+    assert talk.of(CloseConnection)[0].reason == because(
+        "member-control-unacked", "SetPaused", SMALL.limits.max_publish_attempts
+    )
 
 
 def _bodies(effects: list[object], kind: type) -> list[tuple[int, object]]:
@@ -101,34 +103,34 @@ def test_an_answer_to_an_older_word_is_no_answer_to_a_newer():
     one = talk.joined(1)
     wants(talk, 1.0, "pause")
     wants(talk, 1.1, "resume")
-    one.says(1.2, Held(1, True))
+    one.says(1.2, PausedAck(1, True))
     talk.fires(30.0)
-    assert (1, Hold(2, False)) in talk.bodies(Hold)
-    one.says(30.0, Held(2, False))
-    assert _bodies(talk.fires(200.0), Hold) == []
+    assert (1, SetPaused(2, False)) in talk.bodies(SetPaused)
+    one.says(30.0, PausedAck(2, False))
+    assert _bodies(talk.fires(200.0), SetPaused) == []
 
 
 def test_nobody_is_suspected_while_the_run_is_paused_and_the_pause_is_no_gap():
-    config = RunConfig(fragments=1, every_steps=2, limits=Limits(first_wait_s=5.0))
+    config = RunConfig(fragments=1, every_steps=2, limits=Limits(initial_wait_s=5.0))
     talk = paused(config=config)
     one = talk.voices[1]
     for step in range(2, 12):
         one.reports(1.6 + 0.1 * step, step=step, step_time_s=0.1)
     limit = talk.core.membership.silence_limit(talk.core.state.members[1])
-    high = talk.core.state.members[1].gap.high()
+    high = talk.core.state.members[1].message_gap.high()
     at = 4.0
     for _ in range(20):
         at += 4.0
         one.says(at, Ping(1))
         talk.voices[2].says(at, Ping(1))
         talk.fires(at)
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
     assert limit == 5.0
-    assert talk.core.state.members[1].gap.high() == high
+    assert talk.core.state.members[1].message_gap.high() == high
     wants(talk, at, "resume")
-    one.says(at + 0.01, Held(2, False))
+    one.says(at + 0.01, PausedAck(2, False))
     one.reports(at + 0.11, step=12, step_time_s=0.1)
-    assert talk.core.state.members[1].gap.high() < 4.0
+    assert talk.core.state.members[1].message_gap.high() < 4.0
 
 
 def test_who_joins_or_returns_is_told_of_the_pause_and_of_its_end():
@@ -136,20 +138,20 @@ def test_who_joins_or_returns_is_told_of_the_pause_and_of_its_end():
     three = talk.voice(3)
     three.hello(5.0)
     talk.persisted(5.0)
-    assert talk.bodies(Hold) == [(3, Hold(1, True))]
+    assert talk.bodies(SetPaused) == [(3, SetPaused(1, True))]
     talk.tell(6.0, LearnerDisconnected(1, 1, 1, "reset"))
     wants(talk, 7.0, "resume")
-    assert [learner for learner, _ in talk.bodies(Hold)] == [2, 3]
+    assert [learner for learner, _ in talk.bodies(SetPaused)] == [2, 3]
     one = talk.voices[1]
     one.session = 2
     one.hello(7.01, training=True)
-    assert talk.bodies(Hold) == [(1, Hold(2, False))]
+    assert talk.bodies(SetPaused) == [(1, SetPaused(2, False))]
 
 
 def test_a_run_of_which_nobody_has_asked_anything_says_nothing_of_a_pause():
     talk = SyncerTalk(SMALL)
     talk.joined(1)
-    assert not any("Hold" in line for line in talk.story)
+    assert not any("SetPaused" in line for line in talk.story)
 
 
 def test_a_snapshot_of_a_paused_run_is_complete():
@@ -164,7 +166,7 @@ def test_a_snapshot_of_a_paused_run_is_complete():
 def test_the_end_lifts_the_pause():
     talk = paused()
     talk.tell(5.0, FinishRequested())
-    assert talk.bodies(Hold) == [(1, Hold(2, False)), (2, Hold(2, False))]
+    assert talk.bodies(SetPaused) == [(1, SetPaused(2, False)), (2, SetPaused(2, False))]
     assert "the pause is over: the run ends" in talk.sentences
     assert not talk.core.view().paused
     wants(talk, 5.01, "pause")
@@ -216,12 +218,12 @@ def test_a_drained_learner_is_told_until_it_leaves_and_may_come_back_later():
     wants(talk, 3.0, "drain", 2)
     assert talk.bodies(Drain) == [(2, Drain("drained by ada"))]
     assert _bodies(talk.fires(3.5), Drain) == [(2, Drain("drained by ada"))]
-    talk.voices[2].says(4.0, Leave("drained by ada"))
-    assert talk.member(2).standing == "left"
+    talk.voices[2].says(4.0, Left("drained by ada"))
+    assert talk.member(2).state == "left"
     talk.persisted(4.1)
     again = talk.joined(2, 10.0, incarnation=2)
     assert again.welcome is not None
-    assert talk.member(2).standing == "live"
+    assert talk.member(2).state == "live"
     assert _bodies(talk.fires(40.0), Drain) == []
 
 
@@ -238,7 +240,7 @@ def test_a_learner_that_is_away_or_starts_again_is_told_to_leave_when_it_is_back
 @pytest.mark.parametrize("learner", [3, 7])
 def test_a_wish_for_one_who_is_no_member_changes_nothing(learner):
     talk = paused(3)
-    talk.voices[3].says(2.0, Leave("its loop ended"))
+    talk.voices[3].says(2.0, Left("its loop ended"))
     wants(talk, 3.0, "drain", learner)
     talk.expect()
 
@@ -249,7 +251,7 @@ def test_a_syncer_that_starts_again_is_told_again_before_anybody_joins():
     one = talk.voice(1, 1, 2)
     one.received, one.step, one.trained = {0: 1}, 1, 100
     one.hello(11.0, training=True)
-    assert talk.bodies(Hold) == [(1, Hold(1, True))]
+    assert talk.bodies(SetPaused) == [(1, SetPaused(1, True))]
 
 
 def test_a_wish_that_cannot_be_is_not_for_the_core():
@@ -279,7 +281,7 @@ def test_a_wish_that_cannot_be_is_not_for_the_core():
     ],
 )
 def test_what_can_be_asked_for(what, value, complaint):
-    found = control_problem(what, value, Limits())
+    found = find_control_problem(what, value, Limits())
     assert (found is None) if complaint is None else complaint in (found or "")
 
 
@@ -288,15 +290,15 @@ def test_what_can_be_asked_for(what, value, complaint):
 
 
 def test_a_learner_that_stands_still_pings_often_enough_and_measures_no_gap():
-    talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(first_wait_s=8.0))).trains()
+    talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(initial_wait_s=8.0))).trains()
     for n in range(8):
-        talk.hears(0.5 * n, Hold(n + 1, False))
-    talk.hears(4.0, Hold(9, True))
-    high = talk.core.state.gap.high()
+        talk.hears(0.5 * n, SetPaused(n + 1, False))
+    talk.hears(4.0, SetPaused(9, True))
+    high = talk.core.state.message_gap.high()
     talk.fires(6.1)
     assert [type(effect.envelope.body).__name__ for effect in talk.effects] == ["Ping"]
-    talk.hears(100.0, Hold(10, False))
-    assert talk.core.state.gap.high() == high
+    talk.hears(100.0, SetPaused(10, False))
+    assert talk.core.state.message_gap.high() == high
     assert not talk.core.state.paused
 
 
@@ -304,7 +306,7 @@ def test_a_learner_that_joins_a_paused_run_starts_and_stands_still():
     talk = LearnerTalk(SMALL)
     talk.opens(0.0)
     talk.welcomed(0.1)
-    talk.hears(0.2, Hold(1, True))
+    talk.hears(0.2, SetPaused(1, True))
     assert talk.core.state.paused
     talk.gets(0.3, 0, 0)
     assert talk.core.has_boundary_work
@@ -315,16 +317,16 @@ def test_a_learner_that_is_drained_before_it_trains_leaves():
     talk.opens(0.0)
     talk.welcomed(0.1)
     talk.hears(0.2, Drain("drained by ada"))
-    reason = because("learner-drained", "drained by ada")
-    talk.expect(talk.sends(Leave("drained by ada")), Stop(reason))
+    reason = because("learner-left-on-request", "drained by ada")
+    talk.expect(talk.sends(Left("drained by ada")), Stop(reason))
 
 
 def test_at_the_end_nobody_stands_still():
     talk = LearnerTalk(SMALL).trains()
-    talk.hears(1.0, Hold(1, True))
+    talk.hears(1.0, SetPaused(1, True))
     talk.steps(1.5)
     talk.hears(2.0, Finish((1,), 1))
     assert not talk.core.state.paused
     assert talk.core.training
-    talk.hears(2.5, Hold(2, True))
-    talk.expect(talk.sends(Held(2, False)))
+    talk.hears(2.5, SetPaused(2, True))
+    talk.expect(talk.sends(PausedAck(2, False)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from atoll.core.protocol import (
     AdoptFragment,
+    CloseConnection,
+    ConnectionClosed,
     Contribution,
     CopyFragment,
-    Hangup,
-    LinkClosed,
     Marker,
     MergeRound,
     Ping,
@@ -15,7 +15,7 @@ from atoll.core.protocol import (
     SaveSnapshot,
     Send,
 )
-from atoll.core.types import Mark, RoundId, RunConfig
+from atoll.core.types import MergedUpTo, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk
 
 FIRST = RoundId(0, 0, 1, 1)
@@ -60,7 +60,7 @@ def test_a_pull_that_arrives_late_does_not_take_the_place_of_a_newer_one():
     talk.hears(1.5, Pull(FIRST))
     talk.steps(2.0)
     assert talk.of(CopyFragment) == []
-    talk.gets(2.5, 0, 1, base=0, mark=Mark(1, 0, 1, 100, 0))
+    talk.gets(2.5, 0, 1, base=0, mark=MergedUpTo(1, 0, 1, 100, 0))
     talk.steps(3.0)
     adopted = talk.one(AdoptFragment)
     assert (adopted.merged_copy, adopted.merged_tokens, adopted.pending_tokens) == (True, 100, 200)
@@ -70,7 +70,7 @@ def test_a_pull_is_not_answered_while_the_link_is_down():
     """(1) A pull arrives, (2) the link breaks, (3) a step ends: a copy now would be kept and never be seen."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.hears(0.5, Pull(FIRST))
-    talk.tell(0.6, LinkClosed(1, "connection reset by peer"))
+    talk.tell(0.6, ConnectionClosed(1, "connection reset by peer"))
     talk.steps(1.0)
     assert talk.of(CopyFragment) == []
     assert talk.core.training
@@ -98,9 +98,9 @@ def test_a_quarantined_learner_is_told_at_once():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    for n in range(talk.core.state.limits.strikes):
+    for n in range(talk.core.state.limits.max_strikes):
         one.contributes(1.1 + n, problem="values are not finite")
-    assert [e.learner for e in talk.of(Hangup)] == [1]
+    assert [e.learner for e in talk.of(CloseConnection)] == [1]
 
 
 def test_a_timer_for_a_moment_that_rounds_down_to_now_does_not_fire_for_ever():

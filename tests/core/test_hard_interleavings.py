@@ -6,22 +6,22 @@ import pytest
 
 from atoll.core.protocol import (
     AdoptFragment,
+    ConnectionClosed,
     Finish,
     FinishRequested,
     Halt,
-    InnerState,
     LearnerDisconnected,
-    Leave,
-    LinkClosed,
+    Left,
     Marker,
     MergeRound,
+    OptimizerState,
     Persist,
     Pong,
+    ProvideState,
     Pull,
     Refuse,
     SnapshotPart,
     SnapshotRequested,
-    StateWanted,
     Stop,
     TimerFired,
     VersionRecord,
@@ -55,7 +55,7 @@ def test_a_refusal_that_arrives_twice_is_one_refusal():
 def test_a_message_of_a_link_that_has_closed_is_not_heard(body):
     """(1) Something is on its way to the learner, (2) the link closes, (3) the learner dials, (4) it arrives."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.tell(1.0, LinkClosed(1, "connection reset by peer"))
+    talk.tell(1.0, ConnectionClosed(1, "connection reset by peer"))
     talk.hears(1.1, body)
     talk.expect()
     assert talk.core.training
@@ -106,7 +106,7 @@ def test_the_limit_of_rounds_in_flight_holds_from_the_first_round_on(rounds_in_f
 
 def test_the_order_in_which_owned_fragments_are_named_does_not_matter():
     """(1) A syncer owns fragments 1 and 0, named in this order, (2) fragment 0 is ripe after one step, 1 after five."""
-    talk = SyncerTalk(RunConfig(fragments=2, every_steps=8, owned=(1, 0)))
+    talk = SyncerTalk(RunConfig(fragments=2, every_steps=8, owned_fragments=(1, 0)))
     talk.joined(1).reports(1.0, step=1)
     assert [body.round.fragment for _, body in talk.bodies(Pull)] == [0]
 
@@ -138,7 +138,7 @@ def test_counters_beyond_every_float_are_refused_and_disturb_nobody(tokens):
     one = talk.joined(1)
     one.reports(1.0, step=1)
     one.contributes(1.1, tokens=tokens, trained=tokens)
-    assert talk.codes() == ["contribution-wild"]
+    assert talk.codes() == ["contribution-implausible"]
 
 
 def test_dropped_tokens_are_not_negative():
@@ -147,7 +147,7 @@ def test_dropped_tokens_are_not_negative():
     one = talk.joined(1)
     one.reports(1.0, step=1)
     one.contributes(1.1, dropped=-100)
-    assert talk.codes() == ["contribution-wild"]
+    assert talk.codes() == ["contribution-implausible"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_a_late_merge_is_booked_where_its_own_incarnation_was_written_off():
     two = talk.voice(1, incarnation=2)
     two.hello(1.2)
     talk.persisted(1.2, "MembersRecord")
-    two.says(1.3, Leave("the operator said so"))
+    two.says(1.3, Left("the operator said so"))
     talk.merged(1.4)
     talk.persisted(1.5, "VersionRecord")
     line = talk.core.view().ledger[0]
@@ -193,7 +193,7 @@ def test_tokens_of_a_learner_that_left_are_counted_once_after_a_restart():
     one.reports(1.0, step=1)
     one.contributes(1.1)
     talk.merges_and_persists(1.2)
-    one.says(1.3, Leave("the operator said so"))
+    one.says(1.3, Left("the operator said so"))
     talk.persisted(1.4)
     before = talk.core.view()
     after = talk.restarted().core.view()
@@ -203,7 +203,7 @@ def test_tokens_of_a_learner_that_left_are_counted_once_after_a_restart():
 
 def test_the_tokens_of_a_contribution_are_in_the_retired_ones_when_its_incarnation_is_replaced_and_the_syncer_dies():
     """(1) The report of step 2 is lost, (2) its contribution is accepted, (3) a new incarnation is admitted, durably,
-    (4) the version is durable and unheard, (5) the syncer is restarted."""
+    (4) the version is durable and durability_unknown, (5) the syncer is restarted."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
@@ -242,7 +242,7 @@ def test_a_peer_that_does_not_deliver_is_not_asked_again_while_there_is_another(
         for effect in syncer.effects:
             if hasattr(effect, "envelope") and effect.envelope.learner == 3:
                 learner.hears(learner.now + 0.2, effect.envelope.body)
-            elif hasattr(effect, "envelope") and isinstance(effect.envelope.body, StateWanted):
+            elif hasattr(effect, "envelope") and isinstance(effect.envelope.body, ProvideState):
                 asked.append(effect.envelope.learner)
         while not any(hasattr(e, "envelope") for e in learner.effects):
             learner.fires(learner.core.next_deadline())
@@ -257,7 +257,7 @@ def test_a_joining_learner_whose_link_breaks_again_and_again_starts_all_the_same
     talk.gets(0.1, 0, 1)
     for n in range(1, 30):
         talk.fires(9.0 * n)
-        talk.tell(9.0 * n, LinkClosed(talk.session, "connection reset by peer"))
+        talk.tell(9.0 * n, ConnectionClosed(talk.session, "connection reset by peer"))
         talk.opens(9.0 * n + 0.1)
         talk.welcomed(9.0 * n + 0.2, versions=(1,), step_time_s=1.0)
     assert talk.core.training, "three peers and H = 10 steps of 1 s each are over long ago"
@@ -269,9 +269,9 @@ def test_inner_state_that_is_late_is_as_good_as_any():
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(2,), step_time_s=1.0)
     talk.gets(0.1, 0, 2)
-    while "state-late" not in talk.codes():
+    while "state-timeout" not in talk.codes():
         talk.fires(talk.core.next_deadline())
-    talk.hears(talk.now + 0.1, InnerState(4, 1, 1, 9, (2,)))
+    talk.hears(talk.now + 0.1, OptimizerState(4, 1, 1, 9, (2,)))
     assert talk.core.training
 
 
@@ -323,7 +323,7 @@ def test_a_syncer_that_stands_still_right_after_a_word_counts_nobodys_silence():
     for step in range(1, 8):
         one.reports(float(step), step)
     talk.tell(1_000.0, TimerFired())
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
 
 
 def _finished(learners: int = 1) -> SyncerTalk:

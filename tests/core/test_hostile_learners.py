@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.protocol import (
-    Delivered,
+    CloseConnection,
     FinishAck,
     Halt,
-    Hangup,
     LearnerDisconnected,
     MergeRound,
     OpenGrace,
     Ping,
     Pong,
+    PublishAck,
     Published,
     Pull,
     Ready,
@@ -25,7 +25,7 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import Reason
-from atoll.core.types import MOST_TOKENS_PER_STEP, RoundId, RunConfig
+from atoll.core.types import MAX_TOKENS_PER_STEP, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk
 
 
@@ -46,7 +46,7 @@ def test_a_message_that_syncers_do_not_send_is_ignored():
 
 
 @pytest.mark.parametrize(
-    "reason", [Reason("a-newer-code", (7,)), Reason("moments-peer"), Reason("state-late", ("x", "y"))]
+    "reason", [Reason("a-newer-code", (7,)), Reason("state-from-peer"), Reason("state-timeout", ("x", "y"))]
 )
 def test_a_reason_that_we_cannot_say_is_shown_as_it_came(reason):
     """(1) A learner of a newer release says that it is ready, for a reason that this syncer has no sentence for."""
@@ -55,7 +55,7 @@ def test_a_reason_that_we_cannot_say_is_shown_as_it_came(reason):
     one.hello(0.0)
     talk.persisted(0.1)
     one.says(0.2, Ready(reason))
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
     assert reason.code in str(reason)
 
 
@@ -89,7 +89,7 @@ def test_one_report_cannot_use_up_the_budget():
     talk.joined(1).says(1.0, Report(4, 2**61, 1.0))
     assert talk.core.view().stage == "running"
     assert talk.member(1).strikes == 1
-    talk.voices[1].says(2.0, Report(4, 4 * MOST_TOKENS_PER_STEP, 1.0))
+    talk.voices[1].says(2.0, Report(4, 4 * MAX_TOKENS_PER_STEP, 1.0))
     assert talk.core.view().stage == "running"
 
 
@@ -99,9 +99,9 @@ def test_a_link_of_the_old_process_that_closes_late_does_not_close_that_of_the_n
     talk.joined(1)
     talk.joined(1, at=1.0, incarnation=2)
     talk.tell(2.0, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
     talk.tell(3.0, LearnerDisconnected(1, 2, 1, "connection reset by peer"))
-    assert talk.member(1).standing == "away"
+    assert talk.member(1).state == "disconnected"
 
 
 def test_a_doubled_wish_for_the_whole_value_is_harmless():
@@ -113,17 +113,17 @@ def test_a_doubled_wish_for_the_whole_value_is_harmless():
     talk.merges_and_persists(1.2)
     one.says(1.3, Resync(0, 0))
     assert [body.base for _, body in talk.bodies(Published)] == [None]
-    one.says(1.4, Delivered(0, 1))
+    one.says(1.4, PublishAck(0, 1))
     one.says(1.5, Resync(0, 0))
     talk.expect()
     talk.fires(500.0)
-    assert not [e for e in talk.done if isinstance(e, Hangup) and e.reason.code == "member-publish-unanswered"]
+    assert not [e for e in talk.done if isinstance(e, CloseConnection) and e.reason.code == "member-publish-unacked"]
 
 
 def test_an_acknowledgement_of_an_end_that_is_not_there_is_ignored():
     talk = SyncerTalk(RunConfig(fragments=1))
     talk.joined(1).says(1.0, FinishAck(3))
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
     assert talk.of(Halt) == []
 
 
@@ -145,12 +145,12 @@ def test_one_contribution_cannot_use_up_the_budget():
     one = talk.joined(1)
     one.reports(1.0, step=1)
     one.contributes(1.1, tokens=2**61, trained=2**61)
-    assert talk.codes() == ["contribution-wild"]
+    assert talk.codes() == ["contribution-implausible"]
     assert talk.core.view().trained == 100
 
 
 def test_one_hello_cannot_use_up_the_budget():
     talk = SyncerTalk(RunConfig(fragments=1, budget_tokens=10**12))
     talk.voice(1).hello(0.0, step=1, trained=2**61)
-    assert talk.codes() == ["refused-wild"]
+    assert talk.codes() == ["refused-implausible"]
     assert talk.core.view().trained == 0

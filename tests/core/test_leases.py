@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.ledger import MOST_AT_ONCE, MOST_HELD, LeaseBooks, SampleLine, count_of
+from atoll.core.ledger import MAX_LEASES_PER_REPLY, MAX_UNMERGED_LEASES, LeaseLedger, SampleCursor, count_samples
 from atoll.core.protocol import (
+    ConnectionClosed,
     Contribution,
     Lease,
     LeaseRecord,
     LeaseRequest,
-    Leave,
-    LinkClosed,
+    Left,
     NoPeer,
     Persist,
     Pull,
@@ -22,7 +22,7 @@ from atoll.core.protocol import (
     StartTraining,
 )
 from atoll.core.reasons import because
-from atoll.core.syncer.core import SyncerParts
+from atoll.core.syncer.core import SyncerComponents
 from atoll.core.syncer.data_leases import DataLeases
 from atoll.core.types import RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
@@ -45,7 +45,7 @@ def leased(talk: SyncerTalk, voice: Voice, at: float, leases: int = 0, taken: in
 def merged_into(talk: SyncerTalk, voice: Voice, at: float, step: int, fragment: int, taken: int) -> None:
     """One step of the only learner that is there, and a version with it."""
     voice.reports(at, step)
-    voice.contributes(at, fragment, taken=taken)
+    voice.contributes(at, fragment, consumed_samples=taken)
     talk.merges_and_persists(at)
 
 
@@ -58,7 +58,7 @@ def test_a_lease_is_sent_when_it_is_durable_and_not_before():
     voice = talk.joined(1)
     voice.says(1.0, LeaseRequest(0, 0))
     assert talk.bodies(Lease) == []
-    assert talk.one(Persist).record.next == 20  # type: ignore[union-attr]
+    assert talk.one(Persist).record.next_sample == 20  # type: ignore[union-attr]
     talk.persist_failed(1.1)
     assert talk.bodies(Lease) == []
     assert talk.codes() == ["leases-not-durable"]
@@ -107,7 +107,7 @@ def test_others_get_what_was_returned_too_and_before_anything_new():
     talk = SyncerTalk(CONFIG)
     old, other = talk.joined(1), talk.joined(2)
     leased(talk, old, 0.5)
-    old.says(1.0, Leave("enough"))
+    old.says(1.0, Left("enough"))
     assert "leases-returned" not in talk.codes()
     talk.persisted(1.1)
     assert talk.codes() == ["leases-returned"]
@@ -137,13 +137,13 @@ def test_leases_return_only_when_no_open_round_holds_anything_of_their_holder():
     leased(talk, other, 0.5)
     old.reports(1.0, 1)
     other.reports(1.0, 1)
-    old.contributes(1.1, taken=4)
+    old.contributes(1.1, consumed_samples=4)
     new = talk.voice(1, incarnation=2)
     new.hello(1.2)
     talk.persisted(1.3)
     assert talk.core.state.lease_closing
     assert leased(talk, new, 1.4) == []  # not before its predecessor's samples are settled
-    other.contributes(1.5, taken=4)
+    other.contributes(1.5, consumed_samples=4)
     talk.merged(1.6)
     talk.persisted(1.7, "VersionRecord")
     assert talk.one(Persist).record.pool == ()  # type: ignore[union-attr]
@@ -158,7 +158,7 @@ class GrantsAtOnce(DataLeases):
 
 
 class Hasty(SyncerTalk):
-    parts = SyncerParts(data_leases=GrantsAtOnce)
+    parts = SyncerComponents(data_leases=GrantsAtOnce)
 
 
 @pytest.mark.parametrize(("kind", "merged_samples_wait"), [(SyncerTalk, False), (Hasty, True)])
@@ -172,28 +172,28 @@ def test_a_successor_that_waits_for_its_leases_keeps_the_mark_of_its_predecessor
     leased(talk, other, 0.5)
     old.reports(1.0, 1)
     other.reports(1.0, 1)
-    old.contributes(1.1, taken=4)
+    old.contributes(1.1, consumed_samples=4)
     new = talk.voice(1, incarnation=2)
     new.hello(1.2)
     talk.persisted(1.3)
     new.says(1.4, LeaseRequest(0, 0))
     if talk.of(Persist):
         talk.persisted(1.4)
-    other.contributes(1.5, taken=4)
+    other.contributes(1.5, consumed_samples=4)
     talk.merged(1.6)
     talk.persisted(1.7, "VersionRecord")
     if talk.of(Persist):
         talk.persisted(1.7, "LeaseRecord")
     new.acknowledges(1.8)
-    new.says(1.8, Ready(because("moments-kept")))
+    new.says(1.8, Ready(because("state-kept")))
     new.reports(2.0, 1)
     other.reports(2.0, 2)
     other.reports(3.0, 3)
     new.reports(3.0, 2)
-    new.contributes(3.1, taken=2)
-    other.contributes(3.1, taken=8)
+    new.contributes(3.1, consumed_samples=2)
+    other.contributes(3.1, consumed_samples=8)
     talk.merges_and_persists(3.2)
-    assert dict(talk.disk[("version", 0)].marks)[1].incarnation == 2
+    assert dict(talk.disk[("version", 0)].merged_up_to)[1].incarnation == 2
     again = talk.restarted(4.0)
     waiting = {n for begin, end in again.core.state.leases.pool for n in range(begin, end)}
     assert (not waiting.isdisjoint(range(4))) is merged_samples_wait
@@ -206,11 +206,11 @@ def test_a_merge_that_fails_returns_what_it_held():
     leased(talk, other, 0.5)
     old.reports(1.0, 1)
     other.reports(1.0, 1)
-    old.contributes(1.1, taken=4)
+    old.contributes(1.1, consumed_samples=4)
     new = talk.voice(1, incarnation=2)
     new.hello(1.2)
     talk.persisted(1.3)
-    other.contributes(1.5, taken=4)
+    other.contributes(1.5, consumed_samples=4)
     talk.merge_failed(1.6)
     assert "leases-returned" in talk.codes()
     assert leased(talk, new, 2.0)[0] == (0, 10)
@@ -246,7 +246,7 @@ def test_a_request_that_cannot_be_is_a_strike_and_leases_nothing():
         voice.says(1.0, LeaseRequest(leases, taken))
         assert not talk.of(Persist)
         assert not talk.bodies(Lease)
-    assert talk.member(1).standing == "quarantined"
+    assert talk.member(1).state == "quarantined"
 
 
 def test_a_request_that_comes_again_much_later_is_no_strike():
@@ -264,23 +264,23 @@ def test_a_contribution_on_samples_that_were_not_leased_is_refused():
     talk = SyncerTalk(CONFIG)
     voice = talk.joined(1)
     voice.reports(1.0, 1)
-    voice.contributes(1.1, taken=0)  # it has no lease at all, and trains
-    assert voice.refusals[-1].reason.code == "contribution-wild"
+    voice.contributes(1.1, consumed_samples=0)  # it has no lease at all, and trains
+    assert voice.refusals[-1].reason.code == "contribution-implausible"
     leased(talk, voice, 1.2)
-    voice.contributes(1.3, taken=21)
-    assert voice.refusals[-1].reason.code == "contribution-wild"
-    voice.contributes(1.4, taken=20)
+    voice.contributes(1.3, consumed_samples=21)
+    assert voice.refusals[-1].reason.code == "contribution-implausible"
+    voice.contributes(1.4, consumed_samples=20)
     assert len(voice.refusals) == 2
 
 
 def test_who_hoards_leases_gets_no_more_until_something_is_merged():
-    books = LeaseBooks()
+    books = LeaseLedger()
     holder = books.holder((1, 1))
     while books.grant(holder, wanted=10**9, lease_samples=1):
-        assert len(holder.intervals) <= MOST_HELD
-    assert holder.total == MOST_HELD
+        assert len(holder.intervals) <= MAX_UNMERGED_LEASES
+    assert holder.total == MAX_UNMERGED_LEASES
     books.merge((1, 1), 100)
-    assert books.grant(holder, 10**9, 1) == MOST_AT_ONCE
+    assert books.grant(holder, 10**9, 1) == MAX_LEASES_PER_REPLY
 
 
 def test_a_run_without_leases_knows_nothing_of_them():
@@ -290,7 +290,7 @@ def test_a_run_without_leases_knows_nothing_of_them():
     talk.expect()
     learner = LearnerTalk(RunConfig(fragments=1, every_steps=1)).trains()
     learner.hears(1.0, Lease(0, 0, 8))
-    assert learner.core.state.held == 0
+    assert learner.core.state.leased_samples == 0
 
 
 def test_lengths_that_make_no_sense_are_refused_with_a_sentence():
@@ -333,7 +333,7 @@ def test_a_new_link_asks_again_at_once():
     talk.hears(1.0, Lease(0, 0, 8))
     talk.steps(2.0, samples=2)
     assert talk.bodies(LeaseRequest) == []  # it has asked already
-    talk.tell(3.0, LinkClosed(1, "connection reset by peer"))
+    talk.tell(3.0, ConnectionClosed(1, "connection reset by peer"))
     talk.opens(4.0)
     talk.welcomed(4.1)
     assert talk.bodies(LeaseRequest) == [(1, LeaseRequest(1, 2))]
@@ -344,7 +344,7 @@ def test_leases_may_come_late_again_and_out_of_order_and_every_sample_counts_onc
     for lease in (Lease(1, 8, 16), Lease(0, 0, 8), Lease(0, 0, 8), Lease(2, 16, 24), Lease(1, 8, 16), Lease(1, 8, 16)):
         talk.hears(1.0, lease)
     assert talk.core.state.lease_count == 2
-    assert talk.core.state.held == 16
+    assert talk.core.state.leased_samples == 16
     talk.steps(2.0, samples=8)
     assert talk.bodies(Report) == [(1, Report(1, 100, 1.0, 8))]
     with pytest.raises(AssertionError, match="took 9 samples of 8"):
@@ -358,11 +358,11 @@ def test_steps_without_a_lease_are_counted_and_said_once():
     for at in (3.0, 4.0, 5.0):
         talk.steps(at)
     assert talk.core.state.repeated == 3
-    assert talk.sentences.count(str(because("leases-dry", 8))) == 1
+    assert talk.sentences.count(str(because("leases-exhausted", 8))) == 1
     talk.hears(6.0, Lease(1, 8, 16))
     talk.steps(7.0, samples=8)
     talk.steps(8.0)
-    assert talk.sentences.count(str(because("leases-dry", 16))) == 1
+    assert talk.sentences.count(str(because("leases-exhausted", 16))) == 1
 
 
 def test_a_contribution_tells_of_the_samples_at_its_copy():
@@ -370,10 +370,10 @@ def test_a_contribution_tells_of_the_samples_at_its_copy():
     talk.hears(1.0, Lease(0, 0, 8))
     talk.hears(1.5, Pull(RoundId(0, 0, 1, 1)))
     talk.steps(2.0, samples=3)
-    assert [body.taken for _, body in talk.bodies(Contribution)] == [3]
+    assert [body.consumed_samples for _, body in talk.bodies(Contribution)] == [3]
     talk.steps(3.0, samples=3)
     talk.hears(3.5, Pull(RoundId(0, 0, 1, 1)))
-    assert [body.taken for _, body in talk.bodies(Contribution)] == [3]
+    assert [body.consumed_samples for _, body in talk.bodies(Contribution)] == [3]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS, st.integers(1, 12))
 def test_the_books_balance_and_every_sample_has_one_holder(operations, lease_samples):
     """A model beside them: who has which sample, by a dictionary of all."""
-    books = LeaseBooks()
+    books = LeaseLedger()
     owner: dict[int, object] = {}
     merged: dict[int, set[int]] = {1: set(), 2: set(), 3: set()}
     incarnations = {1: 1, 2: 1, 3: 1}
@@ -396,7 +396,7 @@ def test_the_books_balance_and_every_sample_has_one_holder(operations, lease_sam
     for what, learner, amount in operations:
         key = (learner, incarnations[learner])
         if what == "grant":
-            waiting, holder = count_of(books.pool), books.holder(key)
+            waiting, holder = count_samples(books.pool), books.holder(key)
             before, old_next = holder.total, books.next
             books.grant(holder, before + amount, lease_samples)
             line = [n for begin, end in holder.intervals for n in range(begin, end)]
@@ -417,7 +417,7 @@ def test_the_books_balance_and_every_sample_has_one_holder(operations, lease_sam
             incarnations[learner] += 1
         elif what == "restart":
             record = books.record(7)
-            books = LeaseBooks()
+            books = LeaseLedger()
             books.restore(record)
             for each, incarnation in incarnations.items():
                 books.merge((each, incarnation), len(merged[each] & set(lines[each])))
@@ -436,7 +436,7 @@ LEASES = st.lists(st.integers(1, 7), min_size=1, max_size=8)
 def test_a_line_gives_every_number_once_and_a_replay_the_same_numbers(lengths, steps, keep):
     """Leases arrive in between. `fresh` is all that a tape holds of a step."""
     leases: dict[int, tuple[int, int]] = {0: (100, 100 + lengths[0])}
-    line, replayed = SampleLine(keep), SampleLine(keep)
+    line, replayed = SampleCursor(keep), SampleCursor(keep)
     seen: list[int] = []
     for count, arrives in steps:
         if arrives and len(leases) < len(lengths):
@@ -453,15 +453,15 @@ def test_a_line_gives_every_number_once_and_a_replay_the_same_numbers(lengths, s
 
 
 def test_a_lease_that_is_used_up_may_be_gone():
-    line = SampleLine(8)
+    line = SampleCursor(8)
     assert line.take({0: (0, 4), 1: (4, 8)}, 4) == (0, 1, 2, 3)
     assert line.take({1: (4, 8)}, 2) == (4, 5)
 
 
 def test_limits_hold_also_where_the_pool_is_made_of_crumbs():
-    books = LeaseBooks()
+    books = LeaseLedger()
     books.restore(LeaseRecord(1, 1000, tuple((2 * n, 2 * n + 1) for n in range(100)), (), 900))
     holder = books.holder((1, 1))
-    assert books.grant(holder, 1000, 10) == MOST_AT_ONCE
-    assert holder.total == MOST_AT_ONCE
+    assert books.grant(holder, 1000, 10) == MAX_LEASES_PER_REPLY
+    assert holder.total == MAX_LEASES_PER_REPLY
     books.check()

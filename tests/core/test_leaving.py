@@ -6,11 +6,11 @@ import pytest
 
 from atoll.core.protocol import (
     Contribution,
+    DrainRequest,
     Finish,
     FinishRequested,
-    Leave,
-    LeaveWanted,
-    Leaving,
+    LeaveRequested,
+    Left,
     MergeRound,
     NoPeer,
     PeerChosen,
@@ -19,16 +19,16 @@ from atoll.core.protocol import (
     Stop,
 )
 from atoll.core.reasons import because
-from atoll.core.syncer.rounds import MOST_PUSHES
+from atoll.core.syncer.rounds import MAX_DRAIN_ROUNDS
 from atoll.core.types import RoundId, RunConfig
 from tests.core.conversation import TOKENS, LearnerTalk, SyncerTalk, Voice
 
 RARE = RunConfig(fragments=2, every_steps=1000, grace_margin=0.0)
-PUSH = LeaveWanted("its machine is taken away", push=True)
+PUSH = LeaveRequested("its machine is taken away", drain=True)
 
 
 def leaving(voice: Voice, at: float, *unmerged: int) -> None:
-    voice.says(at, Leaving(voice.step, voice.trained, unmerged))
+    voice.says(at, DrainRequest(voice.step, voice.trained, unmerged))
 
 
 def pulled(talk: SyncerTalk) -> list[tuple[int, int]]:
@@ -57,7 +57,7 @@ def test_one_who_is_alone_is_asked_at_once_and_again_for_what_an_old_copy_left_o
     one.contributes(2.6, 1)
     talk.merges_and_persists(2.7)
     assert [line.pending for line in talk.core.view().ledger] == [0, 0]
-    assert talk.core.state.leavers == {}
+    assert talk.core.state.draining == {}
 
 
 def test_the_quorum_is_kept_and_others_are_asked_when_they_have_a_step():
@@ -85,7 +85,7 @@ def test_two_who_leave_at_once_are_in_the_same_merges():
         voice.contributes(2.1)
     assert len(talk.one(MergeRound).contributions) == 2
     talk.merges_and_persists(2.2)
-    assert talk.core.state.leavers == {}
+    assert talk.core.state.draining == {}
 
 
 def test_one_who_names_and_never_gives_holds_up_nobody_for_long():
@@ -106,8 +106,8 @@ def test_one_who_names_and_never_gives_holds_up_nobody_for_long():
         at += 101.0
         leaving(one, at, 0)
         two.reports(at, step=step)
-    assert talk.core.state.members[1].pushes[0] > MOST_PUSHES, "it is still asked with the others"
-    assert merges > MOST_PUSHES
+    assert talk.core.state.members[1].drain_rounds[0] > MAX_DRAIN_ROUNDS, "it is still asked with the others"
+    assert merges > MAX_DRAIN_ROUNDS
     two.contributes(at + 1.0)
     assert talk.of(MergeRound), "and is not waited for any more"
 
@@ -116,12 +116,12 @@ def test_a_word_that_comes_late_or_twice_or_from_nowhere_changes_nothing():
     talk = SyncerTalk(RARE)
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    one.says(2.0, Leaving(1, TOKENS, (1, 7, -3)), tick=90)
+    one.says(2.0, DrainRequest(1, TOKENS, (1, 7, -3)), tick=90)
     assert pulled(talk) == [(1, 1)]
-    one.says(2.1, Leaving(1, TOKENS, (0, 1)), tick=89)
+    one.says(2.1, DrainRequest(1, TOKENS, (0, 1)), tick=89)
     assert list(talk.core.state.members[1].unmerged) == [1]
-    assert talk.core.state.ignored["an older word of one who leaves"] == 1
-    talk.voice(9).says(2.2, Leaving(1, TOKENS, (0,)))
+    assert talk.core.state.ignored["stale-drain-request"] == 1
+    talk.voice(9).says(2.2, DrainRequest(1, TOKENS, (0,)))
     assert pulled(talk) == []
 
 
@@ -129,9 +129,9 @@ def test_impossible_counters_are_a_strike():
     talk = SyncerTalk(RARE)
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    one.says(2.0, Leaving(1, 2**61, (0,)))
+    one.says(2.0, DrainRequest(1, 2**61, (0,)))
     assert talk.member(1).strikes == 1
-    assert not talk.core.state.members[1].leaving
+    assert not talk.core.state.members[1].is_draining
 
 
 def test_at_the_end_of_a_run_the_last_rounds_take_it_in():
@@ -177,8 +177,8 @@ def test_one_who_has_nothing_to_push_leaves_at_once():
     assert talk.one(Stop).reason.code == "learner-left", "it has not even joined"
     talk = LearnerTalk(RARE).trains()
     talk.tell(1.0, PUSH)
-    assert talk.one(Stop).reason.code == "learner-pushed"
-    assert [body for _, body in talk.bodies(Leave)] == [Leave("its machine is taken away")]
+    assert talk.one(Stop).reason.code == "learner-drained"
+    assert [body for _, body in talk.bodies(Left)] == [Left("its machine is taken away")]
 
 
 def test_a_pull_that_waits_for_its_version_is_answered_when_that_is_adopted():
@@ -211,7 +211,7 @@ def test_the_end_of_the_run_comes_first(pushes_first):
     else:
         talk.hears(1.1, finish)
         talk.tell(1.2, PUSH)
-    assert talk.core.state.rests
+    assert talk.core.state.is_standing_by
     talk.gets(1.3, 0, 1)
     assert talk.one(Stop).reason.code == "learner-finished"
 

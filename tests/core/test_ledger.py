@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.ledger import Line, SyncerLedger
-from atoll.core.types import Accepted, Mark
+from atoll.core.ledger import LedgerLine, SyncerLedger
+from atoll.core.types import AcceptedContribution, MergedUpTo
 
 FRAGMENTS = (0, 1)
 
 
-def accepted(learner: int, incarnation: int, tokens: int, trained: int, dropped: int = 0) -> Accepted:
-    return Accepted(learner, incarnation, 1, 1, tokens, trained, dropped, 1.0)
+def accepted(learner: int, incarnation: int, tokens: int, trained: int, dropped: int = 0) -> AcceptedContribution:
+    return AcceptedContribution(learner, incarnation, 1, 1, tokens, trained, dropped, 1.0)
 
 
 def test_a_line_is_balanced_when_every_token_is_somewhere():
-    assert Line(100, 60, 30, {"left": 10}).balanced()
-    assert not Line(100, 60, 30, {}).balanced()
-    assert not Line(100, 110, -10, {}).balanced(), "nothing is pending less than nothing"
+    assert LedgerLine(100, 60, 30, {"left": 10}).is_balanced()
+    assert not LedgerLine(100, 60, 30, {}).is_balanced()
+    assert not LedgerLine(100, 110, -10, {}).is_balanced(), "nothing is pending less than nothing"
 
 
 def test_tokens_are_pending_until_they_are_merged():
@@ -27,8 +27,8 @@ def test_tokens_are_pending_until_they_are_merged():
     books.open(1, 1)
     books.tell(1, 300)
     books.merge(0, accepted(1, 1, tokens=200, trained=200))
-    assert books.line(0) == Line(300, 200, 100, {})
-    assert books.line(1) == Line(300, 0, 300, {}), "a token settles once in each fragment"
+    assert books.line(0) == LedgerLine(300, 200, 100, {})
+    assert books.line(1) == LedgerLine(300, 0, 300, {}), "a token settles once in each fragment"
 
 
 def test_what_a_learner_tells_never_falls():
@@ -43,7 +43,7 @@ def test_a_contribution_tells_of_tokens_whose_report_was_lost():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 1)
     books.merge(0, accepted(1, 1, tokens=200, trained=200))
-    assert books.line(0) == Line(200, 200, 0, {})
+    assert books.line(0) == LedgerLine(200, 200, 0, {})
 
 
 def test_what_adopting_threw_away_is_dropped_with_that_reason():
@@ -51,7 +51,7 @@ def test_what_adopting_threw_away_is_dropped_with_that_reason():
     books.open(1, 1)
     books.merge(0, accepted(1, 1, tokens=100, trained=100))
     books.merge(0, accepted(1, 1, tokens=50, trained=200, dropped=50))
-    assert books.line(0) == Line(200, 150, 0, {"adopted over": 50})
+    assert books.line(0) == LedgerLine(200, 150, 0, {"overwritten-on-adopt": 50})
 
 
 def test_what_an_incarnation_had_not_merged_is_dropped_when_it_is_gone_for_good():
@@ -60,8 +60,8 @@ def test_what_an_incarnation_had_not_merged_is_dropped_when_it_is_gone_for_good(
     books.tell(1, 300)
     books.merge(0, accepted(1, 1, tokens=200, trained=200))
     books.close(1, "left")
-    assert books.line(0) == Line(300, 200, 0, {"left": 100})
-    assert books.line(1) == Line(300, 0, 0, {"left": 300})
+    assert books.line(0) == LedgerLine(300, 200, 0, {"left": 100})
+    assert books.line(1) == LedgerLine(300, 0, 0, {"left": 300})
     assert books.closed_trained == 300
 
 
@@ -69,11 +69,11 @@ def test_a_contribution_that_becomes_durable_after_its_incarnation_was_replaced_
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 1)
     books.tell(1, 300)
-    books.close(1, "replaced by a new incarnation")
+    books.close(1, "superseded")
     books.open(1, 2)
     books.tell(1, 10)
     books.merge(0, accepted(1, 1, tokens=200, trained=200))
-    assert books.line(0) == Line(310, 200, 10, {"replaced by a new incarnation": 100})
+    assert books.line(0) == LedgerLine(310, 200, 10, {"superseded": 100})
 
 
 def test_a_learner_has_one_open_account():
@@ -86,18 +86,18 @@ def test_a_learner_has_one_open_account():
 def test_after_a_restart_an_account_takes_up_where_its_mark_stands():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 2)
-    mark = Mark(incarnation=2, base=3, copied_at=9, trained=400, dropped=100)
+    mark = MergedUpTo(incarnation=2, base=3, copied_at=9, trained=400, dropped=100)
     books.restore(closed_trained=50, merged={0: 330, 1: 0}, marks={0: {1: mark}, 1: {}})
-    assert books.line(0) == Line(450, 330, 0, {"gone before a restart": 20, "adopted over": 100})
-    assert books.line(1) == Line(450, 0, 400, {"gone before a restart": 50})
+    assert books.line(0) == LedgerLine(450, 330, 0, {"before-restart": 20, "overwritten-on-adopt": 100})
+    assert books.line(1) == LedgerLine(450, 0, 400, {"before-restart": 50})
 
 
 def test_a_mark_of_an_older_incarnation_is_no_part_of_the_new_account():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 3)
-    mark = Mark(incarnation=2, base=3, copied_at=9, trained=400, dropped=0)
+    mark = MergedUpTo(incarnation=2, base=3, copied_at=9, trained=400, dropped=0)
     books.restore(closed_trained=500, merged={0: 400, 1: 0}, marks={0: {1: mark}, 1: {}})
-    assert books.line(0) == Line(500, 400, 0, {"gone before a restart": 100})
+    assert books.line(0) == LedgerLine(500, 400, 0, {"before-restart": 100})
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def play(script: list[Step]) -> tuple[SyncerLedger, dict[int, Learner], dict[int
     books = SyncerLedger(FRAGMENTS)
     learners = {i: Learner(1) for i in (1, 2, 3)}
     merged = dict.fromkeys(FRAGMENTS, 0)
-    waiting: dict[tuple[int, int], Accepted] = {}
+    waiting: dict[tuple[int, int], AcceptedContribution] = {}
     for i in learners:
         books.open(i, 1)
     for what, i, p, tokens in script:
@@ -145,7 +145,7 @@ def play(script: list[Step]) -> tuple[SyncerLedger, dict[int, Learner], dict[int
             learner.dropped[p] += learner.trained - learner.settled[p]
             learner.settled[p] = learner.trained
         elif what == "replace":
-            books.close(i, "replaced by a new incarnation")
+            books.close(i, "superseded")
             learners[i] = Learner(learner.incarnation + 1)
             books.open(i, learner.incarnation + 1)
         elif what in ("merge", "accept") and learner.trained > learner.settled[p] and (i, p) not in waiting:
@@ -167,7 +167,7 @@ def test_the_books_are_balanced_at_every_moment(script):
     books, _, merged = play(script)
     for p in FRAGMENTS:
         line = books.line(p)
-        assert line.balanced(), line
+        assert line.is_balanced(), line
         assert line.merged == merged[p] == books.merged(p)
         assert line.trained == books.trained
         assert all(tokens > 0 for tokens in line.dropped.values()), line
@@ -177,7 +177,7 @@ def test_the_books_are_balanced_at_every_moment(script):
 def test_a_restart_changes_nothing_that_matters(script):
     """What is durable: marks, merged totals, tokens of closed accounts. Reports since then are told again."""
     books, learners, merged = play(script)
-    marks: dict[int, dict[int, Mark]] = {p: {} for p in FRAGMENTS}
+    marks: dict[int, dict[int, MergedUpTo]] = {p: {} for p in FRAGMENTS}
     again = SyncerLedger(FRAGMENTS)
     for i, learner in learners.items():
         again.open(i, learner.incarnation)
@@ -185,12 +185,12 @@ def test_a_restart_changes_nothing_that_matters(script):
         for p in FRAGMENTS:
             if p in account.merged:
                 settled = account.merged[p] + account.dropped[p]
-                marks[p][i] = Mark(learner.incarnation, 0, 1, settled, account.dropped[p])
+                marks[p][i] = MergedUpTo(learner.incarnation, 0, 1, settled, account.dropped[p])
     again.restore(books.closed_trained, merged, marks)
     for i, account in books.accounts.items():
         again.tell(i, account.trained)
     for p in FRAGMENTS:
         before, after = books.line(p), again.line(p)
-        assert after.balanced(), after
+        assert after.is_balanced(), after
         assert (after.trained, after.merged, after.pending) == (before.trained, before.merged, before.pending)
         assert sum(after.dropped.values()) == sum(before.dropped.values())

@@ -24,7 +24,7 @@ from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 
 LIMIT_S = 100.0
 CONFIG = RunConfig(
-    fragments=1, every_steps=1, lease_samples=10, leases_ahead=1, limits=Limits(gone_after_s=LIMIT_S, most_wait_s=60.0)
+    fragments=1, every_steps=1, lease_samples=10, leases_ahead=1, limits=Limits(lost_after_s=LIMIT_S, max_wait_s=60.0)
 )
 
 
@@ -42,7 +42,7 @@ def _two_with_leases() -> SyncerTalk:
     _leased(talk, two, 0.5)
     one.reports(1.0, step=1)
     one.reports(2.0, step=2)
-    one.contributes(2.1, taken=4)
+    one.contributes(2.1, consumed_samples=4)
     talk.merges_and_persists(2.2)
     one.acknowledges(2.3)
     two.acknowledges(2.3)
@@ -58,14 +58,14 @@ def _awake(talk: SyncerTalk, until: float) -> None:
         now = min(now + 5.0, until)
         talk.fires(now)
         talk.voices[2].says(now, LeaseRequest(2, 0))
-        if talk.member(1).standing == "lost":
+        if talk.member(1).state == "lost":
             return
 
 
 def _given_up() -> SyncerTalk:
     talk = _two_with_leases()
     _awake(talk, 10.0 + LIMIT_S)
-    assert talk.member(1).standing == "lost"
+    assert talk.member(1).state == "lost"
     return talk
 
 
@@ -106,7 +106,7 @@ def test_whoever_comes_back_in_time_goes_on_as_what_it_was():
     assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
     one.acknowledges(talk.now)
     _awake(talk, talk.now + 10.0)  # beyond the moment at which it would have been given up
-    assert talk.member(1).standing != "lost"
+    assert talk.member(1).state != "lost"
     assert talk.core.view().ledger[0].pending == 100
 
 
@@ -120,9 +120,9 @@ def test_the_time_away_is_counted_anew_after_every_return():
         assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
         talk.tell(talk.now, LearnerDisconnected(1, 1, session, "the host is gone"))
     _awake(talk, talk.now + 0.9 * LIMIT_S)
-    assert talk.member(1).standing == "away"
+    assert talk.member(1).state == "disconnected"
     _awake(talk, talk.now + 0.2 * LIMIT_S)
-    assert talk.member(1).standing == "lost"
+    assert talk.member(1).state == "lost"
 
 
 def test_one_that_was_given_up_is_refused_and_a_new_incarnation_is_welcome():
@@ -135,7 +135,7 @@ def test_one_that_was_given_up_is_refused_and_a_new_incarnation_is_welcome():
     one.hello(talk.now, training=True)
     talk.expect(talk.to(1, Refuse(because("refused-lost", 1), 1, True)))
     talk.joined(1, at=talk.now + 1.0, incarnation=2)
-    assert talk.member(1).standing == "live"
+    assert talk.member(1).state == "live"
     assert talk.core.view().ledger[0].dropped == {"lost": 100}
 
 
@@ -143,7 +143,7 @@ def test_a_learner_that_is_refused_as_lost_stops_and_knows_which_number_to_come_
     talk = LearnerTalk(CONFIG)
     talk.opens(1.0)
     talk.hears(1.1, Refuse(because("refused-lost", 1), 1, True))
-    assert talk.core.state.refused_for == 1
+    assert talk.core.state.refused_incarnation == 1
     assert "restart the learner to come back" in str(talk.one(Stop).reason)
 
 
@@ -151,7 +151,7 @@ def test_a_syncer_that_starts_again_knows_who_is_lost():
     talk = _given_up()
     talk.persisted(talk.now, "MembersRecord")
     again = talk.restarted()
-    assert again.member(1).standing == "lost"
+    assert again.member(1).state == "lost"
     assert _sums(again) == (40, 16, 20, 4)
     again.voice(1, session=2).hello(1.0, training=True)
     assert [body.reason.code for _, body in again.bodies(Refuse)] == ["refused-lost"]
@@ -162,16 +162,16 @@ def test_a_syncer_that_starts_again_counts_absences_from_there():
     again = talk.restarted()
     again.joined(2, at=1.0, incarnation=2)
     _awake(again, 0.9 * LIMIT_S)
-    assert again.member(1).standing == "away"
+    assert again.member(1).state == "disconnected"
     _awake(again, 1.2 * LIMIT_S)
-    assert again.member(1).standing == "lost"
+    assert again.member(1).state == "lost"
 
 
 def test_while_the_syncer_stood_still_nobody_was_away():
     talk = _two_with_leases()
     talk.tell(11.0 + LIMIT_S, LearnerDisconnected(9, 1, 1, "no timer fired for a hundred seconds"))
-    assert "member-stalled" in talk.codes()
-    assert talk.member(1).standing == "away"
+    assert "syncer-stalled" in talk.codes()
+    assert talk.member(1).state == "disconnected"
 
 
 def test_a_quarantined_learner_that_never_starts_again_is_lost_too():
@@ -180,11 +180,11 @@ def test_a_quarantined_learner_that_never_starts_again_is_lost_too():
     _leased(talk, one, 0.5)
     for serial in range(3):
         one.says(1.0 + serial, LeaseRequest(99, 0))
-    assert talk.member(1).standing == "quarantined"
+    assert talk.member(1).state == "quarantined"
     _awake(talk, 10.0 + LIMIT_S)
-    assert talk.member(1).standing == "lost"
+    assert talk.member(1).state == "lost"
     talk.persisted(talk.now, "MembersRecord")
-    assert (talk.core.view().leases.pool, talk.core.view().leases.balanced()) == (20, True)
+    assert (talk.core.view().leases.pool, talk.core.view().leases.is_balanced()) == (20, True)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -210,13 +210,13 @@ def test_neither_an_absent_nor_a_lost_learner_keeps_the_run_from_ending(lost):
     assert talk.core.view().stage == "finished"
     assert any(isinstance(effect, Halt) for effect in talk.done)
     leases = talk.core.view().leases
-    assert leases.balanced()
+    assert leases.is_balanced()
     assert (leases.pool > 0) is lost, "what it held is in the books, with it or in the pool"
-    assert all(line.balanced() for line in talk.core.view().ledger)
+    assert all(line.is_balanced() for line in talk.core.view().ledger)
 
 
 def test_the_history_of_the_data_tells_the_lost_from_those_who_left():
     history = DataHistory(CONFIG)
     history._durable(MembersRecord(1, ((1, 1), (2, 1)), (1, 2), 0, (2,)))
     history._durable(MembersRecord(2, ((1, 1), (2, 2)), (1,), 0, ()))
-    assert [history.end_of(key) for key in ((1, 1), (2, 1), (2, 2))] == ["left", "lost", ""]
+    assert [history.exit_cause(key) for key in ((1, 1), (2, 1), (2, 2))] == ["left", "lost", ""]

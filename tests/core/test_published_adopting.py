@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import astuple
 
-from atoll.core.ledger import Line
+from atoll.core.ledger import LedgerLine
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
     CopyFragment,
-    Delivered,
     FragmentDamaged,
+    PublishAck,
     Published,
     Pull,
     Resync,
     StepTaken,
 )
-from atoll.core.types import AdoptHow, Mark, RoundId, RunConfig
+from atoll.core.types import AdoptMode, MergedUpTo, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk
 
 FIRST = RoundId(0, 0, 1, 1)
 
 
-def copied_at_step_2(adopt: AdoptHow) -> LearnerTalk:
+def copied_at_step_2(adopt: AdoptMode) -> LearnerTalk:
     """Two steps, a copy, and one more step: 200 tokens are in the copy, 100 came after it."""
     talk = LearnerTalk(RunConfig(fragments=1, adopt=adopt)).trains()
     talk.steps(1.0)
@@ -34,7 +34,7 @@ def copied_at_step_2(adopt: AdoptHow) -> LearnerTalk:
     return talk
 
 
-IN = Mark(incarnation=1, base=0, copied_at=2, trained=200, dropped=0)
+IN = MergedUpTo(incarnation=1, base=0, copied_at=2, trained=200, dropped=0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_carry_keeps_exactly_the_steps_that_are_not_yet_merged():
     talk.gets(3.5, 0, 1, IN, base=0)
     talk.steps(4.0)
     assert talk.one(AdoptFragment) == AdoptFragment(0, 1, "carry", True, 200, 0, 200)
-    assert talk.line() == Line(400, 200, 200, {})
+    assert talk.line() == LedgerLine(400, 200, 200, {})
     talk.hears(4.5, Pull(RoundId(0, 1, 1, 1)))
     talk.steps(5.0)
     again = Contribution(RoundId(0, 1, 1, 1), copied_at=5, steps=3, tokens=300, trained=500, dropped=0)
@@ -87,7 +87,7 @@ def test_a_mark_of_an_older_incarnation_says_nothing_about_our_copy():
     talk.hears(0.5, Pull(FIRST))
     talk.steps(1.0)
     talk.steps(2.0)
-    talk.gets(2.5, 0, 1, Mark(incarnation=1, base=0, copied_at=1, trained=100, dropped=0), base=0)
+    talk.gets(2.5, 0, 1, MergedUpTo(incarnation=1, base=0, copied_at=1, trained=100, dropped=0), base=0)
     talk.steps(3.0)
     assert talk.one(AdoptFragment).merged_copy is False
 
@@ -97,7 +97,7 @@ def test_a_copy_that_was_refused_is_not_settled_and_the_next_one_has_all_of_it()
     talk.hears(3.5, Pull(RoundId(0, 0, 1, 2)))
     talk.steps(4.0)
     assert talk.bodies(Contribution)[0][1].tokens == 400
-    talk.gets(4.5, 0, 1, Mark(1, 0, 4, 400, 0), base=0)
+    talk.gets(4.5, 0, 1, MergedUpTo(1, 0, 4, 400, 0), base=0)
     talk.steps(5.0)
     assert talk.one(AdoptFragment) == AdoptFragment(0, 1, "carry", True, 400, 0, 100)
 
@@ -112,7 +112,7 @@ def test_steps_taken_since_the_copy_are_lost(adopt):
     talk.gets(3.5, 0, 1, IN, base=0)
     talk.steps(4.0)
     assert talk.one(AdoptFragment) == AdoptFragment(0, 1, adopt, True, 200, 200, 0)
-    assert talk.line() == Line(400, 200, 0, {"adopted over": 200})
+    assert talk.line() == LedgerLine(400, 200, 0, {"overwritten-on-adopt": 200})
 
 
 @pytest.mark.parametrize("adopt", ["overwrite", "blend"])
@@ -156,11 +156,11 @@ def test_the_anchor_is_the_newest_version_that_arrived_and_no_older_one_replaces
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.gets(0.5, 0, 2)
     talk.gets(0.6, 0, 1, base=0)
-    talk.expect(talk.sends(Delivered(0, 2)))
+    talk.expect(talk.sends(PublishAck(0, 2)))
     talk.steps(1.0)
     assert talk.one(AdoptFragment).version == 2
     talk.gets(1.5, 0, 2)
-    talk.expect(talk.sends(Delivered(0, 2)))
+    talk.expect(talk.sends(PublishAck(0, 2)))
     talk.steps(2.0)
     assert talk.of(AdoptFragment) == [], "nothing is adopted twice"
 
@@ -168,16 +168,16 @@ def test_the_anchor_is_the_newest_version_that_arrived_and_no_older_one_replaces
 def test_an_update_whose_base_is_not_what_we_hold_is_answered_with_a_wish_for_the_whole_value():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.hears(0.5, Published(0, 3, 2, None, 0.0))
-    talk.expect(talk.sends(Resync(0, have=0)))
+    talk.expect(talk.sends(Resync(0, received_version=0)))
     talk.gets(0.6, 0, 3)
-    talk.expect(talk.sends(Delivered(0, 3)))
+    talk.expect(talk.sends(PublishAck(0, 3)))
 
 
 def test_a_fragment_that_arrives_damaged_is_asked_for_as_a_whole():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.tell(0.5, FragmentDamaged(0, 1, "wrong digest"))
     assert talk.codes() == ["fragment-damaged"]
-    assert talk.bodies(Resync) == [(1, Resync(0, have=0))]
+    assert talk.bodies(Resync) == [(1, Resync(0, received_version=0))]
     talk.gets(0.6, 0, 1)
     talk.tell(0.7, FragmentDamaged(0, 1, "wrong digest"))
     assert talk.bodies(Resync) == [], "it is here already"

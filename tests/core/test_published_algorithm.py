@@ -7,28 +7,28 @@ import pytest
 from atoll.core.protocol import (
     Accumulate,
     AdoptFragment,
+    ConnectionClosed,
     Contribution,
     CopyFragment,
-    Delivered,
     DiscardRound,
     LearnerDisconnected,
-    LinkClosed,
+    LogReason,
     MergeRound,
     MessageArrived,
     OpenGrace,
     Persist,
+    PublishAck,
     Published,
     Pull,
     RefuseContribution,
     Report,
-    Say,
     Send,
     Stop,
     TimerFired,
     VersionRecord,
 )
 from atoll.core.reasons import because
-from atoll.core.types import Accepted, Mark, RoundId, RunConfig, weight_of
+from atoll.core.types import AcceptedContribution, MergedUpTo, RoundId, RunConfig, contribution_weight
 from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 
 FIRST = RoundId(fragment=0, base=0, epoch=1, attempt=1)
@@ -99,7 +99,7 @@ def test_a_pull_on_a_version_that_is_history_is_not_answered():
 def test_every_published_fragment_that_has_arrived_is_adopted_at_the_step_boundary():
     talk = LearnerTalk(RunConfig(fragments=2)).trains()
     talk.gets(0.5, 1, 1, base=0)
-    talk.expect(talk.sends(Delivered(1, 1)))
+    talk.expect(talk.sends(PublishAck(1, 1)))
     talk.gets(0.6, 0, 1, base=0)
     talk.steps(1.0)
     talk.expect(
@@ -127,7 +127,7 @@ def test_a_learner_stops_when_the_syncer_says_that_the_run_is_finished_and_not_b
 def test_the_syncer_being_gone_changes_nothing_in_the_steps():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.hears(0.5, Pull(FIRST))
-    talk.tell(0.6, LinkClosed(1, "connection reset by peer"))
+    talk.tell(0.6, ConnectionClosed(1, "connection reset by peer"))
     for step in range(1, 5):
         talk.steps(float(step))
         assert talk.of(Send) == []
@@ -146,14 +146,14 @@ def test_a_round_takes_a_fragment_from_v_to_v_plus_1_and_then_it_is_idle():
     one.reports(1.0, step=1)
     talk.expect(talk.to(1, Pull(FIRST)))
     one.contributes(1.5)
-    accepted = Accepted(1, 1, 1, 1, 100, 100, 0, 10_000.0)
+    accepted = AcceptedContribution(1, 1, 1, 1, 100, 100, 0, 10_000.0)
     talk.expect(
         Accumulate(FIRST, accepted),
         OpenGrace(FIRST, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, because("grace-unmeasured", 1)),
         MergeRound(FIRST, (accepted,), because("sealed-all", 1)),
     )
     talk.merged(1.6)
-    mark = Mark(incarnation=1, base=0, copied_at=1, trained=100, dropped=0)
+    mark = MergedUpTo(incarnation=1, base=0, copied_at=1, trained=100, dropped=0)
     talk.expect(Persist(VersionRecord(0, 1, FIRST, (accepted,), ((1, mark),), merged_tokens=100)))
     talk.persisted(1.7)
     talk.expect(talk.to(1, Published(0, 1, 0, mark, 0.0)))
@@ -278,7 +278,7 @@ def test_a_learner_is_in_a_merge_at_most_once():
     talk.tell(1.2, again)
     talk.tell(1.3, again)
     talk.expect()
-    assert talk.core.view().ignored == {"duplicate contribution": 1}
+    assert talk.core.view().ignored == {"duplicate-contribution": 1}
     two.contributes(1.4)
     assert [a.learner for a in talk.one(MergeRound).contributions] == [1, 2]
 
@@ -370,7 +370,7 @@ def test_grace_ends_when_its_window_has_passed():
     assert talk.of(MergeRound) == []
     talk.fires(11.25)
     merge = talk.one(MergeRound)
-    assert merge.reason == because("sealed-grace-over", 1, 2)
+    assert merge.reason == because("sealed-grace-expired", 1, 2)
     assert [a.learner for a in merge.contributions] == [1]
 
 
@@ -421,7 +421,7 @@ def test_a_contribution_after_the_round_is_refused_with_a_reason():
     two.marks.clear()
     one.reports(3.0, step=3)
     two.contributes(3.1)
-    talk.expect(talk.to(2, RefuseContribution(FIRST, because("contribution-other-round", 1, 1, 0))))
+    talk.expect(talk.to(2, RefuseContribution(FIRST, because("contribution-stale-round", 1, 1, 0))))
 
 
 def test_a_contribution_of_a_learner_that_was_not_asked_is_refused():
@@ -431,7 +431,7 @@ def test_a_contribution_of_a_learner_that_was_not_asked_is_refused():
         voice.reports(1.0, step=1)
     voices[2].pulls[0] = FIRST
     voices[2].contributes(1.5)
-    talk.expect(talk.to(3, RefuseContribution(FIRST, because("contribution-not-asked", 3))))
+    talk.expect(talk.to(3, RefuseContribution(FIRST, because("contribution-not-pulled", 3))))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_the_weight_is_quantity_times_quality():
     one = talk.joined(1)
     one.reports(1.0, step=4, trained=1_000)
     one.contributes(1.5)
-    assert talk.one(Accumulate).accepted.weight == 1_000 * (1_000 / 4) == weight_of(1_000, 4)
+    assert talk.one(Accumulate).contribution.weight == 1_000 * (1_000 / 4) == contribution_weight(1_000, 4)
 
 
 @pytest.mark.parametrize("counters", [{"steps": 0}, {"tokens": 0}, {"steps": 0, "tokens": 0}])
@@ -510,7 +510,7 @@ def test_a_round_is_abandoned_as_soon_as_nobody_is_left_to_answer():
     two.reports(1.0, step=1)
     one.contributes(1.1)
     talk.tell(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
-    assert talk.one(DiscardRound).reason == because("round-lost-quorum", 1, 2)
+    assert talk.one(DiscardRound).reason == because("round-quorum-lost", 1, 2)
 
 
 def test_the_answer_to_an_attempt_that_was_abandoned_is_refused():
@@ -526,7 +526,7 @@ def test_the_answer_to_an_attempt_that_was_abandoned_is_refused():
     one.reports(2.0, step=2)
     assert one.pulls[0] == RoundId(0, 0, 1, 2)
     one.says(2.1, late)
-    assert talk.codes() == ["contribution-other-round"]
+    assert talk.codes() == ["contribution-stale-round"]
 
 
 def test_a_merge_that_fails_leaves_every_learner_its_progress():
@@ -540,7 +540,7 @@ def test_a_merge_that_fails_leaves_every_learner_its_progress():
     one.reports(2.0, step=2)
     assert one.pulls[0].attempt == 2
     one.contributes(2.1)
-    assert talk.one(Accumulate).accepted.steps == 2
+    assert talk.one(Accumulate).contribution.steps == 2
     assert talk.one(MergeRound).contributions[0].tokens == 200
 
 
@@ -566,8 +566,8 @@ def test_whoever_ends_its_first_full_step_while_a_round_waits_is_asked_at_once()
     assert _asked(talk)[1] == [1, 2]
     three.reports(1.5, step=2)
     assert [learner for learner, _ in talk.bodies(Pull)] == [3]
-    while not talk.of(Say):
+    while not talk.of(LogReason):
         talk.fires(talk.core.next_deadline())
         assert talk.now < 1_000
     assert [learner for learner, _ in talk.bodies(Pull)] == [1, 2, 3]
-    assert [effect.reason.code for effect in talk.of(Say)] == ["round-asked-again"]
+    assert [effect.reason.code for effect in talk.of(LogReason)] == ["round-pull-retried"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.protocol import (
-    Delivered,
+    CloseConnection,
+    ConnectionClosed,
     Halt,
-    Hangup,
-    LinkClosed,
     Persist,
+    PublishAck,
     Report,
     Send,
     StateRequest,
@@ -30,15 +30,15 @@ def test_a_tick_counts_the_calls_and_seen_is_the_newest_tick_that_arrived():
     one.tick = 40
     one.hello(1.0)
     talk.persisted(1.1)
-    assert {(e.envelope.tick, e.envelope.seen) for e in talk.of(Send)} == {(3, 41)}
-    one.says(1.2, Delivered(0, 0))
+    assert {(e.envelope.tick, e.envelope.seen_tick) for e in talk.of(Send)} == {(3, 41)}
+    one.says(1.2, PublishAck(0, 0))
     one.says(1.3, StateRequest(()), tick=7)
-    assert [(e.envelope.tick, e.envelope.seen) for e in talk.of(Send)] == [(5, 42)], "seen never falls"
+    assert [(e.envelope.tick, e.envelope.seen_tick) for e in talk.of(Send)] == [(5, 42)], "seen never falls"
 
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
     newest = learner.tick
     learner.steps(1.0)
-    assert [(e.envelope.tick, e.envelope.seen) for e in learner.of(Send)] == [(learner.core.state.tick, newest)]
+    assert [(e.envelope.tick, e.envelope.seen_tick) for e in learner.of(Send)] == [(learner.core.state.tick, newest)]
 
 
 @pytest.mark.parametrize("back_s", [0.5, 1e3, 1e9])
@@ -64,10 +64,10 @@ def test_a_syncer_that_stood_still_counts_nobodys_silence():
     for step in range(1, 60):
         one.reports(float(step), step)
     talk.tell(10_000.0, TimerFired())
-    assert talk.codes() == ["member-stalled"]
-    assert talk.member(1).standing == "live"
+    assert talk.codes() == ["syncer-stalled"]
+    assert talk.member(1).state == "live"
     talk.fires(10_400.0)
-    assert talk.member(1).standing == "away", "after that its silence counts as usual"
+    assert talk.member(1).state == "disconnected", "after that its silence counts as usual"
 
 
 def test_a_syncer_that_hears_of_a_later_one_stops_and_writes_no_other_version():
@@ -76,7 +76,7 @@ def test_a_syncer_that_hears_of_a_later_one_stops_and_writes_no_other_version():
     one.reports(1.0, step=1)
     one.contributes(1.1)
     one.says(1.2, Report(2, 200, 1.0), epoch=2)
-    talk.expect(Hangup(1, 1, 1, because("superseded-epoch", 2, 1)), Halt(because("superseded-epoch", 2, 1)))
+    talk.expect(CloseConnection(1, 1, 1, because("superseded-epoch", 2, 1)), Halt(because("superseded-epoch", 2, 1)))
     talk.merged(1.3)
     talk.expect()
     talk.fires(10_000.0)
@@ -98,11 +98,11 @@ def test_a_learner_never_follows_an_older_syncer_than_the_one_it_has_met():
     talk = LearnerTalk(RunConfig(fragments=1))
     talk.epoch = 3
     talk.trains()
-    talk.tell(1.0, LinkClosed(1, "reset"))
+    talk.tell(1.0, ConnectionClosed(1, "reset"))
     talk.opens(2.0)
     talk.hears(2.1, Welcome((0,), 0.0, 0.0), epoch=2)
     talk.expect()
-    assert talk.core.state.link.value == "greeting"
+    assert talk.core.state.link.value == "handshake"
     talk.hears(2.2, Welcome((0,), 0.0, 0.0), epoch=4)
     assert (talk.core.state.link.value, talk.core.state.epoch) == ("up", 4)
 
@@ -116,7 +116,7 @@ def _events(learners: tuple[int, ...]) -> list[tuple[float, int, int]]:
 def test_fragments_are_independent_two_syncers_with_disjoint_fragments_do_what_one_does():
     plan = {"fragments": 2, "every_steps": 4, "overlap_steps": 2, "quorum": 2, "grace_margin": 0.0}
     whole = SyncerTalk(RunConfig(**plan))  # type: ignore[arg-type]
-    halves = [SyncerTalk(RunConfig(**plan, owned=(p,))) for p in (0, 1)]  # type: ignore[arg-type]
+    halves = [SyncerTalk(RunConfig(**plan, owned_fragments=(p,))) for p in (0, 1)]  # type: ignore[arg-type]
     records: dict[int, list[str]] = {0: [], 1: []}
     of_halves: dict[int, list[str]] = {0: [], 1: []}
     for talk, written in ((whole, records), (halves[0], of_halves), (halves[1], of_halves)):

@@ -7,10 +7,11 @@ from msgspec import structs
 
 from atoll.core.protocol import (
     AdoptFragment,
+    ConnectionClosed,
     Contribution,
     Hello,
     LearnerDisconnected,
-    LinkClosed,
+    LogReason,
     Marker,
     MergeRound,
     Persist,
@@ -20,18 +21,17 @@ from atoll.core.protocol import (
     RefuseContribution,
     Report,
     SaveSnapshot,
-    Say,
     SnapshotPart,
     SnapshotRecord,
     SnapshotRequested,
     Welcome,
 )
 from atoll.core.reasons import because
-from atoll.core.types import Mark, RoundId, RunConfig
+from atoll.core.types import MergedUpTo, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk
 
 FIRST = RoundId(0, 0, 1, 1)
-MARK = Mark(incarnation=1, base=0, copied_at=1, trained=100, dropped=0)
+MARK = MergedUpTo(incarnation=1, base=0, copied_at=1, trained=100, dropped=0)
 SNAPSHOT = 1_000_001
 
 
@@ -114,7 +114,7 @@ def test_a_version_record_has_the_contributions_and_everybodys_last_mark():
     talk.merged(2.2)
     record = talk.one(Persist).record
     assert record.round == RoundId(0, 1, 1, 1)  # type: ignore[union-attr]
-    assert record.marks == ((1, MARK), (2, Mark(1, 1, 2, 200, 0)))  # type: ignore[union-attr]
+    assert record.merged_up_to == ((1, MARK), (2, MergedUpTo(1, 1, 2, 200, 0)))  # type: ignore[union-attr]
     assert record.merged_tokens == 300  # type: ignore[union-attr]
 
 
@@ -132,7 +132,7 @@ def test_killed_between_durable_and_published_no_version_goes_back_and_the_marks
     one.step, one.trained = 3, 300
     one.hello(5.0, training=True, received=(0,))
     again.expect(
-        Say(("learner", 1), because("member-resumed", 1)),
+        LogReason(("learner", 1), because("member-resumed", 1)),
         again.to(1, Welcome((1,), 0.0, 0.0)),
         again.to(1, Published(0, 1, 0, MARK, 0.0)),
     )
@@ -153,7 +153,7 @@ def test_no_contribution_is_merged_twice_across_a_restart():
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
     learner.hears(0.5, Pull(FIRST))
     learner.steps(1.0)
-    learner.tell(1.5, LinkClosed(1, "connection reset by peer"))
+    learner.tell(1.5, ConnectionClosed(1, "connection reset by peer"))
     learner.epoch = 2
     learner.opens(2.0)
     learner.welcomed(2.1, versions=(1,))
@@ -187,7 +187,7 @@ def test_a_contribution_that_claims_more_than_is_left_after_a_restart_is_refused
     one.hello(5.0, training=True)
     one.reports(6.0, step=2)
     one.contributes(6.1, steps=2, tokens=200)
-    assert again.codes() == ["contribution-wild"]
+    assert again.codes() == ["contribution-implausible"]
 
 
 def test_the_books_survive_a_restart():
@@ -209,7 +209,7 @@ def test_tokens_of_replaced_incarnations_survive_a_restart():
     again = talk.restarted()
     line = again.core.view().ledger[0]
     assert (again.core.view().trained, line.merged, line.pending) == (300, 100, 0)
-    assert line.dropped == {"gone before a restart": 200}
+    assert line.dropped == {"before-restart": 200}
 
 
 def test_an_incarnation_that_was_replaced_is_refused_also_after_a_restart():
@@ -225,7 +225,7 @@ def test_an_incarnation_that_was_replaced_is_refused_also_after_a_restart():
 def test_learners_train_on_meanwhile_and_an_old_pull_is_not_answered_to_the_new_syncer():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.hears(0.5, Pull(FIRST))
-    talk.tell(0.6, LinkClosed(1, "connection reset by peer"))
+    talk.tell(0.6, ConnectionClosed(1, "connection reset by peer"))
     talk.steps(1.0)
     talk.epoch = 2
     talk.opens(1.5)
@@ -244,7 +244,7 @@ def test_rounds_of_a_new_epoch_are_told_from_those_of_the_old_one():
     one.hello(5.0, training=True)
     one.reports(6.0, step=2)
     one.says(6.1, Contribution(FIRST, 1, 1, 100, 100, 0))
-    again.expect(again.to(1, RefuseContribution(FIRST, because("contribution-other-round", 1, 1, 0))))
+    again.expect(again.to(1, RefuseContribution(FIRST, because("contribution-stale-round", 1, 1, 0))))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_the_syncer_starts_a_snapshot_when_asked_and_its_marker_is_on_every_mess
     talk = two_learners()
     talk.tell(1.5, SnapshotRequested())
     talk.expect(
-        Say(("run", 0), because("snapshot-started", SNAPSHOT, 2)),
+        LogReason(("run", 0), because("snapshot-started", SNAPSHOT, 2)),
         talk.to(1, Marker(SNAPSHOT)),
         talk.to(2, Marker(SNAPSHOT)),
     )
@@ -398,12 +398,14 @@ def test_a_learner_that_cannot_save_its_part_says_so_and_is_left_out():
     learner.steps(1.0)
     learner.save_failed(1.1, "no space left on device")
     part = SnapshotPart(7, 1, 100, (0,), (), "no space left on device")
-    learner.expect(Say(("learner", 1), because("snapshot-failed", "no space left on device")), learner.sends(part))
+    learner.expect(
+        LogReason(("learner", 1), because("snapshot-part-failed", "no space left on device")), learner.sends(part)
+    )
 
     talk = two_learners()
     talk.tell(1.5, SnapshotRequested())
     talk.voices[1].says(2.0, structs.replace(part, snapshot=SNAPSHOT))
-    (said,) = [effect.reason for effect in talk.effects if isinstance(effect, Say)]
+    (said,) = [effect.reason for effect in talk.effects if isinstance(effect, LogReason)]
     why = "the learner could not save its part: no space left on device"
     assert said == because("snapshot-left-out", 1, SNAPSHOT, why)
 
@@ -436,7 +438,7 @@ def test_one_snapshot_at_a_time():
     talk = two_learners()
     talk.tell(1.5, SnapshotRequested())
     talk.tell(1.6, SnapshotRequested())
-    talk.expect(Say(("run", 0), because("snapshot-busy")))
+    talk.expect(LogReason(("run", 0), because("snapshot-in-progress")))
 
 
 def test_a_snapshot_that_cannot_be_written_is_abandoned_and_the_next_one_will_do():
@@ -456,7 +458,7 @@ def test_a_part_of_another_snapshot_is_ignored(snapshot):
     talk.tell(1.5, SnapshotRequested())
     talk.voices[1].says(2.0, SnapshotPart(snapshot, 1, 100, (0,), ()))
     talk.expect()
-    assert talk.core.view().ignored == {"part of no snapshot": 1}
+    assert talk.core.view().ignored == {"snapshot-part-unexpected": 1}
 
 
 def test_snapshots_of_a_restarted_syncer_have_higher_numbers():

@@ -6,26 +6,26 @@ import pytest
 
 from atoll.core.protocol import (
     AdoptFragment,
-    Delivered,
     DiscardRound,
     Finish,
     FinishAck,
     FinishRequested,
     Halt,
     LearnerDisconnected,
+    LogReason,
     ManifestRecord,
     Persist,
+    PublishAck,
     Published,
     Pull,
     Refuse,
-    Say,
     SnapshotRequested,
     Started,
     Stop,
     Welcome,
 )
 from atoll.core.reasons import because
-from atoll.core.types import Mark, RoundId, RunConfig
+from atoll.core.types import MergedUpTo, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 
 
@@ -207,10 +207,10 @@ def test_a_learner_stops_once_every_final_version_is_adopted():
     talk.expect()
     assert talk.core.training, "it trains on until the last version is here"
     talk.steps(2.0)
-    mark = Mark(1, 0, 1, 100, 0)
+    mark = MergedUpTo(1, 0, 1, 100, 0)
     talk.gets(2.5, 0, 1, mark, base=0)
     talk.expect(
-        talk.sends(Delivered(0, 1)),
+        talk.sends(PublishAck(0, 1)),
         AdoptFragment(0, 1, "carry", True, 100, 0, 100),
         talk.sends(FinishAck(1)),
         Stop(because("learner-finished")),
@@ -286,9 +286,9 @@ def test_the_last_round_of_a_fragment_is_tried_again_and_then_given_up():
     while not skipped:
         one.reports(at, int(at))
         discarded += len(talk.of(DiscardRound))
-        skipped = [str(e.reason) for e in talk.of(Say) if e.reason.code == "final-skipped"]
+        skipped = [str(e.reason) for e in talk.of(LogReason) if e.reason.code == "final-skipped"]
         at += 1.0
         assert at < 2_000
-    assert discarded == talk.config.limits.final_tries
+    assert discarded == talk.config.limits.max_final_attempts
     assert talk.core.view().stage == "sealing"
     assert talk.bodies(Published) == []

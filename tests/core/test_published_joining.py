@@ -8,40 +8,40 @@ from atoll.core.codec import Scalar
 from atoll.core.protocol import (
     Accumulate,
     AdoptFragment,
+    CloseConnection,
+    ConnectionClosed,
     Contribution,
-    Delivered,
     Dial,
     Envelope,
-    Hangup,
     Hello,
-    InnerState,
     LearnerDisconnected,
-    Leave,
-    LeaveWanted,
-    LinkClosed,
+    LeaveRequested,
+    Left,
+    LogReason,
     MembersRecord,
     MergeRound,
     MessageArrived,
-    MomentsFound,
     NoPeer,
+    OptimizerState,
     PeerChosen,
     Persist,
+    ProvideState,
+    PublishAck,
     Published,
     Pull,
     Ready,
     Refuse,
     Report,
-    Say,
+    SavedStateFound,
     Send,
     StartTraining,
     StateRejected,
     StateRequest,
-    StateWanted,
     Stop,
     Welcome,
 )
 from atoll.core.reasons import because
-from atoll.core.types import NOTHING, Limits, RoundId, RunConfig
+from atoll.core.types import NO_VERSION, Limits, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk
 
 MODEL = ("embedding 32x8 f32", "head 8x32 f32")
@@ -66,11 +66,11 @@ def test_a_join_is_hello_then_welcome_with_the_versions_then_the_fragments():
         talk.to(1, Published(0, 0, None, None, 0.0)),
         talk.to(1, Published(1, 0, None, None, 0.0)),
     )
-    assert talk.member(1).standing == "joining"
+    assert talk.member(1).state == "joining"
 
 
-def _says(kind: str, number: int, code: str, *args: Scalar) -> Say:
-    return Say((kind, number), because(code, *args))
+def _says(kind: str, number: int, code: str, *args: Scalar) -> LogReason:
+    return LogReason((kind, number), because(code, *args))
 
 
 def test_hello_names_the_identity_and_the_fingerprint_and_what_is_held():
@@ -78,7 +78,7 @@ def test_hello_names_the_identity_and_the_fingerprint_and_what_is_held():
     talk = LearnerTalk(config, learner=3, incarnation=5)
     talk.expect(Dial(0.0, 1))
     talk.opens(0.1)
-    talk.expect(talk.sends(Hello("night", MODEL, (NOTHING, NOTHING), 0, 0, False)))
+    talk.expect(talk.sends(Hello("night", MODEL, (NO_VERSION, NO_VERSION), 0, 0, False)))
     envelope = talk.of(Send)[0].envelope
     assert (envelope.learner, envelope.incarnation, envelope.session) == (3, 5, 1)
     assert envelope.epoch == 0, "no epoch known yet"
@@ -114,7 +114,7 @@ def test_a_lost_welcome_is_made_good_by_the_next_hello():
     one = talk.voice(1)
     one.hello(1.0)
     talk.persisted(1.1)
-    one.hello(5.0, received=(NOTHING,))
+    one.hello(5.0, received=(NO_VERSION,))
     assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
     assert [learner for learner, _ in talk.bodies(Published)] == [1]
 
@@ -189,7 +189,7 @@ def test_every_start_is_a_new_incarnation_and_answers_of_an_older_one_are_ignore
     talk.expect()
     old.reports(2.2, step=2)
     talk.expect()
-    assert talk.core.view().ignored == {"stale incarnation or session": 2}
+    assert talk.core.view().ignored == {"stale-incarnation": 2}
 
 
 def test_an_older_incarnation_that_says_hello_is_refused_and_told_the_current_one():
@@ -205,7 +205,7 @@ def test_a_refused_incarnation_remembers_which_one_is_current_so_that_its_driver
     talk.opens(0.1)
     talk.hears(0.2, Refuse(because("refused-incarnation", 2, 7), 7, True))
     assert talk.one(Stop).reason.code == "learner-refused"
-    assert talk.core.state.refused_for == 7
+    assert talk.core.state.refused_incarnation == 7
 
 
 def test_what_an_older_incarnation_has_contributed_stays_in_its_round():
@@ -230,7 +230,7 @@ def test_tokens_of_a_replaced_incarnation_that_were_not_merged_are_dropped_with_
     talk.voice(1, incarnation=2).hello(1.2)
     line = talk.core.view().ledger[0]
     assert (line.trained, line.merged, line.pending) == (100, 0, 0)
-    assert line.dropped == {"replaced by a new incarnation": 100}
+    assert line.dropped == {"superseded": 100}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -256,25 +256,25 @@ def test_inner_state_comes_from_a_peer_that_has_seen_at_least_the_same_versions(
     talk.expect(
         _says("learner", 2, "peer-chosen", 1, 2),
         talk.to(2, PeerChosen(1)),
-        talk.to(1, StateWanted(2, 1, (1,))),
+        talk.to(1, ProvideState(2, 1, (1,))),
     )
-    state = InnerState(1, 2, 1, step=3, versions=(1,))
+    state = OptimizerState(1, 2, 1, step=3, versions=(1,))
     talk.voices[1].says(3.0, state)
     talk.expect(talk.to(2, state))
 
 
 def test_the_peer_keeps_training_and_gives_its_state_once_it_has_adopted_those_versions():
     peer = LearnerTalk(RunConfig(fragments=1)).trains()
-    peer.hears(0.5, StateWanted(2, 1, (1,)))
+    peer.hears(0.5, ProvideState(2, 1, (1,)))
     peer.expect()
     peer.steps(1.0)
-    assert peer.bodies(InnerState) == [], "version 1 is not here yet"
+    assert peer.bodies(OptimizerState) == [], "version 1 is not here yet"
     peer.gets(1.5, 0, 1, base=0)
     peer.steps(2.0)
     peer.expect(
         peer.sends(Report(2, 200, 1.0)),
         AdoptFragment(0, 1, "carry", False, 0, 0, 200),
-        peer.sends(InnerState(1, 2, 1, step=2, versions=(1,))),
+        peer.sends(OptimizerState(1, 2, 1, step=2, versions=(1,))),
     )
 
 
@@ -304,15 +304,15 @@ def test_updates_that_arrive_while_joining_are_buffered_and_replayed():
     talk.gets(0.2, 0, 4)
     talk.gets(0.3, 1, 6)
     talk.gets(0.4, 0, 5, base=4)
-    talk.expect(talk.sends(Delivered(0, 5)))
+    talk.expect(talk.sends(PublishAck(0, 5)))
     assert not talk.core.training
     talk.hears(0.5, PeerChosen(3))
-    talk.hears(2.0, InnerState(3, 1, 1, step=90, versions=(5, 6)))
+    talk.hears(2.0, OptimizerState(3, 1, 1, step=90, versions=(5, 6)))
     talk.expect(
         AdoptFragment(0, 5, "overwrite", False, 0, 0, 0),
         AdoptFragment(1, 6, "overwrite", False, 0, 0, 0),
-        StartTraining(because("moments-peer", 3), 0),
-        talk.sends(Ready(because("moments-peer", 3))),
+        StartTraining(because("state-from-peer", 3), 0),
+        talk.sends(Ready(because("state-from-peer", 3))),
     )
     assert talk.core.training
 
@@ -321,7 +321,7 @@ def test_training_starts_only_when_every_fragment_is_here():
     talk = LearnerTalk(RunConfig(fragments=2))
     talk.opens(0.0)
     talk.welcomed(0.1, versions=(4, 6))
-    talk.hears(0.2, InnerState(3, 1, 1, step=90, versions=(4, 6)))
+    talk.hears(0.2, OptimizerState(3, 1, 1, step=90, versions=(4, 6)))
     talk.gets(0.3, 0, 4)
     assert talk.of(StartTraining) == []
     talk.gets(0.4, 1, 5)
@@ -336,7 +336,7 @@ def test_without_a_peer_a_learner_starts_with_fresh_moments_and_a_short_warm_up_
     talk.welcomed(0.1, versions=(4,))
     talk.gets(0.2, 0, 4)
     talk.hears(0.3, NoPeer(because("peer-none"), False))
-    moments = because("moments-fresh", 50, "no healthy peer has inner state to give")
+    moments = because("state-fresh", 50, "no healthy peer has inner state to give")
     talk.expect(
         AdoptFragment(0, 4, "overwrite", False, 0, 0, 0),
         StartTraining(moments, 50),
@@ -351,10 +351,10 @@ def test_without_a_peer_a_learner_starts_from_its_saved_part_and_says_so(answer)
     talk.opens(0.0)
     talk.welcomed(0.1, versions=(4,))
     talk.gets(0.2, 0, 4)
-    talk.tell(0.3, MomentsFound(2, 1_000_004))
+    talk.tell(0.3, SavedStateFound(2, 1_000_004))
     assert talk.of(StartTraining) == [], "a peer's are newer: they are waited for"
     talk.hears(0.4, answer)
-    moments = because("moments-saved", 2, 1_000_004)
+    moments = because("state-from-snapshot", 2, 1_000_004)
     talk.expect(
         AdoptFragment(0, 4, "overwrite", False, 0, 0, 0),
         StartTraining(moments, 0),
@@ -368,9 +368,9 @@ def test_a_peer_goes_before_a_saved_part():
     talk.opens(0.0)
     talk.welcomed(0.1, versions=(4,))
     talk.gets(0.2, 0, 4)
-    talk.tell(0.3, MomentsFound(1, 1_000_004))
-    talk.hears(0.4, InnerState(3, 1, 1, step=90, versions=(4,)))
-    assert talk.one(StartTraining) == StartTraining(because("moments-peer", 3), 0)
+    talk.tell(0.3, SavedStateFound(1, 1_000_004))
+    talk.hears(0.4, OptimizerState(3, 1, 1, step=90, versions=(4,)))
+    assert talk.one(StartTraining) == StartTraining(because("state-from-peer", 3), 0)
 
 
 def test_in_a_new_run_nobody_has_inner_state_and_nobody_warms_up():
@@ -401,11 +401,11 @@ def test_waiting_for_a_peer_is_bounded_by_h_steps_of_the_run_and_then_the_next_p
     assert talk.bodies(StateRequest) == []
     talk.fires(20.0)
     assert talk.bodies(StateRequest) == [(1, StateRequest((3,)))]
-    assert talk.codes() == ["state-late"]
+    assert talk.codes() == ["state-timeout"]
 
 
 def test_a_peer_that_cannot_give_its_state_is_followed_by_the_next_at_once():
-    talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=50, limits=Limits(state_peers=2)))
+    talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=50, limits=Limits(max_state_peers=2)))
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(4,), step_time_s=2.0)
     talk.gets(0.1, 0, 4)
@@ -417,20 +417,20 @@ def test_a_peer_that_cannot_give_its_state_is_followed_by_the_next_at_once():
     talk.tell(0.4, StateRejected(3, "out of memory"))  # a second answer of the first peer: the other one is waited for
     talk.expect()
     talk.tell(0.5, StateRejected(5, "the inner state is of SGD"))
-    moments = because("moments-fresh", 50, "2 peers were asked for inner state, none delivered")
+    moments = because("state-fresh", 50, "2 peers were asked for inner state, none delivered")
     assert talk.one(StartTraining) == StartTraining(moments, 50)
     talk.tell(0.6, StateRejected(6, "too late"))
     talk.expect()
 
 
 def test_rejected_state_is_followed_by_saved_state():
-    talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(state_peers=1)))
+    talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(max_state_peers=1)))
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(4,))
     talk.gets(0.1, 0, 4)
-    talk.tell(0.2, MomentsFound(1, 1_000_004))
+    talk.tell(0.2, SavedStateFound(1, 1_000_004))
     talk.tell(0.3, StateRejected(3, "out of memory"))
-    assert talk.one(StartTraining) == StartTraining(because("moments-saved", 1, 1_000_004), 0)
+    assert talk.one(StartTraining) == StartTraining(because("state-from-snapshot", 1, 1_000_004), 0)
 
 
 def test_state_that_is_rejected_while_the_link_is_away_has_the_next_peer_asked_with_the_next_welcome():
@@ -438,7 +438,7 @@ def test_state_that_is_rejected_while_the_link_is_away_has_the_next_peer_asked_w
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(4,))
     talk.hears(0.1, PeerChosen(3))
-    talk.tell(0.2, LinkClosed(1, "power"))
+    talk.tell(0.2, ConnectionClosed(1, "power"))
     talk.tell(0.3, StateRejected(3, "out of memory"))
     assert talk.bodies(StateRequest) == []
     talk.opens(0.4)
@@ -460,8 +460,8 @@ def test_a_joining_learner_is_neither_asked_nor_counted():
 
 def test_a_learner_that_leaves_says_so_and_is_not_waited_for():
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
-    learner.tell(1.0, LeaveWanted("the operator said so"))
-    learner.expect(learner.sends(Leave("the operator said so")), Stop(because("learner-left", "the operator said so")))
+    learner.tell(1.0, LeaveRequested("the operator said so"))
+    learner.expect(learner.sends(Left("the operator said so")), Stop(because("learner-left", "the operator said so")))
 
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=1))
     one, two = talk.joined(1), talk.joined(2)
@@ -471,8 +471,8 @@ def test_a_learner_that_leaves_says_so_and_is_not_waited_for():
     two.reports(1.8, step=2)
     one.reports(2.0, step=3)
     assert len(talk.bodies(Pull)) == 2
-    one.says(2.2, Leave("the operator said so"))
-    assert talk.member(1).standing == "left"
+    one.says(2.2, Left("the operator said so"))
+    assert talk.member(1).state == "left"
     assert talk.fragment(0).waiting_for == (2,)
     two.contributes(2.3)
     assert [a.learner for a in talk.one(MergeRound).contributions] == [2]
@@ -482,15 +482,15 @@ def test_a_learner_that_has_left_is_not_waited_for_after_a_restart_and_may_start
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    one.says(1.1, Leave("the operator said so"))
+    one.says(1.1, Left("the operator said so"))
     talk.persisted(1.2)
     again = talk.restarted()
-    assert again.member(1).standing == "left"
-    assert again.core.view().ledger[0].dropped == {"gone before a restart": 100}
+    assert again.member(1).state == "left"
+    assert again.core.view().ledger[0].dropped == {"before-restart": 100}
     again.voice(1, session=2).hello(2.0, training=True)
     again.expect()
     again.joined(1, at=3.0, incarnation=2)
-    assert again.member(1).standing == "live"
+    assert again.member(1).state == "live"
 
 
 def test_silence_makes_a_learner_suspect_and_then_lost_and_one_word_makes_it_live_again():
@@ -500,20 +500,20 @@ def test_silence_makes_a_learner_suspect_and_then_lost_and_one_word_makes_it_liv
         one.reports(float(step), step)
         two.reports(float(step), step)
     now = 7.0
-    while talk.member(1).standing == "live":
+    while talk.member(1).state == "live":
         now += 1.0
         two.reports(now, int(now))
         assert now < 600, "silence is not noticed; the story is printed above"
-    assert talk.member(1).standing == "suspect"
+    assert talk.member(1).state == "suspect"
     assert talk.core.view().alive == 1
     one.reports(now + 0.5, step=8)
-    assert talk.codes()[0] == "member-heard"
-    assert talk.member(1).standing == "live"
-    while talk.member(1).standing != "away":
+    assert talk.codes()[0] == "member-recovered"
+    assert talk.member(1).state == "live"
+    while talk.member(1).state != "disconnected":
         now += 1.0
         two.reports(now, int(now))
         assert now < 20_000, "a lost learner is never given up; the story is printed above"
-    assert talk.one(Hangup).reason.code == "member-lost"
+    assert talk.one(CloseConnection).reason.code == "member-timed-out"
 
 
 def test_nobody_waits_for_a_suspect():
@@ -524,7 +524,7 @@ def test_nobody_waits_for_a_suspect():
             voice.reports(float(step), step)
     assert set(talk.fragment(0).waiting_for) == {1, 2, 3}
     now = 6.0
-    while talk.member(2).standing == "live":
+    while talk.member(2).state == "live":
         three.reports(now, int(now))
         one.reports(now, int(now))
         now += 1.0
@@ -535,13 +535,13 @@ def test_nobody_waits_for_a_suspect():
 def test_a_learner_redials_by_itself_and_carries_its_progress_over():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.steps(1.0)
-    talk.tell(1.5, LinkClosed(1, "connection reset by peer"))
+    talk.tell(1.5, ConnectionClosed(1, "connection reset by peer"))
     assert talk.one(Dial).attempt == 1
     talk.steps(2.0)
     talk.opens(2.5)
     talk.expect(talk.sends(Hello("run", (), (0,), 2, 200, True)))
     talk.welcomed(2.6)
-    talk.expect(_says("learner", 1, "link-up"))
+    talk.expect(_says("learner", 1, "connection-up"))
     talk.steps(3.0)
     talk.expect(talk.sends(Report(3, 300, 1.0)))
 
@@ -572,10 +572,10 @@ def test_messages_of_an_older_link_are_dropped():
     talk.expect()
     assert talk.member(1).step == 0
     talk.tell(1.2, LearnerDisconnected(1, 1, 1, "the old link"))
-    assert talk.member(1).standing == "live", "the end of a link that was replaced is no loss"
+    assert talk.member(1).state == "live", "the end of a link that was replaced is no loss"
 
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
-    learner.tell(1.0, LinkClosed(1, "reset"))
+    learner.tell(1.0, ConnectionClosed(1, "reset"))
     learner.opens(2.0)
     learner.welcomed(2.1)
     learner.gets(2.2, 0, 1, base=0)
@@ -608,14 +608,14 @@ def test_a_suspect_that_is_heard_in_time_is_still_in_the_round():
     assert {voice.id for voice in (one, two, three) if 0 in voice.pulls} == {1, 2, 3}
     three.contributes(5.1)
     now = 6.0
-    while talk.member(2).standing == "live":
+    while talk.member(2).state == "live":
         three.reports(now, int(now))
         one.reports(now, int(now))
         now += 1.0
         assert now < 600
     assert talk.fragment(0).phase == "pulling"
     two.contributes(now)
-    assert [effect.accepted.learner for effect in talk.of(Accumulate)] == [2]
+    assert [effect.contribution.learner for effect in talk.of(Accumulate)] == [2]
     assert talk.one(MergeRound).round == two.pulls[0]
 
 

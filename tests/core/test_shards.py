@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.protocol import (
+    CloseConnection,
     DiscardRound,
     Finish,
     FinishAck,
     FinishRequested,
     Halt,
-    Hangup,
     LeaseRequest,
+    LogReason,
     MergeDone,
     MergeFailed,
     Persist,
@@ -22,9 +23,8 @@ from atoll.core.protocol import (
     Ready,
     RecordKey,
     Resync,
-    Say,
-    ShardBack,
     ShardLost,
+    ShardReconnected,
     SnapshotPart,
     SnapshotRecord,
     SnapshotRequested,
@@ -35,7 +35,7 @@ from atoll.core.reasons import because
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import Limits, RoundId, RunConfig
 from atoll.tape.format import Actor, Entry
-from atoll.tape.story import story
+from atoll.tape.story import build_story
 from tests.core.conversation import SyncerTalk, Voice
 
 TWO = RunConfig(fragments=2, every_steps=2, grace_margin=0.0, rounds_in_flight=2)
@@ -69,7 +69,7 @@ def test_a_round_ends_with_its_shard_and_every_learner_keeps_its_progress():
     talk.shard_lost(1.1, 0)
     talk.expect(
         DiscardRound(RoundId(0, 0, 1, 1), because("shard-round-lost", 0, 1)),
-        Say(("fragment", 0), because("shard-lost", "connection reset by peer")),
+        LogReason(("fragment", 0), because("shard-lost", "connection reset by peer")),
     )
     assert talk.fragment(0).phase == "idle"
     assert talk.fragment(0).reason == "its shard is away: connection reset by peer"
@@ -159,7 +159,7 @@ def test_what_a_shard_says_while_it_is_away_is_ignored(late):
     talk.shard_lost(1.3, 0)
     talk.tell(1.4, late)
     talk.expect()
-    assert talk.core.view().ignored == {"the word of a shard that is away": 1}
+    assert talk.core.view().ignored == {"shard-unavailable": 1}
     talk.shard_back(2.0, (0, 1))
     assert talk.fragment(0).version == 1
 
@@ -194,8 +194,8 @@ def test_a_version_that_was_durable_when_its_shard_was_lost_is_published_when_it
     assert "its shard is back, with version 1, which was merged when it was lost and is durable" in talk.sentences
     [(learner, published)] = talk.bodies(Published)
     assert (learner, published.version, published.base) == (1, 1, 0)
-    assert published.mark is not None
-    assert published.mark.copied_at == 1
+    assert published.merged_up_to is not None
+    assert published.merged_up_to.copied_at == 1
     assert talk.core.state.ledger.line(0).merged == 100
     assert talk.core.view().merges == 1
 
@@ -205,14 +205,14 @@ def test_how_long_a_shard_was_away_says_nothing_about_the_links():
     talk.shard_lost(1.3, 0)
     talk.shard_back(500.0, (0, 1))
     one.acknowledges(500.1)
-    assert talk.core.state.members[1].sync.count == 0
+    assert talk.core.state.members[1].sync_time.count == 0
 
 
 def test_a_version_that_was_not_durable_is_merged_anew():
     talk, one = saving()
     talk.shard_lost(1.3, 0)
     talk.shard_back(1.4, (0, 0))
-    assert talk.of(DiscardRound) == [DiscardRound(RoundId(0, 0, 1, 1), because("shard-forgot", 1))]
+    assert talk.of(DiscardRound) == [DiscardRound(RoundId(0, 0, 1, 1), because("shard-version-lost", 1))]
     assert talk.core.state.ledger.line(0).merged == 0
     one.reports(2.0, step=2)
     assert RoundId(0, 0, 1, 2) in [pull.round for _, pull in talk.bodies(Pull)]
@@ -239,7 +239,7 @@ def test_a_shard_that_was_never_away_changes_nothing():
     talk, _ = pulling()
     talk.shard_back(1.1, (0, 0), (1, 0))
     talk.expect()
-    assert talk.core.view().ignored == {"back, and was never away": 2}
+    assert talk.core.view().ignored == {"shard-was-available": 2}
 
 
 def test_a_version_that_makes_the_budget_ends_the_run_also_by_the_word_of_a_shard():
@@ -269,18 +269,18 @@ def test_after_that_it_is_sent_until_it_is_acknowledged_as_ever():
     talk.shard_lost(1.4, 0)
     talk.shard_back(2.0, (0, 1))
     one.reports(2.1, step=2)
-    done = [e for e in talk.fires(1000.0) if isinstance(e, Hangup)]
-    assert [hangup.reason.code for hangup in done][:1] == ["member-publish-unanswered"]
+    done = [e for e in talk.fires(1000.0) if isinstance(e, CloseConnection)]
+    assert [hangup.reason.code for hangup in done][:1] == ["member-publish-unacked"]
 
 
 def test_an_acknowledgement_of_what_was_sent_twice_is_no_sample():
     talk, one = saving()
     talk.persisted(1.3)
-    measured = talk.core.state.members[1].ack.count
+    measured = talk.core.state.members[1].ack_time.count
     talk.shard_lost(1.4, 0)
     talk.shard_back(2.0, (0, 1))
     one.acknowledges(2.001)
-    assert talk.core.state.members[1].ack.count == measured
+    assert talk.core.state.members[1].ack_time.count == measured
 
 
 def test_who_joins_gets_the_fragments_of_a_shard_that_is_away_when_it_is_back():
@@ -293,8 +293,8 @@ def test_who_joins_gets_the_fragments_of_a_shard_that_is_away_when_it_is_back():
     talk.shard_back(3.0, (0, 0))
     assert [(to, p.fragment, p.version) for to, p in talk.bodies(Published)] == [(2, 0, 0)]
     two.acknowledges(3.1)
-    two.says(3.2, Ready(because("moments-kept")))
-    assert talk.member(2).standing == "live"
+    two.says(3.2, Ready(because("state-kept")))
+    assert talk.member(2).state == "live"
 
 
 def test_a_damaged_version_of_a_shard_that_is_away_comes_whole_when_it_is_back():
@@ -338,14 +338,14 @@ def test_leases_of_one_that_is_gone_wait_for_the_word_of_a_shard():
     one.says(0.4, Ready(because("peer-new-run")))
     one.taken = 3
     one.reports(1.0, step=1)
-    one.contributes(1.1, taken=3)
+    one.contributes(1.1, consumed_samples=3)
     talk.merged(1.2)
     talk.shard_lost(1.3, 0)
     again = talk.voice(1, 2)
     again.hello(2.0)
     talk.persisted(2.1)
     again.says(2.2, LeaseRequest(0, 0))
-    assert "leases-returned" not in talk.core.state.said
+    assert "leases-returned" not in talk.core.state.reason_counts
     talk.shard_back(3.0, (0, 1))
     assert "5 samples of incarnation 1 are in no version: they are leased again, before any new ones" in talk.sentences
     talk.persisted(3.1)
@@ -368,7 +368,7 @@ def test_a_shard_that_is_back_opens_nothing_while_the_run_is_paused():
 
 
 QUICK = RunConfig(
-    fragments=2, every_steps=2, grace_margin=0.0, rounds_in_flight=2, limits=Limits(first_wait_s=1.0, most_wait_s=20.0)
+    fragments=2, every_steps=2, grace_margin=0.0, rounds_in_flight=2, limits=Limits(initial_wait_s=1.0, max_wait_s=20.0)
 )
 
 
@@ -436,10 +436,10 @@ def test_a_version_that_the_manifest_does_not_name_is_of_no_run():
     finishes(talk, one, 2.0)
     talk.persisted(42.0)
     talk.shard_back(43.0, (0, 1))
-    assert talk.codes() == ["shard-wrong"]
+    assert talk.codes() == ["shard-version-mismatch"]
     assert talk.fragment(0).version == 0
     talk.shard_back(44.0, (0, 0))
-    assert talk.codes() == ["shard-back", "shard-forgot"]
+    assert talk.codes() == ["shard-reconnected", "shard-version-lost"]
     assert talk.fragment(0).phase == "idle"
 
 
@@ -479,13 +479,17 @@ def test_learners_get_the_final_versions_when_a_shard_is_back_after_the_end():
 
 def test_the_story_of_the_run_tells_of_a_shard_and_that_of_a_fragment_of_what_became_of_it():
     core = SyncerCore(TWO, epoch=1)
-    events: tuple[SyncerEvent, ...] = (Started(), ShardLost((0, 1), "connection reset by peer"), ShardBack(((0, 0),)))
+    events: tuple[SyncerEvent, ...] = (
+        Started(),
+        ShardLost((0, 1), "connection reset by peer"),
+        ShardReconnected(((0, 0),)),
+    )
     entries = [Entry(at, Actor(0, 1), at + 1, event, tuple(core.handle(at, event))) for at, event in enumerate(events)]
-    assert [line.sentence for line in story(entries, ("run", 0))][1:] == [
+    assert [line.sentence for line in build_story(entries, ("run", 0))][1:] == [
         "the shard of fragments 0, 1 is away: connection reset by peer",
         "the shard of fragment 0 is back",
     ]
-    assert [line.sentence for line in story(entries, ("fragment", 0))][1:] == [
+    assert [line.sentence for line in build_story(entries, ("fragment", 0))][1:] == [
         "its shard is away: connection reset by peer",
         "its shard is back, with version 0",
     ]

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from atoll.core.learner.core import LearnerCore, LearnerParts
+from atoll.core.learner.core import LearnerComponents, LearnerCore
 from atoll.core.learner.rounds import LearnerLeases, LearnerRounds
 from atoll.core.protocol import Lease, Published
-from atoll.core.states import Link
-from atoll.core.syncer.core import SyncerParts
+from atoll.core.states import ConnectionState
+from atoll.core.syncer.core import SyncerComponents
 from atoll.core.syncer.data_leases import DataLeases
 from atoll.core.syncer.rounds import Rounds
 from tests.core.learner_machine import LearnerMachine, QuietLearner
@@ -56,14 +56,14 @@ class ForgetsWhatIsMerged(DataLeases):
 class LeasesTwice(LearnerLeases):
     def add(self, now: float, body: Lease) -> bool:
         if body.number < self._state.lease_count:
-            self._state.held += body.end - body.begin
+            self._state.leased_samples += body.end - body.begin
         return super().add(now, body)
 
 
 class WaitsForTheLink(LearnerCore):
     @property
     def training(self) -> bool:
-        return super().training and self.state.link is Link.UP
+        return super().training and self.state.link is ConnectionState.UP
 
 
 class AdoptsTheOlder(LearnerRounds):
@@ -77,19 +77,24 @@ class AdoptsTheOlder(LearnerRounds):
 @pytest.mark.parametrize(
     ("planted", "machine", "talk", "complaint"),
     [
-        ({"parts": SyncerParts(rounds=BelowQuorum)}, SyncerMachine, QuietSyncer, "below (the )?quorum"),
-        ({"parts": SyncerParts(rounds=SkipsAVersion)}, SyncerMachine, QuietSyncer, r"is at version|version \d+ of \d+"),
+        ({"parts": SyncerComponents(rounds=BelowQuorum)}, SyncerMachine, QuietSyncer, "below (the )?quorum"),
+        (
+            {"parts": SyncerComponents(rounds=SkipsAVersion)},
+            SyncerMachine,
+            QuietSyncer,
+            r"is at version|version \d+ of \d+",
+        ),
         pytest.param(
-            {"parts": SyncerParts(data_leases=ForgetsWhatIsMerged)},
+            {"parts": SyncerComponents(data_leases=ForgetsWhatIsMerged)},
             SyncerMachine,
             QuietSyncer,
             "is merged by",
             marks=pytest.mark.long,
         ),
-        ({"parts": LearnerParts(data_leases=LeasesTwice)}, LearnerMachine, QuietLearner, "a lease counts twice"),
+        ({"parts": LearnerComponents(data_leases=LeasesTwice)}, LearnerMachine, QuietLearner, "a lease counts twice"),
         ({"core_type": WaitsForTheLink}, LearnerMachine, QuietLearner, "because of something that the network did"),
         (
-            {"parts": LearnerParts(rounds=AdoptsTheOlder)},
+            {"parts": LearnerComponents(rounds=AdoptsTheOlder)},
             LearnerMachine,
             QuietLearner,
             "is not newer|arrivals are wrong|adopted before it arrived",

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from atoll.chaos.netns import enter
-from tests.dashboard.served import ServedInThread
+from atoll.chaos.netns import enter_namespace
+from tests.dashboard.threaded_server import ThreadedServer
 from tests.programs import find_browser
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
@@ -25,7 +25,7 @@ PATIENCE_MS = 300_000
 CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 0x1
 
 Visit = Callable[..., Any]
-Served = TypeVar("Served", bound=ServedInThread)
+Served = TypeVar("Served", bound=ThreadedServer)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def machine_network() -> Iterator[Path]:
         with socket.socket() as any_socket:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
         yield machine
-        enter(machine)
+        enter_namespace(machine)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def browser(machine_network: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Served], Served]]:
-    """`serve(FakeDash(...))` starts it; it ends after the pages that look at it, which would complain of the end."""
+    """`serve(FakeDashboard(...))` starts it; it ends after the pages that look at it, which would log the end."""
     with ExitStack() as stack:
 
         def start(served: Served) -> Served:

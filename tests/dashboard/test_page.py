@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from atoll.chaos import netns
-from tests.dashboard.fake_dash import FakeDash
-from tests.dashboard.invented_run import InventedRun
-from tests.dashboard.looking import NO_ANSWER, card, figure, settled, timeline, timeline_state, until
+from tests.dashboard.fake_dashboard import FakeDashboard
+from tests.dashboard.fake_run import FakeRun
+from tests.dashboard.page_helpers import NO_ANSWER, card, figure, settled, timeline, timeline_state, until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
 expect = playwright.expect
@@ -20,24 +20,24 @@ expect = playwright.expect
 
 @pytest.fixture
 def dash(serve):
-    return serve(FakeDash(InventedRun(now=60.0)))
+    return serve(FakeDashboard(FakeRun(now=60.0)))
 
 
 @pytest.mark.long
 def test_network_interfaces_that_come_and_go_do_not_end_requests_of_the_page(dash, visit, machine_network):
     """As tests with links in the kernel and other programs add and remove them."""
-    if netns.unavailable() is not None:
-        pytest.skip(f"no network namespaces: {netns.unavailable()}")
+    if netns.unavailable_reason() is not None:
+        pytest.skip(f"no network namespaces: {netns.unavailable_reason()}")
     page, loaded = visit(dash.url), threading.Event()
 
     def change() -> None:
-        netns.enter(machine_network)
+        netns.enter_namespace(machine_network)
         name = f"at{os.getpid():06x}p"
         while not loaded.is_set():
-            netns.run("ip", "link", "add", name, "type", "veth")
-            netns.run("ip", "addr", "add", "198.18.1.1/32", "dev", name)
-            netns.run("ip", "link", "set", name, "up")
-            netns.run("ip", "link", "del", name)
+            netns.run_command("ip", "link", "add", name, "type", "veth")
+            netns.run_command("ip", "addr", "add", "198.18.1.1/32", "dev", name)
+            netns.run_command("ip", "link", "set", name, "up")
+            netns.run_command("ip", "link", "del", name)
 
     with ThreadPoolExecutor() as pool:
         changing = pool.submit(change)
@@ -68,7 +68,7 @@ def test_one_look_says_that_the_run_is_well(dash, visit):
 
 
 def test_what_is_derived_says_so(serve, visit):
-    dash = serve(FakeDash(InventedRun(now=60.0, derived=True)))
+    dash = serve(FakeDashboard(FakeRun(now=60.0, derived=True)))
     page = visit(dash.url)
     expect(figure(page, "goodput")).to_contain_text("derived")
     expect(card(page, 1).locator(".goodput")).to_contain_text("derived")
@@ -97,7 +97,7 @@ def test_an_island_dies_and_training_goes_on(dash, visit):
 
 
 def test_every_state_has_a_letter_a_word_and_a_sentence(serve, visit):
-    dash = serve(FakeDash(InventedRun(learners=64, horizon=2000.0, now=1999.0)))
+    dash = serve(FakeDashboard(FakeRun(learners=64, horizon=2000.0, now=1999.0)))
     page = visit(dash.url)
     expect(page.locator("#now-0 .card")).to_have_count(64)
     states = set(page.locator("#now-0 .card").evaluate_all("all => all.map((some) => some.dataset.island)"))
@@ -112,7 +112,7 @@ def test_every_state_has_a_letter_a_word_and_a_sentence(serve, visit):
 
 
 def test_what_is_not_known_is_a_dash_and_never_a_zero(serve, visit):
-    dash = serve(FakeDash(InventedRun(unknown=True, learners=0, fragments=0, rounds=0, now=0.0)))
+    dash = serve(FakeDashboard(FakeRun(unknown=True, learners=0, fragments=0, rounds=0, now=0.0)))
     page = visit(dash.url)
     expect(figure(page, "loss").locator("b")).to_have_text("–")
     expect(figure(page, "counts").locator("b")).to_have_text(["–", "–", "–"])
@@ -198,7 +198,7 @@ def test_the_timeline_is_zoomed_by_drag_wheel_and_keys(dash, visit):
     page.keyboard.press("n")
     expect(page.locator("#said")).not_to_have_text("")
     until(page, "atollPage.columns[0].parts.timeline.detail")
-    asked = [path for path in dash.asked if "/timeline?" in path and "from=" in path]
+    asked = [path for path in dash.requests if "/timeline?" in path and "from=" in path]
     assert asked, "a zoomed view asks for finer data"
 
 
@@ -220,8 +220,8 @@ def test_events_can_be_read_without_the_canvas(dash, visit):
 
 
 def test_64_islands_and_2000_rounds_are_drawn_once_a_frame(serve, visit):
-    run = InventedRun(learners=64, rounds=2000, fragments=24, horizon=86400.0, now=86400.0)
-    dash = serve(FakeDash(run))
+    run = FakeRun(learners=64, rounds=2000, fragments=24, horizon=86400.0, now=86400.0)
+    dash = serve(FakeDashboard(run))
     page = visit(dash.url, width=1440)
     timeline(page)
     settled(page)
@@ -264,12 +264,12 @@ def test_fragments_say_what_they_wait_for(dash, visit):
 
 
 def test_a_fragment_that_is_away_with_its_shard_says_so_and_why(serve, visit):
-    page = visit(serve(FakeDash(InventedRun(away=(3, 7)))).url)
+    page = visit(serve(FakeDashboard(FakeRun(unavailable=(3, 7)))).url)
     for number in (3, 7):
         cell = page.locator("#fragments-0 .fragment").nth(number)
-        expect(cell.locator(".phase")).to_have_text("× away")
+        expect(cell.locator(".phase")).to_have_text("× unavailable")
         expect(cell.locator(".reason")).to_have_text("its shard is away: connection reset by peer")
-    expect(page.locator('#fragments-0 .fragment[data-phase="away"]')).to_have_count(2)
+    expect(page.locator('#fragments-0 .fragment[data-phase="unavailable"]')).to_have_count(2)
 
 
 def test_the_ledger_balances_or_says_so(dash, visit):
@@ -289,7 +289,7 @@ def test_curves_are_loaded_when_they_are_looked_at(dash, visit):
     page = visit(dash.url, height=400)
     expect(page.locator("#now-0 .card")).to_have_count(4)
     settled(page)
-    assert not [path for path in dash.asked if "series" in path or "vendor/uPlot.iife" in path]
+    assert not [path for path in dash.requests if "series" in path or "vendor/uPlot.iife" in path]
     page.locator("#curves").scroll_into_view_if_needed()
     expect(page.locator("[data-group=loss] .uplot")).to_be_visible()
     label = page.locator("[data-group=loss] .chart").get_attribute("aria-label")
@@ -393,8 +393,8 @@ def test_travelling_in_time_shows_everything_as_it_was(dash, visit):
 
 @pytest.mark.long
 def test_two_runs_apart_and_side_by_side(serve, visit):
-    other = InventedRun(name="second", seed=7, live=False, now=240.0, learners=3)
-    dash = serve(FakeDash(InventedRun(), other))
+    other = FakeRun(name="second", seed=7, live=False, now=240.0, learners=3)
+    dash = serve(FakeDashboard(FakeRun(), other))
     page = visit(dash.url, width=1440, height=1200)
     expect(page.locator("#now-0")).to_be_visible()
     expect(page.locator("#now-1")).to_be_hidden()
@@ -451,9 +451,9 @@ def test_a_tape_that_stands_still_is_called_old(dash, visit):
     dash.change(age_s=45.0)
     expect(page.locator(".notice[data-kind=old]")).to_contain_text("What you see is 45 s old")
     expect(page.locator("#verdict")).to_contain_text("Silent")
-    dash.change(age_s=0.2, damaged=["learner-2-i1.tape: entry 71 is cut off"])
+    dash.change(age_s=0.2, tape_errors=["learner-2-i1.tape: entry 71 is cut off"])
     expect(page.locator(".notice[data-kind=old]")).to_have_count(0)
-    expect(page.locator(".notice[data-kind=damaged]")).to_contain_text("entry 71 is cut off")
+    expect(page.locator(".notice[data-kind=tape-error]")).to_contain_text("entry 71 is cut off")
 
 
 @pytest.mark.long
@@ -472,9 +472,9 @@ def test_a_long_tape_shows_how_far_it_is_read(dash, visit):
 def test_names_that_attack_stay_text(serve, visit):
     attack = "<img src=x onerror=document.title='taken'>"
     alert = {"rule": attack, "severity": "critical", "since": 1.0, "subject": attack, "text": f"alert {attack}"}
-    run = InventedRun(name=attack, now=75.0, last_words=f"</pre>{attack}", alerts=[alert])
-    run.marks.append({"at": 70.0, "who": attack, "kind": attack, "text": attack})
-    dash = serve(FakeDash(run, InventedRun(name=f"B {attack}")))
+    run = FakeRun(name=attack, now=75.0, log_tail=f"</pre>{attack}", alerts=[alert])
+    run.marks.append({"at": 70.0, "subject": attack, "kind": attack, "text": attack})
+    dash = serve(FakeDashboard(run, FakeRun(name=f"B {attack}")))
     page = visit(dash.url)
     expect(page.locator("#title")).to_have_text(attack)
     expect(page.locator(".notice").first).to_contain_text(f"alert {attack}")

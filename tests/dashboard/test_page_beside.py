@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from atoll.cli.dash import Page, page_beside
+from atoll.cli.dash import DashboardOptions, dashboard_process
 from atoll.cli.main import main
 from tests.tiny_run import TinyRun
 
@@ -36,20 +36,20 @@ def test_a_slip_is_told_before_anything_begins(tmp_path, capsys, command, words,
 @pytest.mark.long
 def test_rules_reach_the_page(tmp_path, capfd):
     """Learner 2 is dead for 20 s: by these rules that is an alert, by those without a file it is not."""
-    tiny = TinyRun().until(10.0)
+    tiny = TinyRun().run_until(10.0)
     tiny.kill(2)
-    run = tiny.until(30.0).save(tmp_path / "run")
+    run = tiny.run_until(30.0).save(tmp_path / "run")
     rules = tmp_path / "rules.toml"
-    rules.write_text("gone_s = 5\n")
-    assert alerts_on_the_page(Page(True, 0), run, capfd) == set()
-    assert alerts_on_the_page(Page(True, 0, rules), run, capfd) == {("island-gone", "learner 2")}
+    rules.write_text("down_s = 5\n")
+    assert alerts_on_the_page(DashboardOptions(True, 0), run, capfd) == set()
+    assert alerts_on_the_page(DashboardOptions(True, 0, rules), run, capfd) == {("learner-down", "learner 2")}
 
 
-def alerts_on_the_page(page: Page, run: Path, capfd: pytest.CaptureFixture[str]) -> set[tuple[str, str]]:
-    with page_beside(page, run, None):
+def alerts_on_the_page(page: DashboardOptions, run: Path, capfd: pytest.CaptureFixture[str]) -> set[tuple[str, str]]:
+    with dashboard_process(page, run, None):
         address = re.findall(r"http://\S+", capfd.readouterr().err)[0].rstrip("/")
         with urlopen(f"{address}/api/run/0/live", timeout=WAIT_S) as events:
             for line in events:
                 if line.startswith(b"data: ") and (shown := json.loads(line.removeprefix(b"data: ")))["islands"]:
-                    return {(each["rule"], each["subject"]) for each in shown["alerts"] if each["rule"] != "old"}
+                    return {(each["rule"], each["subject"]) for each in shown["alerts"] if each["rule"] != "stale"}
     raise AssertionError("the page has shown no run")

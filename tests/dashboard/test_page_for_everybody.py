@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dashboard.fake_dash import FakeDash
-from tests.dashboard.invented_run import InventedRun
-from tests.dashboard.looking import NO_ANSWER, card, poor_contrast, settled, until, without_a_name
+from tests.dashboard.fake_dashboard import FakeDashboard
+from tests.dashboard.fake_run import FakeRun
+from tests.dashboard.page_helpers import NO_ANSWER, card, poor_contrast, settled, until, without_a_name
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
 expect = playwright.expect
@@ -14,7 +14,7 @@ expect = playwright.expect
 
 @pytest.fixture
 def dash(serve):
-    return serve(FakeDash(InventedRun(now=60.0)))
+    return serve(FakeDashboard(FakeRun(now=60.0)))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def test_without_a_reachable_syncer_there_are_no_controls(dash, visit):
 
 
 def test_a_control_is_asked_twice_and_signed(serve, visit):
-    dash = serve(FakeDash(InventedRun(controls=True, now=60.0), token="open sesame"))
+    dash = serve(FakeDashboard(FakeRun(controls=True, now=60.0), token="open sesame"))
     page = visit(f"{dash.url}#token=open%20sesame", allow=NO_ANSWER)
     expect(page.locator("#controls")).to_be_visible()
     assert page.evaluate("location.hash") == ""
@@ -46,7 +46,7 @@ def test_a_control_is_asked_twice_and_signed(serve, visit):
     expect(page.locator("#toasts")).to_contain_text("done: Every learner stops")
     expect(card(page, 1)).to_contain_text("paused")
     expect(page.get_by_role("button", name="Resume")).to_be_visible()
-    assert [(one["what"], one["who"], one.get("sure")) for one in dash.heard] == [
+    assert [(one["action"], one["requested_by"], one.get("confirmed")) for one in dash.controls] == [
         ("pause", "Ada", None),
         ("pause", "Ada", None),
         ("pause", "Ada", True),
@@ -55,7 +55,7 @@ def test_a_control_is_asked_twice_and_signed(serve, visit):
 
 @pytest.mark.long
 def test_a_quorum_that_is_being_typed_is_not_overwritten(serve, visit):
-    dash = serve(FakeDash(InventedRun(controls=True, now=60.0)))
+    dash = serve(FakeDashboard(FakeRun(controls=True, now=60.0)))
     page = visit(dash.url, allow=NO_ANSWER)
     page.get_by_label("Quorum", exact=True).fill("3")
     dash.change(now=61.0)
@@ -72,11 +72,11 @@ def test_a_quorum_that_is_being_typed_is_not_overwritten(serve, visit):
     page.get_by_role("button", name="Drain").click()
     expect(page.get_by_role("dialog")).to_contain_text("Learner 3 hands in what it has")
     page.keyboard.press("Escape")
-    assert [one["what"] for one in dash.runs[0].done] == ["quorum"]
+    assert [one["action"] for one in dash.runs[0].done] == ["quorum"]
 
 
 def test_nothing_is_controlled_from_the_past(serve, visit):
-    dash = serve(FakeDash(InventedRun(controls=True, now=60.0)))
+    dash = serve(FakeDashboard(FakeRun(controls=True, now=60.0)))
     page = visit(dash.url)
     expect(page.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
     page.locator("#travel input").fill("30")
@@ -85,7 +85,7 @@ def test_nothing_is_controlled_from_the_past(serve, visit):
 
 
 def test_a_page_without_the_token_asks_for_it(serve, visit):
-    dash = serve(FakeDash(InventedRun(now=60.0), token="open sesame"))
+    dash = serve(FakeDashboard(FakeRun(now=60.0), token="open sesame"))
     page = visit(dash.url, allow=NO_ANSWER)
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("The run's token")
@@ -97,7 +97,7 @@ def test_a_page_without_the_token_asks_for_it(serve, visit):
     expect(page.locator("#now-0 .card")).to_have_count(4)
     page.reload()
     expect(page.locator("#now-0 .card")).to_have_count(4)
-    assert not [path for path in dash.asked if "sesame" in path], "a token never travels in an address"
+    assert not [path for path in dash.requests if "sesame" in path], "a token never travels in an address"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -108,9 +108,9 @@ def test_a_page_without_the_token_asks_for_it(serve, visit):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("learners", [4, 64])
 def test_a_phone_shows_all_without_scrolling_sideways(serve, visit, learners, theme):
-    run = InventedRun(learners=learners, now=75.0, controls=True, fragments=24)
-    run.last_words = "x" * 400
-    dash = serve(FakeDash(run, InventedRun(name="a-very-long-name-of-a-run-" * 5)))
+    run = FakeRun(learners=learners, now=75.0, controls=True, fragments=24)
+    run.log_tail = "x" * 400
+    dash = serve(FakeDashboard(run, FakeRun(name="a-very-long-name-of-a-run-" * 5)))
     page = visit(dash.url, width=390, height=844, color_scheme=theme)
     expect(page.locator("#now-0 .card")).to_have_count(learners)
     page.locator("#curves").scroll_into_view_if_needed()

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from atoll.transport.endpoint import ask, read_address_file
-from tests.dashboard.looking import NO_ANSWER, card
+from atoll.transport.endpoint import read_address_file, send_request
+from tests.dashboard.page_helpers import NO_ANSWER, card
 from tests.reference.small_jobs import small_text
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
@@ -67,6 +67,8 @@ def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(jo
     expect(card(page, 1)).to_contain_text("left")
     found = read_address_file(run)
     assert found is not None
-    ask(found.address, found.token, "POST", "/v1/finish", LIMIT_S)  # a busy machine is far from the end of the budget
+    send_request(
+        found.address, found.token, "POST", "/v1/finish", LIMIT_S
+    )  # a busy machine is far from the end of the budget
     assert process.wait(LIMIT_S) == 0
     assert (run / "report.json").is_file()

@@ -8,8 +8,8 @@ import pytest
 
 from atoll.cli.main import main
 from atoll.core.types import SYNCER
-from tests.dashboard.looking import card
-from tests.dashboard.served import RealDash
+from tests.dashboard.page_helpers import card
+from tests.dashboard.threaded_server import RealDashboard
 from tests.tiny_run import TinyRun, eventful_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
@@ -24,13 +24,13 @@ def finished(tmp_path_factory):
 def grown(tiny, run, until_s):
     """The tapes as they are later: longer, and otherwise the same."""
     shutil.rmtree(run / "tapes", ignore_errors=True)
-    tiny.until(until_s).save(run)
+    tiny.run_until(until_s).save(run)
 
 
 def test_a_live_run_with_a_kill_and_a_restart_of_the_syncer(serve, visit, tmp_path):
     tiny, run = TinyRun(), tmp_path / "live"
     grown(tiny, run, 12.0)
-    page = visit(serve(RealDash(run)).url)
+    page = visit(serve(RealDashboard(run)).url)
     expect(card(page, 2)).to_contain_text("training")
     expect(page.locator("#verdict")).not_to_contain_text("Finished")
     tiny.kill(2)
@@ -50,7 +50,7 @@ def test_a_live_run_with_a_kill_and_a_restart_of_the_syncer(serve, visit, tmp_pa
 
 
 def test_a_finished_run_is_travelled(serve, visit, finished):
-    page = visit(serve(RealDash(finished)).url)
+    page = visit(serve(RealDashboard(finished)).url)
     expect(page.locator("#verdict")).to_contain_text("Finished")
     expect(page.locator("#ledger-0 .balance")).to_contain_text("Balanced")
     expect(page.locator("#fragments-0 .fragment")).to_have_count(3)
@@ -70,8 +70,8 @@ def test_a_finished_run_is_travelled(serve, visit, finished):
 
 @pytest.mark.long
 def test_a_run_beside_another(serve, visit, finished, tmp_path):
-    other = TinyRun(learners=2).until(9.0).save(tmp_path / "other")
-    page = visit(serve(RealDash(finished, other)).url, width=1440)
+    other = TinyRun(learners=2).run_until(9.0).save(tmp_path / "other")
+    page = visit(serve(RealDashboard(finished, other)).url, width=1440)
     expect(page.locator("#now-0 .card")).to_have_count(3)
     page.locator("#switch").get_by_role("button", name="both").click()
     expect(page.locator("#now-1 .card")).to_have_count(2)
@@ -84,7 +84,7 @@ def test_a_simulated_tape(serve, visit, tmp_path):
     run = tmp_path / "simulated"
     words = ["simulate", "--learners", "3", "--chips", "600000", "--days", "0.005", "--seed", "4", "--tape", str(run)]
     assert main(words) == 0
-    page = visit(serve(RealDash(run)).url)
+    page = visit(serve(RealDashboard(run)).url)
     expect(page.locator("#now-0 .card")).to_have_count(3)
     expect(page.locator("#verdict")).to_contain_text("Finished")  # the whole tape is read, and the slider as long
     expect(page.locator("#travel .live")).to_contain_text("end")
@@ -94,7 +94,7 @@ def test_a_simulated_tape(serve, visit, tmp_path):
 
 
 def test_with_a_token_the_page_is_for_those_who_have_it(serve, visit, finished):
-    dash = serve(RealDash(finished, token="four words of sense"))
+    dash = serve(RealDashboard(finished, token="four words of sense"))
     page = visit(dash.url, allow="status of 401")
     expect(page.get_by_role("dialog")).to_contain_text("The run's token")
     other = visit(f"{dash.url}#token=four%20words%20of%20sense")

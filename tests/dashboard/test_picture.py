@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from atoll.core.protocol import MessageArrived
 from atoll.core.types import SYNCER
-from atoll.dashboard.figures import Curve, as_csv, catalogue, curve, thinned
-from atoll.dashboard.picture import RunPicture, story_until
-from atoll.dashboard.view import picture_at, rounds, timeline
+from atoll.dashboard.curves import Curve, compute_curve, downsample, list_series, to_csv
+from atoll.dashboard.run_history import RunHistory, read_story
+from atoll.dashboard.view import rounds, timeline, view_at
 from atoll.tape.files import TapeReader, TapeTail, tape_path
 from atoll.tape.format import TapeError
-from atoll.tape.syncer_tenures import SampleHistory, sample_of
-from atoll.tape.time_shares import shares_of
+from atoll.tape.syncer_tenures import SampleHistory, take_sample
+from atoll.tape.time_shares import compute_time_shares
 from atoll.tape.timeline import read_timeline
 from tests.tiny_run import TinyRun, eventful_run
 
@@ -33,8 +33,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def picture(run):
-    found = RunPicture(run)
-    while found.grow():
+    found = RunHistory(run)
+    while found.update():
         pass
     return found
 
@@ -53,7 +53,7 @@ def as_json(value):
 
 
 def test_the_end_of_an_eventful_run(picture):
-    shown = as_json(picture_at(picture))
+    shown = as_json(view_at(picture))
     assert (shown["stage"], shown["now"], shown["loading"]) == ("finished", True, None)
     assert {each["state"] for each in shown["islands"]} == {"left"}
     assert shown["headline"]["learners"] == 3
@@ -64,21 +64,21 @@ def test_the_end_of_an_eventful_run(picture):
 
 
 def test_travel_in_time_shows_each_island_as_it_was(picture):
-    states = {at: island(picture_at(picture, at), 2)["state"] for at in (5.0, 13.0, 30.0)}
+    states = {at: island(view_at(picture, at), 2)["state"] for at in (5.0, 13.0, 30.0)}
     assert states == {5.0: "training", 13.0: "gone", 30.0: "training"}
-    assert island(picture_at(picture, 13.0), 1)["state"] == "training"
-    before, after = picture_at(picture, 10.0), picture_at(picture, 40.0)
+    assert island(view_at(picture, 13.0), 1)["state"] == "training"
+    before, after = view_at(picture, 10.0), view_at(picture, 40.0)
     assert before["headline"]["tokens"] < after["headline"]["tokens"]
     assert before["headline"]["merges"] < after["headline"]["merges"]
     assert not before["now"]
 
 
 def test_while_the_syncer_is_gone_islands_train_alone(picture):
-    shown = picture_at(picture, 21.0)
+    shown = view_at(picture, 21.0)
     assert shown["syncer"]["state"] == "down"
     assert {each["state"] for each in shown["islands"]} == {"alone"}
     assert {each["link"] for each in shown["islands"]} == {"down"}
-    assert picture_at(picture, 30.0)["syncer"] == {
+    assert view_at(picture, 30.0)["syncer"] == {
         "state": "up",
         "epoch": 2,
         "since": pytest.approx(SYNCER_BACK_AT, abs=0.1),
@@ -86,16 +86,16 @@ def test_while_the_syncer_is_gone_islands_train_alone(picture):
 
 
 def test_a_pause_is_shown_with_who_asked_for_it(tmp_path):
-    run = TinyRun().until(10.0)
-    run.ask("pause", None, "mira@head")
-    run.until(20.0)
-    run.ask("resume", None, "mira@head")
-    run.ask("quorum", 3, "otto@head")
-    found = RunPicture(run.until(30.0).save(tmp_path))
-    while found.grow():
+    run = TinyRun().run_until(10.0)
+    run.request_control("pause", None, "mira@head")
+    run.run_until(20.0)
+    run.request_control("resume", None, "mira@head")
+    run.request_control("quorum", 3, "otto@head")
+    found = RunHistory(run.run_until(30.0).save(tmp_path))
+    while found.update():
         pass
-    assert not picture_at(found, 5.0)["paused"], "before it"
-    then, now = picture_at(found, 15.0), picture_at(found)
+    assert not view_at(found, 5.0)["paused"], "before it"
+    then, now = view_at(found, 15.0), view_at(found)
     assert then["paused"]
     assert {each["state"] for each in then["islands"]} == {"paused"}
     assert not now["paused"]
@@ -109,60 +109,60 @@ def test_a_pause_is_shown_with_who_asked_for_it(tmp_path):
 @pytest.mark.parametrize("until", [20.6, 21.3, 21.9, 22.01, 22.06])
 def test_a_live_picture_while_the_syncer_is_away_shows_islands_that_train(tmp_path, until):
     """Whatever their own tapes and the new syncer's have said by then: nobody is gone."""
-    run = TinyRun().until(SYNCER_KILLED_AT)
+    run = TinyRun().run_until(SYNCER_KILLED_AT)
     run.kill(SYNCER)
-    run.until(min(until, SYNCER_BACK_AT))
+    run.run_until(min(until, SYNCER_BACK_AT))
     if until > SYNCER_BACK_AT:
         run.start(SYNCER)
-        run.until(until)
-    found = RunPicture(run.save(tmp_path))
-    while found.grow():
+        run.run_until(until)
+    found = RunHistory(run.save(tmp_path))
+    while found.update():
         pass
-    assert {each["state"] for each in picture_at(found)["islands"]} == {"alone"}
+    assert {each["state"] for each in view_at(found)["islands"]} == {"alone"}
 
 
 def test_a_live_picture_shows_at_once_who_was_killed(tmp_path):
-    run = TinyRun().until(12.5)
+    run = TinyRun().run_until(12.5)
     run.kill(2)
-    found = RunPicture(run.until(13.2).save(tmp_path))
-    while found.grow():
+    found = RunHistory(run.run_until(13.2).save(tmp_path))
+    while found.update():
         pass
-    assert [each["state"] for each in picture_at(found)["islands"]] == ["training", "gone", "training"]
+    assert [each["state"] for each in view_at(found)["islands"]] == ["training", "gone", "training"]
 
 
 def pictured(run):
-    found = RunPicture(run)
-    while found.grow():
+    found = RunHistory(run)
+    while found.update():
         pass
     return found
 
 
 def test_the_step_that_is_under_way_is_a_step_and_not_gone(tmp_path):
     """A step takes 1 s; this one takes long, and nobody knows yet how long."""
-    run = TinyRun().until(40.5)
-    run.stop(1, 500.0)
-    soon = island(picture_at(pictured(run.until(42.6).save(tmp_path / "soon"))), 1)["split"]
+    run = TinyRun().run_until(40.5)
+    run.suspend(1, 500.0)
+    soon = island(view_at(pictured(run.run_until(42.6).save(tmp_path / "soon"))), 1)["time_split"]
     assert soon["gone"] == 0.0
     assert soon["stepping"] == pytest.approx(42.5, abs=0.5), "less than three times the usual"
-    run = TinyRun().until(40.5)
-    run.stop(1, 500.0)
-    picture = pictured(run.until(46.0).save(tmp_path / "later"))
-    assert picture.standing(1, picture.to).standing in ("live", "suspect")
-    later = island(picture_at(picture), 1)["split"]
+    run = TinyRun().run_until(40.5)
+    run.suspend(1, 500.0)
+    picture = pictured(run.run_until(46.0).save(tmp_path / "later"))
+    assert picture.member_state(1, picture.newest_at).state in ("live", "suspect")
+    later = island(view_at(picture), 1)["time_split"]
     assert later["gone"] == 0.0
     assert later["stepping"] == pytest.approx(40.8, abs=0.5)
     assert later["paused"] == pytest.approx(4.8, abs=0.5)
 
 
 def test_stale_is_the_time_since_the_last_merge_with_it(tmp_path):
-    run = TinyRun().until(30.0)
+    run = TinyRun().run_until(30.0)
     run.kill(2)
-    picture = pictured(run.until(90.0).save(tmp_path))
+    picture = pictured(run.run_until(90.0).save(tmp_path))
     last = max(m.at for m in read_timeline(tmp_path).merges() if 2 in [who for who, _ in m.contributors])
-    shown = picture_at(picture)
-    assert island(shown, 2)["staleness_s"] == pytest.approx(picture.to - last)
+    shown = view_at(picture)
+    assert island(shown, 2)["staleness_s"] == pytest.approx(picture.newest_at - last)
     assert island(shown, 1)["staleness_s"] < 5.0
-    assert island(picture_at(picture, 60.0), 2)["staleness_s"] == pytest.approx(60.0 - last, abs=1e-6)
+    assert island(view_at(picture, 60.0), 2)["staleness_s"] == pytest.approx(60.0 - last, abs=1e-6)
 
 
 @pytest.mark.parametrize("off_s", [7200.0, -7200.0])
@@ -171,11 +171,11 @@ def test_a_clock_that_is_hours_off_changes_nothing(tmp_path, off_s):
 
     def of(where, off_s):
         clocks_s = dict.fromkeys(range(4), founded_at) | {2: founded_at + off_s}
-        run = TinyRun(clocks_s=clocks_s).until(30.0)
+        run = TinyRun(clocks_s=clocks_s).run_until(30.0)
         run.kill(2)
-        run.until(33.0)
+        run.run_until(33.0)
         run.start(2)
-        saved = run.until(60.0).save(where)
+        saved = run.run_until(60.0).save(where)
         (saved / "store").mkdir()
         (saved / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": founded_at}}))
         (saved / "metrics").mkdir()
@@ -188,79 +188,79 @@ def test_a_clock_that_is_hours_off_changes_nothing(tmp_path, off_s):
         return pictured(saved)
 
     right, wrong = of(tmp_path / "right", 0.0), of(tmp_path / "wrong", off_s)
-    assert wrong.processes[2][0].lead_s == pytest.approx(off_s, abs=0.2), "the clock must be off"
-    assert wrong.to == pytest.approx(right.to, abs=0.2)
+    assert wrong.processes[2][0].clock_offset_s == pytest.approx(off_s, abs=0.2), "the clock must be off"
+    assert wrong.newest_at == pytest.approx(right.newest_at, abs=0.2)
     one, other = timeline(right, None, None, 500), timeline(wrong, None, None, 500)
     for mine, theirs in zip(one["islands"], other["islands"], strict=True):
         assert [band[2] for band in mine["bands"]] == [band[2] for band in theirs["bands"]]
         assert [band[0] for band in mine["bands"]] == pytest.approx([band[0] for band in theirs["bands"]], abs=0.7)
-    assert island(picture_at(wrong), 2)["split"] == pytest.approx(island(picture_at(right), 2)["split"], abs=0.8)
-    loss = curve(wrong, "loss.learner.2")
-    assert loss.y == curve(right, "loss.learner.2").y
+    assert island(view_at(wrong), 2)["time_split"] == pytest.approx(island(view_at(right), 2)["time_split"], abs=0.8)
+    loss = compute_curve(wrong, "loss.learner.2")
+    assert loss.y == compute_curve(right, "loss.learner.2").y
     assert len(loss.y) == 24
-    assert loss.x == pytest.approx(curve(right, "loss.learner.2").x, abs=1.1)
+    assert loss.x == pytest.approx(compute_curve(right, "loss.learner.2").x, abs=1.1)
     then = founded_at + 20.0
-    assert picture_at(wrong, then)["headline"]["tokens"] == pytest.approx(
-        picture_at(right, then)["headline"]["tokens"], abs=100
+    assert view_at(wrong, then)["headline"]["tokens"] == pytest.approx(
+        view_at(right, then)["headline"]["tokens"], abs=100
     )
-    told = story_until(wrong, ("learner", 2), then, 3).lines
+    told = read_story(wrong, ("learner", 2), then, 3).lines
     assert told
     assert all(then - 10.0 < line.at <= then for line in told)
 
 
 def test_a_clock_of_which_nothing_is_known_yet_does_not_stretch_the_run(tmp_path):
     """The syncer's tape does not have its first message yet."""
-    run = TinyRun(clocks_s={3: 7200.0}).until(20.0).save(tmp_path)
+    run = TinyRun(clocks_s={3: 7200.0}).run_until(20.0).save(tmp_path)
     path = tape_path(run, next(actor for actor in TinyRun().headers if actor.learner == SYNCER))
-    heard = ((e.tick, e.event) for e in TapeTail(TapeReader(path)).new_entries())
+    heard = ((e.tick, e.event) for e in TapeTail(TapeReader(path)).read_new_entries())
     first = next(tick for tick, event in heard if isinstance(event, MessageArrived) and event.envelope.learner == 3)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join(lines[:first]) + b"\n")
     found = pictured(run)
-    assert found.to < 100.0
+    assert found.newest_at < 100.0
     path.write_bytes(b"\n".join(lines))
-    while found.grow():
+    while found.update():
         pass
-    assert found.to == pytest.approx(20.0, abs=1.0)
-    assert [each["state"] for each in picture_at(found)["islands"]] == ["training"] * 3
+    assert found.newest_at == pytest.approx(20.0, abs=1.0)
+    assert [each["state"] for each in view_at(found)["islands"]] == ["training"] * 3
 
 
 def test_a_moment_before_the_beginning_shows_nobody(picture):
-    shown = as_json(picture_at(picture, -5.0))
+    shown = as_json(view_at(picture, -5.0))
     assert shown["at"] == picture.begin
 
 
 def test_the_splits_of_an_island_add_up_to_its_time(picture):
-    shown = picture_at(picture, 50.0)
-    since = picture.trains_since
+    shown = view_at(picture, 50.0)
+    since = picture.training_started_at
     assert since is not None
     for each in shown["islands"]:
-        assert sum(each["split"].values()) == pytest.approx(50.0 - since, abs=1e-6)
-    assert island(shown, 2)["split"]["gone"] == pytest.approx(BACK_AT - KILLED_AT, abs=1.1)
+        assert sum(each["time_split"].values()) == pytest.approx(50.0 - since, abs=1e-6)
+    assert island(shown, 2)["time_split"]["gone"] == pytest.approx(BACK_AT - KILLED_AT, abs=1.1)
     assert island(shown, 2)["goodput"] < island(shown, 1)["goodput"]
 
 
 def test_who_comes_later_and_leaves_earlier_is_only_asked_for_the_time_between(tmp_path):
-    run = TinyRun(learners=2).until(100.0)
+    run = TinyRun(learners=2).run_until(100.0)
     run.start(3)
-    run.until(140.0)
-    run.ask("drain", 3, "mira@head")
-    found = RunPicture(run.until(200.0).save(tmp_path))
-    while found.grow():
+    run.run_until(140.0)
+    run.request_control("drain", 3, "mira@head")
+    found = RunHistory(run.run_until(200.0).save(tmp_path))
+    while found.update():
         pass
-    late = island(picture_at(found), 3)
+    late = island(view_at(found), 3)
     assert late["state"] == "left"
-    assert 30.0 < sum(late["split"].values()) < 45.0
+    assert 30.0 < sum(late["time_split"].values()) < 45.0
     assert late["goodput"] > 0.9
-    assert picture_at(found)["headline"]["goodput"] > 0.95
+    assert view_at(found)["headline"]["goodput"] > 0.95
     bands = next(each["bands"] for each in timeline(found, None, None, 500)["islands"] if each["learner"] == 3)
     assert bands[0][0] == pytest.approx(100.0, abs=0.1)
-    kinds = [mark["kind"] for mark in timeline(found, None, None, 500)["marks"] if mark["who"] == "learner 3"]
+    kinds = [mark["kind"] for mark in timeline(found, None, None, 500)["marks"] if mark["subject"] == "learner 3"]
     assert kinds == ["joined", "control", "left"]
 
 
 def test_weights_of_all_islands_are_one_whole(picture):
-    shown = picture_at(picture, 50.0)
+    shown = view_at(picture, 50.0)
     assert sum(each["weight"] for each in shown["islands"]) == pytest.approx(1.0)
 
 
@@ -283,7 +283,7 @@ def test_bands_have_no_gaps_and_tell_the_kill(picture):
 
 
 def test_marks_tell_of_restarts(picture):
-    marks = {(each["who"], each["kind"]) for each in timeline(picture, None, None, 500)["marks"]}
+    marks = {(each["subject"], each["kind"]) for each in timeline(picture, None, None, 500)["marks"]}
     assert ("learner 2", "restarted") in marks
     assert ("syncer", "syncer-restarted") in marks
 
@@ -318,19 +318,19 @@ def test_however_a_tape_grows_its_tail_reads_what_a_reader_reads(tmp_path_factor
     tail, found, places = TapeTail(TapeReader(growing)), [], []
     for end in [*sorted(cuts), len(data)]:
         growing.write_bytes(data[:end])
-        for entry in tail.new_entries():
+        for entry in tail.read_new_entries():
             found.append(entry)
-            places.append(tail.place())
-    assert found == list(TapeTail(TapeReader(whole)).new_entries())
+            places.append(tail.position())
+    assert found == list(TapeTail(TapeReader(whole)).read_new_entries())
     middle = len(found) // 2
-    assert list(TapeTail(TapeReader(growing), places[middle]).new_entries()) == found[middle + 1 :]
+    assert list(TapeTail(TapeReader(growing), places[middle]).read_new_entries()) == found[middle + 1 :]
 
 
 def test_a_picture_that_grew_is_the_one_that_was_read_at_once(tmp_path):
     run = TinyRun()
     pieces = []
     for end in (5.0, 13.0, 40.0):
-        run.until(end)
+        run.run_until(end)
         pieces.append(len(run.entries))
     growing = None
     for number, count in enumerate(pieces):
@@ -340,16 +340,16 @@ def test_a_picture_that_grew_is_the_one_that_was_read_at_once(tmp_path):
         for tape in target.glob("tapes/*"):
             tape.unlink()
         part.save(target)
-        growing = growing or RunPicture(target)
+        growing = growing or RunHistory(target)
         before = growing.version
-        while growing.grow():
+        while growing.update():
             pass
         assert growing.version > before, f"piece {number} brought nothing"
-    at_once = RunPicture(run.save(tmp_path / "once"))
-    while at_once.grow(0.0):  # as little at a time as it can
-        as_json(picture_at(at_once))  # whatever is read by then
+    at_once = RunHistory(run.save(tmp_path / "once"))
+    while at_once.update(0.0):  # as little at a time as it can
+        as_json(view_at(at_once))  # whatever is read by then
     assert growing is not None
-    one, other = (as_json(picture_at(each)) for each in (growing, at_once))
+    one, other = (as_json(view_at(each)) for each in (growing, at_once))
     assert one == other
 
 
@@ -358,21 +358,21 @@ def test_a_damaged_tape_is_told_and_the_others_are_read(tmp_path):
     path = tape_path(run, next(actor for actor in eventful_run().headers if actor.learner == 3))
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:20], b"garbage", *lines[21:]]))
-    found = RunPicture(run)
-    while found.grow():
+    found = RunHistory(run)
+    while found.update():
         pass
-    shown = picture_at(found)
-    assert len(shown["damaged"]) == 1
-    assert path.name in shown["damaged"][0]
+    shown = view_at(found)
+    assert len(shown["tape_errors"]) == 1
+    assert path.name in shown["tape_errors"][0]
     assert shown["stage"] == "finished"
 
 
 def test_a_folder_without_tapes_is_refused(tmp_path):
     with pytest.raises(TapeError, match="not a run directory"):
-        RunPicture(tmp_path)
+        RunHistory(tmp_path)
     (tmp_path / "tapes").mkdir()
     with pytest.raises(TapeError, match="no tapes"):
-        RunPicture(tmp_path)
+        RunHistory(tmp_path)
 
 
 def test_islands_whose_tapes_are_elsewhere_are_shown_as_the_syncer_saw_them(tmp_path):
@@ -380,10 +380,10 @@ def test_islands_whose_tapes_are_elsewhere_are_shown_as_the_syncer_saw_them(tmp_
     run = eventful_run().save(tmp_path / "run")
     for path in (run / "tapes").glob("learner-*"):
         path.unlink()
-    found = RunPicture(run)
-    while found.grow():
+    found = RunHistory(run)
+    while found.update():
         pass
-    shown = as_json(picture_at(found, 13.0))
+    shown = as_json(view_at(found, 13.0))
     assert island(shown, 2)["state"] == "gone"
     assert island(shown, 1)["state"] == "training"
     assert island(shown, 1)["step"] > 5
@@ -393,43 +393,43 @@ def test_islands_whose_tapes_are_elsewhere_are_shown_as_the_syncer_saw_them(tmp_
 
 def test_the_time_of_islands_elsewhere_is_derived_from_what_they_told_the_syncer(tmp_path):
     """Stopped, killed, and without a syncer for a while: as their own tapes would have it, and marked as derived."""
-    run = TinyRun().until(40.5)
-    run.stop(1, 30.0)
-    run.until(100.0)
+    run = TinyRun().run_until(40.5)
+    run.suspend(1, 30.0)
+    run.run_until(100.0)
     run.kill(2)
-    run.until(120.0)
+    run.run_until(120.0)
     run.start(2)
-    run.until(150.0)
+    run.run_until(150.0)
     run.kill(SYNCER)
-    run.until(170.0)
+    run.run_until(170.0)
     run.start(SYNCER)
-    own = RunPicture(run.until(260.0).save(tmp_path / "own"))
+    own = RunHistory(run.run_until(260.0).save(tmp_path / "own"))
     run.save(tmp_path / "elsewhere")
     for path in (tmp_path / "elsewhere" / "tapes").glob("learner-*"):
         path.unlink()
-    elsewhere = RunPicture(tmp_path / "elsewhere")
+    elsewhere = RunHistory(tmp_path / "elsewhere")
     for each in (own, elsewhere):
-        while each.grow():
+        while each.update():
             pass
     for at in (60.0, 110.0, 160.0, 250.0):
-        ours, theirs = as_json(picture_at(own, at)), as_json(picture_at(elsewhere, at))
+        ours, theirs = as_json(view_at(own, at)), as_json(view_at(elsewhere, at))
         assert not ours["headline"]["derived"]
         assert theirs["headline"]["derived"]
         for name in ("goodput", "uptime"):
             assert theirs["headline"][name] == pytest.approx(ours["headline"][name], abs=0.01)
         for mine, seen in zip(ours["islands"], theirs["islands"], strict=True):
             assert (mine["derived"], seen["derived"]) == (False, True)
-            assert seen["split"] == pytest.approx(mine["split"], abs=0.2)
+            assert seen["time_split"] == pytest.approx(mine["time_split"], abs=0.2)
 
 
 def test_tokens_of_islands_elsewhere_are_summed_over_their_processes(tmp_path):
     run = eventful_run()
-    whole, part = RunPicture(run.save(tmp_path / "whole")), RunPicture(run.save(tmp_path / "part"))
+    whole, part = RunHistory(run.save(tmp_path / "whole")), RunHistory(run.save(tmp_path / "part"))
     for path in (tmp_path / "part" / "tapes").glob("learner-*"):
         path.unlink()
-    part = RunPicture(tmp_path / "part")
+    part = RunHistory(tmp_path / "part")
     for each in (whole, part):
-        while each.grow():
+        while each.update():
             pass
     for at in (5.0, 11.9, 13.0, 30.0, 60.0):
         told, trained = part.tokens_until(at), whole.tokens_until(at)
@@ -440,13 +440,13 @@ def test_tokens_of_islands_elsewhere_are_summed_over_their_processes(tmp_path):
 
 def test_an_old_process_that_writes_beside_its_successor_is_one_life(picture, tmp_path):
     """As after SIGCONT: entries of both come in turns."""
-    found = RunPicture(eventful_run().save(tmp_path))
-    tails = {actor: list(found.entries(actor, 0.0, 1e9)) for actor in found._find() if actor.learner == 2}
-    fed = RunPicture(tmp_path)
+    found = RunHistory(eventful_run().save(tmp_path))
+    tails = {actor: list(found.entries(actor, 0.0, 1e9)) for actor in found._find_tapes() if actor.learner == 2}
+    fed = RunHistory(tmp_path)
     for number in range(max(map(len, tails.values()))):
         for actor, entries in tails.items():
             if number < len(entries):
-                fed.take_learner(2, actor.start, entries[number])
+                fed.handle_learner_entry(2, actor.generation, entries[number])
     assert [process.incarnation for process in fed.processes[2]] == [1, 2]
     assert [len(process.log) for process in fed.processes[2]] == [len(process.log) for process in picture.processes[2]]
 
@@ -454,24 +454,24 @@ def test_an_old_process_that_writes_beside_its_successor_is_one_life(picture, tm
 def test_a_tape_that_is_none_is_told_of_and_the_rest_is_shown(tmp_path):
     run = eventful_run().save(tmp_path / "run")
     (run / "tapes" / "learner-9-i1.tape").write_bytes(b"garbage\nmore of it\n")
-    found = RunPicture(run)
-    while found.grow():
+    found = RunHistory(run)
+    while found.update():
         pass
-    shown = picture_at(found)
+    shown = view_at(found)
     assert shown["stage"] == "finished"
-    assert len(shown["damaged"]) == 1
+    assert len(shown["tape_errors"]) == 1
 
 
 def test_a_loss_that_is_no_number_is_not_the_one_of_before(tmp_path):
-    found = RunPicture(TinyRun().until(120.0).save(tmp_path))
-    while found.grow():
+    found = RunHistory(TinyRun().run_until(120.0).save(tmp_path))
+    while found.update():
         pass
     for at, loss in ((10.0, 2.0), (50.0, 1.9), (100.0, float("nan")), (110.0, None)):
         found.metrics._add("loss.learner.3", at, loss)
-    shown = as_json(picture_at(found))
+    shown = as_json(view_at(found))
     assert island(shown, 3)["loss"] is None
     assert [(each["rule"], each["severity"]) for each in shown["alerts"]] == [("loss-spike", "critical")]
-    assert curve(found, "loss.learner.3").y == [2.0, 1.9]
+    assert compute_curve(found, "loss.learner.3").y == [2.0, 1.9]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -480,11 +480,11 @@ def test_a_loss_that_is_no_number_is_not_the_one_of_before(tmp_path):
 
 def test_samples_are_bounded_and_evenly_spread(picture):
     samples = SampleHistory(max_samples=16)
-    tenure = picture.tenure
+    tenure = picture.current_tenure
     for tenth in range(5000):
         at = tenth / 10.0
         if samples.is_due(at):
-            samples.add(sample_of(tenure, at))
+            samples.add(take_sample(tenure, at))
     kept = [each.at for each in samples.all()]
     assert 8 <= len(kept) <= 16
     gaps = [after - before for before, after in pairwise(kept)]
@@ -496,33 +496,36 @@ def test_samples_are_bounded_and_evenly_spread(picture):
 
 
 def test_every_series_of_the_catalogue_has_a_curve(picture):
-    for series in catalogue(picture):
+    for series in list_series(picture):
         for x in ("time", "tokens"):
-            found = curve(picture, series.name, x, points=50)
+            found = compute_curve(picture, series.name, x, points=50)
             assert len(found.x) == len(found.y) <= 50
             assert all(before <= after for before, after in pairwise(found.x)), series.name
             as_json([list(found.x), list(found.y)])
-    assert max(curve(picture, "merges.contributions").y) == 3
+    assert max(compute_curve(picture, "merges.contributions").y) == 3
     with pytest.raises(KeyError):
-        curve(picture, "loss.learner.77")
+        compute_curve(picture, "loss.learner.77")
 
 
 def test_goodput_is_the_one_of_the_accounting(picture):
     facts = read_timeline(picture.run)
-    shares = [shares_of(n, processes, (picture.trains_since, 50.0)) for n, processes in facts.processes.items()]
+    shares = [
+        compute_time_shares(n, processes, (picture.training_started_at, 50.0))
+        for n, processes in facts.processes.items()
+    ]
     whole = sum(each.allocated_s for each in shares)
     assert picture.goodput(50.0) == pytest.approx(sum(each.stepping_s for each in shares) / whole)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 50))
 def test_thinned_curves_keep_their_mean_and_range(values, points):
-    found = thinned(Curve(sorted(values), values), points)
+    found = downsample(Curve(sorted(values), values), points)
     assert len(found.y) <= max(points, 1)
     assert min(values) - 1e-6 <= min(found.y) <= max(found.y) <= max(values) + 1e-6
 
 
 def test_csv_has_a_line_per_point(picture):
-    text = as_csv(picture, ["merges.contributions", "goodput"], "time")
+    text = to_csv(picture, ["merges.contributions", "goodput"], "time")
     lines = text.splitlines()
     assert lines[0] == "series,time,value"
     assert sum(line.startswith("merges.contributions,") for line in lines) == read_timeline(picture.run).merges_until(
@@ -531,12 +534,12 @@ def test_csv_has_a_line_per_point(picture):
 
 
 def test_a_story_is_the_end_of_the_whole_story(picture):
-    whole = story_until(picture, ("learner", 2), None, 100_000)
-    assert not whole.more
-    told = story_until(picture, ("learner", 2), None, 10)
-    assert told.more
+    whole = read_story(picture, ("learner", 2), None, 100_000)
+    assert not whole.has_more
+    told = read_story(picture, ("learner", 2), None, 10)
+    assert told.has_more
     assert told.lines == whole.lines[-10:]
-    early = story_until(picture, ("learner", 2), 15.0, 20)
+    early = read_story(picture, ("learner", 2), 15.0, 20)
     assert all(line.at <= 15.0 for line in early.lines)
     assert any("incarnation 2" in line.sentence for line in early.lines)
-    assert story_until(picture, ("run", SYNCER), None, 5).lines
+    assert read_story(picture, ("run", SYNCER), None, 5).lines

@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from atoll.cli.main import main
-from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.report_page import Reported, page
+from atoll.dashboard.report_page import ReportedRun, render_report
+from atoll.dashboard.run_history import RunHistory
 from atoll.sim.check_tapes import CheckResult
-from atoll.sim.checkers import Violation
+from atoll.sim.checkers import InvariantViolationError
 from tests.tiny_run import TinyRun, eventful_run
 
 VOID = frozenset({"meta", "line", "rect", "path", "circle", "br"})
@@ -53,7 +53,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    saved = TinyRun(learners=2).until(30.0).save(tmp_path_factory.mktemp("other") / "second")
+    saved = TinyRun(learners=2).run_until(30.0).save(tmp_path_factory.mktemp("other") / "second")
     (saved / "config.json").write_text(json.dumps({"learners": 2, "data": "<script>alert(1)</script>"}))
     return saved
 
@@ -84,20 +84,20 @@ def test_several_runs_are_compared_and_hostile_words_stay_words(run, other, tmp_
 
 
 def test_every_colour_of_the_page_is_defined(run):
-    picture = RunPicture(run)
-    while picture.grow():
+    picture = RunHistory(run)
+    while picture.update():
         pass
-    text = page([Reported("first", picture, None)])
+    text = render_report([ReportedRun("first", picture, None)])
     used = set(re.findall(r"var\(--(\w+)\)", text))
     assert {"training", "gone", "line"} <= used <= set(re.findall(r"--(\w+):", text))
 
 
 def test_a_violated_invariant_stands_on_the_page(run):
-    picture = RunPicture(run)
-    while picture.grow():
+    picture = RunHistory(run)
+    while picture.update():
         pass
-    violation = Violation("exactly-once", "version 3 has a contribution of version 2", None, None)
-    text = page([Reported("first", picture, CheckResult(100, True, [], violation, []))])
+    violation = InvariantViolationError("exactly-once", "version 3 has a contribution of version 2", None, None)
+    text = render_report([ReportedRun("first", picture, CheckResult(100, True, [], violation, []))])
     words = Parsed(text).words
     assert "is violated: exactly-once: version 3 has a contribution of version 2" in words
     assert "holds over" not in words

@@ -15,8 +15,8 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestClient, TestServer
 
 from atoll.dashboard import server as serving
-from atoll.dashboard.alerts import Rules
-from atoll.dashboard.server import HEADERS, Dash, RunFeed
+from atoll.dashboard.alerts import AlertRules
+from atoll.dashboard.server import HEADERS, DashboardServer, RunFeed
 from atoll.transport.endpoint import SyncerAddress, write_address_file
 from tests.tiny_run import TinyRun, eventful_run
 
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
 
 @asynccontextmanager
 async def client_of(*runs, token=None, rules=None):
-    dash = Dash([RunFeed(run, rules) for run in runs], token)
+    dash = DashboardServer([RunFeed(run, rules) for run in runs], token)
     async with TestClient(TestServer(dash.app())) as client:
         yield client
 
@@ -60,7 +60,7 @@ def test_every_path_answers_in_the_shape_of_the_contract(run):
             runs = await (await client.get("/api/runs")).json()
             assert [each["name"] for each in runs["runs"]] == [run.name]
             assert runs["runs"][0]["controls"] is False
-            past = await (await client.get("/api/run/0/picture?at=13")).json()
+            past = await (await client.get("/api/run/0/view?at=13")).json()
             assert past["at"] == 13.0
             timeline = await (await client.get("/api/run/0/timeline?from=5&to=15&width=300")).json()
             assert {"islands", "syncer", "marks", "rounds", "from", "to"} == set(timeline)
@@ -73,7 +73,7 @@ def test_every_path_answers_in_the_shape_of_the_contract(run):
             assert "attachment" in table.headers["Content-Disposition"]
             story = await (await client.get("/api/run/0/story?learner=2&limit=4")).json()
             assert len(story["lines"]) == 4
-            assert {"at", "about", "text"} == set(story["lines"][0])
+            assert {"at", "subject", "text"} == set(story["lines"][0])
             config = await (await client.get("/api/run/0/config")).json()
             assert config["config"]["fragments"] == 3
 
@@ -89,7 +89,7 @@ def test_two_runs_are_served_side_by_side_and_a_third_is_not_there(run, tmp_path
             runs = await (await client.get("/api/runs")).json()
             assert [each["index"] for each in runs["runs"]] == [0, 1]
         async with client_of(run) as client:
-            answer = await client.get("/api/run/1/picture")
+            answer = await client.get("/api/run/1/view")
             assert answer.status == 404
             assert "no run 1" in (await answer.json())["error"]
 
@@ -97,7 +97,7 @@ def test_two_runs_are_served_side_by_side_and_a_third_is_not_there(run, tmp_path
 
 
 def test_live_news_come_as_the_tape_grows(tmp_path):
-    tiny = TinyRun().until(5.0)
+    tiny = TinyRun().run_until(5.0)
     run = tiny.save(tmp_path / "run")
 
     async def talk():
@@ -106,7 +106,7 @@ def test_live_news_come_as_the_tape_grows(tmp_path):
             assert answer.content_type == "text/event-stream"
             first = await next_picture(answer)
             shutil.rmtree(run / "tapes")
-            tiny.until(9.0).save(run)
+            tiny.run_until(9.0).save(run)
             second = await next_picture(answer)
             while second["to"] <= first["to"]:
                 second = await next_picture(answer)
@@ -129,10 +129,10 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
 
     async def talk():
         async with client_of(tmp_path / "run") as client:
-            early = await client.get("/api/run/0/picture")
+            early = await client.get("/api/run/0/view")
             assert early.status == 503
             assert "not begun" in (await early.json())["error"]
-            TinyRun().until(5.0).save(tmp_path / "run")
+            TinyRun().run_until(5.0).save(tmp_path / "run")
             assert (await until_read(client))["stage"] == "running"
 
     go(talk())
@@ -146,7 +146,7 @@ def test_without_the_token_nothing_of_the_run_is_shown(run):
     async def talk():
         async with client_of(run, token=TOKEN) as client:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {TOKEN}x"}):
-                for path in ("/api/runs", "/api/run/0/picture", "/api/run/0/live", "/api/run/0/story"):
+                for path in ("/api/runs", "/api/run/0/view", "/api/run/0/live", "/api/run/0/story"):
                     answer = await client.get(path, headers=headers)
                     assert answer.status == 401, path
                     assert "token" in (await answer.json())["error"]
@@ -172,7 +172,7 @@ def test_without_a_token_other_names_of_this_machine_are_refused(run):
 def test_every_answer_has_the_strict_headers(run):
     async def talk():
         async with client_of(run) as client:
-            for path in ("/api/runs", "/nothing", "/api/run/0/picture?at=x"):
+            for path in ("/api/runs", "/nothing", "/api/run/0/view?at=x"):
                 answer = await client.get(path)
                 assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS
             live = await client.get("/api/run/0/live")
@@ -219,20 +219,20 @@ def test_other_sites_are_refused(run):
 
 def test_a_run_that_falls_silent_is_drawn_all_the_same(tmp_path, monkeypatch):
     """Its age and its alerts grow although nothing is written."""
-    monkeypatch.setattr(serving, "REDRAWN_S", 0.1)
-    run = TinyRun().until(5.0).save(tmp_path / "run")
+    monkeypatch.setattr(serving, "MAX_VIEW_AGE_S", 0.1)
+    run = TinyRun().run_until(5.0).save(tmp_path / "run")
     (run / "store").mkdir()
     (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 1.0}}))
     for tape in (run / "tapes").iterdir():
         os.utime(tape, (time.time() - 55.5, time.time() - 55.5))
 
     async def talk():
-        async with client_of(run, rules=Rules(old_s=56.0)) as client:
+        async with client_of(run, rules=AlertRules(stale_s=56.0)) as client:
             answer = await client.get("/api/run/0/live")
             shown = await next_picture(answer)
             while not shown["alerts"]:
                 shown = await next_picture(answer)
-            assert [each["rule"] for each in shown["alerts"]] == ["old"]
+            assert [each["rule"] for each in shown["alerts"]] == ["stale"]
 
     go(talk())
 
@@ -240,9 +240,9 @@ def test_a_run_that_falls_silent_is_drawn_all_the_same(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        ("/api/run/0/picture?at=nan", 400),
-        ("/api/run/0/picture?at=1e400", 400),
-        ("/api/run/0/picture?at=';--", 400),
+        ("/api/run/0/view?at=nan", 400),
+        ("/api/run/0/view?at=1e400", 400),
+        ("/api/run/0/view?at=';--", 400),
         ("/api/run/0/timeline?width=-5", 200),
         ("/api/run/0/timeline?from=9&to=3", 200),
         ("/api/run/0/series?names=no.such", 404),
@@ -253,7 +253,7 @@ def test_a_run_that_falls_silent_is_drawn_all_the_same(tmp_path, monkeypatch):
         ("/api/run/0/series?names=throughput.learner.²", 404),
         ("/api/run/0/series?names=throughput.nobody", 404),
         ("/api/run/0/story?limit=-3", 200),
-        ("/api/run/7/picture", 404),
+        ("/api/run/7/view", 404),
     ],
 )
 def test_odd_questions_get_answers(run, path, status):
@@ -272,7 +272,7 @@ def test_odd_questions_get_answers(run, path, status):
 
 
 def wish(**changes):
-    return {"what": "pause", "who": "somebody", **changes}
+    return {"action": "pause", "requested_by": "somebody", **changes}
 
 
 def own(client):
@@ -298,12 +298,12 @@ def test_controls_are_asked_twice_and_need_a_syncer_of_that_token(run, tmp_path)
             write_address_file(run, SyncerAddress("127.0.0.1:9", TOKEN, 1))
             first = await client.post("/api/run/0/control", json=wish(), headers=own(client))
             assert first.status == 409
-            assert "stand still" in (await first.json())["ask"]
-            sure = await client.post("/api/run/0/control", json=wish(sure=True), headers=own(client))
+            assert "stand still" in (await first.json())["prompt"]
+            sure = await client.post("/api/run/0/control", json=wish(confirmed=True), headers=own(client))
             assert sure.status == 503
             assert "no syncer answers" in (await sure.json())["error"]
             write_address_file(run, SyncerAddress("127.0.0.1:9", "another run's", 1))
-            other = await client.post("/api/run/0/control", json=wish(sure=True), headers=own(client))
+            other = await client.post("/api/run/0/control", json=wish(confirmed=True), headers=own(client))
             assert other.status == 503
             runs = await (await client.get("/api/runs", headers=AUTHORIZED)).json()
             assert runs["runs"][0]["controls"] is False
@@ -326,7 +326,7 @@ def test_controls_from_elsewhere_are_refused(run, reachable):
             assert form.status == 415
         async with client_of(run) as client:
             headers = {"Origin": str(client.make_url("/")).rstrip("/")}
-            answer = await client.post("/api/run/0/control", json=wish(sure=True), headers=headers)
+            answer = await client.post("/api/run/0/control", json=wish(confirmed=True), headers=headers)
             assert answer.status == 401
 
     go(talk())
@@ -337,16 +337,16 @@ def test_controls_from_elsewhere_are_refused(run, reachable):
     [
         [],
         {},
-        {"what": "explode", "who": "me"},
-        wish(who=""),
-        wish(who=7),
-        wish(who="x" * 200),
-        wish(what="drain"),
-        wish(what="drain", value="3"),
-        wish(what="drain", value=True),
-        wish(what="quorum", value=0),
-        wish(what="grace", value=1.5),
-        wish(what="grace", value="much"),
+        {"action": "explode", "requested_by": "me"},
+        wish(requested_by=""),
+        wish(requested_by=7),
+        wish(requested_by="x" * 200),
+        wish(action="drain"),
+        wish(action="drain", value="3"),
+        wish(action="drain", value=True),
+        wish(action="quorum", value=0),
+        wish(action="grace", value=1.5),
+        wish(action="grace", value="much"),
         [[[[[[[[]]]]]]]],
     ],
 )
@@ -366,10 +366,10 @@ def test_wishes_that_make_no_sense_are_refused_with_a_sentence(reachable, raw):
 
 def test_alerts_go_to_the_log_and_are_called_off(tmp_path, monkeypatch):
     """Learner 2 is dead for long, then comes back. Times are the tape's, so nobody waits."""
-    monkeypatch.setattr(serving, "ALERTS_S", 0.05)
-    tiny = TinyRun().until(10.0)
+    monkeypatch.setattr(serving, "ALERT_INTERVAL_S", 0.05)
+    tiny = TinyRun().run_until(10.0)
     tiny.kill(2)
-    run = tiny.until(30.0).save(tmp_path / "run")
+    run = tiny.run_until(30.0).save(tmp_path / "run")
 
     async def talk():
         logged: asyncio.Queue[str] = asyncio.Queue()
@@ -377,12 +377,12 @@ def test_alerts_go_to_the_log_and_are_called_off(tmp_path, monkeypatch):
         handler.emit = lambda record: logged.put_nowait(record.getMessage())  # type: ignore[method-assign]
         serving.log.addHandler(handler)
         try:
-            async with client_of(run, rules=Rules(gone_s=5.0)) as client:
+            async with client_of(run, rules=AlertRules(down_s=5.0)) as client:
                 await until_read(client)
                 assert "run: learner 2 is away for " in await asyncio.wait_for(logged.get(), 20)
                 tiny.start(2)
                 shutil.rmtree(run / "tapes")
-                tiny.until(40.0).save(run)
+                tiny.run_until(40.0).save(run)
                 assert "run: over: learner 2 is away for " in await asyncio.wait_for(logged.get(), 20)
         finally:
             serving.log.removeHandler(handler)

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from atoll.cli.main import main
-from atoll.dashboard.terminal import STATES
+from atoll.dashboard.terminal import STATE_STYLES
 from tests.tiny_run import TinyRun, eventful_run
 
 
@@ -36,14 +36,14 @@ def test_a_moment_of_the_past_says_so(run, capsys, monkeypatch):
     assert "as it was then; fragments and books as 0." in told, "samples are half a second apart"
     line = next(line for line in told.splitlines() if line.startswith("2 "))
     assert "gone" in line
-    assert STATES["gone"][1] in line, "who sees no colours reads letters"
+    assert STATE_STYLES["gone"][1] in line, "who sees no colours reads letters"
 
 
 def test_fragments_that_are_away_are_marked_with_the_reason(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    tiny = TinyRun().until(10.5)
-    tiny.lose_shard(0, 2)
-    assert main(["watch", str(tiny.until(20.0).save(tmp_path)), "--at", "19"]) == 0
+    tiny = TinyRun().run_until(10.5)
+    tiny.disconnect_shard(0, 2)
+    assert main(["watch", str(tiny.run_until(20.0).save(tmp_path)), "--at", "19"]) == 0
     lines = capsys.readouterr().out.splitlines()
     letters = next(line.split()[-1] for line in lines if line.startswith("fragments"))
     assert (letters[0], letters[2]) == ("×", "×")
@@ -59,12 +59,12 @@ def test_json_is_the_picture_of_the_page(run, capsys):
 
 
 def test_rules_come_from_a_file(tmp_path, capsys):
-    tiny = TinyRun().until(10.0)
+    tiny = TinyRun().run_until(10.0)
     tiny.kill(2)
-    run = tiny.until(60.0).save(tmp_path / "run")
+    run = tiny.run_until(60.0).save(tmp_path / "run")
     rules = tmp_path / "rules.toml"
-    for limit_s, found in ((30.0, ["island-gone"]), (90.0, [])):
-        rules.write_text(f"gone_s = {limit_s}\n")
+    for limit_s, found in ((30.0, ["learner-down"]), (90.0, [])):
+        rules.write_text(f"down_s = {limit_s}\n")
         assert main(["watch", str(run), "--json", "--rules", str(rules)]) == 0
         assert [each["rule"] for each in json.loads(capsys.readouterr().out)["alerts"]] == found
     rules.write_text("gone = 3\n")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import main
-from atoll.dashboard.figures import catalogue, curve
-from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.writers import CsvWriter, Exporter, export, is_over
+from atoll.dashboard.curves import compute_curve, list_series
+from atoll.dashboard.run_history import RunHistory
+from atoll.dashboard.writers import CsvWriter, Exporter, export, is_finished
 from tests.tiny_run import eventful_run
 
 FOUNDED_AT = 1_700_000_000.0
@@ -43,8 +43,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def picture(run):
-    found = RunPicture(run)
-    while found.grow():
+    found = RunHistory(run)
+    while found.update():
         pass
     return found
 
@@ -58,7 +58,7 @@ def of_csv(folder: Path) -> dict[str, list[dict[str, str]]]:
 
 
 def assert_is_the_curve(rows, picture, name):
-    wanted = curve(picture, name, points=1_000_000)
+    wanted = compute_curve(picture, name, points=1_000_000)
     assert [float(row["value"]) for row in rows] == pytest.approx(list(wanted.y), rel=1e-6)
     assert [float(row["at"]) for row in rows] == pytest.approx(list(wanted.x), abs=1e-3)
     assert [float(row["wall"]) for row in rows] == pytest.approx([FOUNDED_AT + at for at in wanted.x], abs=1e-2)
@@ -70,7 +70,7 @@ def test_csv_has_every_curve_of_the_page(run, picture, tmp_path, capsys):
     told = json.loads(capsys.readouterr().out)
     found = of_csv(tmp_path / "table")
     assert sorted(found) == told["curves"]
-    drawn = {series.name for series in catalogue(picture) if curve(picture, series.name).x}
+    drawn = {series.name for series in list_series(picture) if compute_curve(picture, series.name).x}
     assert set(found) == drawn
     for name in (
         "loss.learner.1",
@@ -116,18 +116,18 @@ def test_what_is_read_while_the_run_grows_is_what_is_read_at_its_end(run, tmp_pa
     (tmp_path / "parts").mkdir()
     (tmp_path / "once").mkdir()
     looks = []
-    picture = RunPicture(growing)
+    picture = RunHistory(growing)
     done = export(
         picture,
         [CsvWriter(tmp_path / "parts")],
         follow=True,
-        on_look=lambda exporter: looks.append(exporter.points),
+        on_poll=lambda exporter: looks.append(exporter.points),
         wait=lambda seconds: copy(next(moments, ALL)),
     )
-    assert is_over(picture)
+    assert is_finished(picture)
     assert len(set(looks)) == 4
     assert looks == sorted(looks)
-    export(RunPicture(run), [CsvWriter(tmp_path / "once")])
+    export(RunHistory(run), [CsvWriter(tmp_path / "once")])
     parts, once = of_csv(tmp_path / "parts"), of_csv(tmp_path / "once")
     for name in ("loss.learner.1", "merge.cosine", "merges.contributions", "merges.alive"):
         assert [row["value"] for row in parts[name]] == [row["value"] for row in once[name]]
@@ -138,8 +138,8 @@ def test_what_is_read_while_the_run_grows_is_what_is_read_at_its_end(run, tmp_pa
 
 
 def test_nothing_is_written_twice(run, tmp_path):
-    picture = RunPicture(run)
-    while picture.grow():
+    picture = RunHistory(run)
+    while picture.update():
         pass
     exporter = Exporter(picture, [])
     exporter.export()
@@ -158,7 +158,7 @@ def test_tensorboard_reads_its_event_file(run, picture, tmp_path, capsys):
     board.Reload()
     assert "loss/learner.1" in board.Tags()["scalars"]
     for name in ("loss.learner.1", "merge.delta_norm", "merges.contributions"):
-        wanted = curve(picture, name, points=1_000_000)
+        wanted = compute_curve(picture, name, points=1_000_000)
         found = board.Scalars(name.replace(".", "/", 1))
         assert [scalar.value for scalar in found] == pytest.approx(list(wanted.y), rel=1e-6)
         assert [scalar.step for scalar in found] == [round(picture.tokens_until(at)) for at in wanted.x]

@@ -10,7 +10,7 @@ import torch
 
 
 @pytest.fixture
-def no_thread_is_left() -> Iterator[None]:
+def no_leaked_threads() -> Iterator[None]:
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")] == []
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from atoll.integrations.data import epochs, go_to, leased, place_of
+from atoll.integrations.data import epochs, leased_batches, loader_position, restore_position
 from atoll.learner.api import Learner
 from atoll.store.learner_parts import list_parts
 from tests.learner.runs import LIMIT_S, Child, Run, _begin
@@ -52,9 +52,9 @@ class Noting:
         self.is_again = False  # no lease was left, and some of these it has had already
 
     def take(self, count: int) -> tuple[int, ...]:
-        before = self.learner.stats().repeated
+        before = self.learner.stats().repeated_steps
         numbers = self.learner.take(count)
-        self.is_again = self.learner.stats().repeated > before
+        self.is_again = self.learner.stats().repeated_steps > before
         if self.planted and numbers:
             numbers = tuple(range(self.read, self.read + count))
         self.read += len(numbers)
@@ -95,17 +95,20 @@ def reading_child(directory: Path, address: str, number: int, kind: str, log: Pa
     steps = 0
 
     def kept() -> dict[str, Any]:
-        return {"steps": steps, "place": place_of(loader) if kind not in ("plain", "leases", "planted") else None}
+        return {
+            "steps": steps,
+            "place": loader_position(loader) if kind not in ("plain", "leases", "planted") else None,
+        }
 
     try:
         settings: dict[str, Any] = {"learner": number, "run_directory": directory, "join_timeout_s": LIMIT_S}
         with Learner(model, optimizer, address, extra_state=kept, **settings) as learner:
             restored = learner.restored_state
             if restored is not None and restored["place"] is not None:
-                go_to(loader, restored["place"])
+                restore_position(loader, restored["place"])
             pipe.send(("joined", restored["steps"] if restored is not None else None))
             noting = Noting(learner, kind == "planted")
-            batches = iter(leased(Rows(), noting, BATCH, SEED)) if deals else epochs(loader)
+            batches = iter(leased_batches(Rows(), noting, BATCH, SEED)) if deals else epochs(loader)
             with open(read_file(directory, number, learner.incarnation), "w", buffering=1) as file:
                 for batch in batches:
                     rows = (batch["n"] if isinstance(batch, dict) else batch).float()
@@ -119,7 +122,7 @@ def reading_child(directory: Path, address: str, number: int, kind: str, log: Pa
                     pipe.poll(0.002)  # a step takes as long as this
                     if learner.finished:
                         break
-        pipe.send(("ended", learner.stats().repeated))
+        pipe.send(("ended", learner.stats().repeated_steps))
     except BaseException as wrong:
         traceback.print_exc()
         pipe.send(("failed", type(wrong).__name__, str(wrong)))

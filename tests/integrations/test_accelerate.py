@@ -14,16 +14,16 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from atoll.integrations.accelerate import AcceleratedLearner
-from atoll.integrations.batches import tokens_of
+from atoll.integrations.batches import count_tokens
 from atoll.learner.api import Learner
 from atoll.tensors import optimizer_state
-from atoll.tensors.optimizers import plain_optimizer
+from atoll.tensors.optimizers import unwrap_optimizer
 from atoll.tensors.plan import named_tensors
 from tests.integrations.small_texts import gpt2, texts
 from tests.learner.runs import LIMIT_S, Run, config, endless
 from tests.learner.test_published import same
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread", "accelerate_anew")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads", "one_thread", "accelerate_anew")
 
 SHOWN = (12, 7, 5)
 """Of the texts of one batch after the other: no two sums of micro-batches of a step are the same."""
@@ -74,7 +74,7 @@ def test_a_learner_takes_prepared_objects_and_trains_to_the_end(tmp_path):
     with Run(tmp_path, config(budget_merges=9)) as run:
         with Learner(job.model, job.optimizer, **place(run)) as learner:
             for batch, loss in job.batches():
-                learner.step(tokens=tokens_of(batch), loss=loss)
+                learner.step(tokens=count_tokens(batch), loss=loss)
                 if learner.finished:
                     break
         assert learner.finished
@@ -88,9 +88,9 @@ def test_inner_state_is_that_of_the_optimizer_and_not_of_what_is_around_it():
     job = Prepared()
     next(job.batches())
     assert type(job.optimizer).__name__ == "AcceleratedOptimizer"
-    own = plain_optimizer(job.optimizer)
+    own = unwrap_optimizer(job.optimizer)
     assert type(own) is AdamW
-    assert plain_optimizer(own) is own
+    assert unwrap_optimizer(own) is own
     plain = gpt2(2)
     other = AdamW(plain.parameters(), lr=1e-2)
     optimizer_state.unpack(optimizer_state.pack(own, job.model), other, plain)
@@ -105,7 +105,7 @@ def test_a_loop_that_tells_of_a_micro_batch_as_of_a_step_is_refused(tmp_path):
     with Run(tmp_path, endless()) as run, Learner(job.model, job.optimizer, **place(run)) as learner:
         batch, loss = next(job.batches())
         with pytest.raises(ValueError, match=r"this was a micro-batch.*AcceleratedLearner"):
-            learner.step(tokens=tokens_of(batch), loss=loss)
+            learner.step(tokens=count_tokens(batch), loss=loss)
         assert learner.stats().steps == learner.stats().tokens == 0
 
 
@@ -118,7 +118,7 @@ def test_tokens_of_all_micro_batches_of_a_step_are_told_as_one_step(tmp_path):
         AcceleratedLearner(job.accelerator, job.model, job.optimizer, **place(run)) as learner,
     ):
         for batch, loss in job.batches(epochs=2):
-            learner.step(tokens=tokens_of(batch), loss=loss)
+            learner.step(tokens=count_tokens(batch), loss=loss)
             told.append((learner.stats().steps, learner.stats().tokens))
     counted = [4 * SHOWN[at % 3] for at in range(12)]
     wanted, steps, tokens, waiting = [], 0, 0, 0
@@ -141,6 +141,6 @@ def test_a_step_that_was_left_out_is_none(tmp_path):
     ):
         for number, (batch, loss) in enumerate(job.batches(epochs=1)):
             job.optimizer._is_overflow = number == 1
-            learner.step(tokens=torch.tensor(tokens_of(batch)), loss=loss)  # a number that may be on a device
+            learner.step(tokens=torch.tensor(count_tokens(batch)), loss=loss)  # a number that may be on a device
             told.append(learner.stats().tokens)
     assert told[:3] == [48, 48, 48 + 20], "the second batch has 28"

@@ -15,7 +15,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from atoll.cli.main import main
-from atoll.integrations.data import epochs, go_to, leased, place_of, read, shuffled, written
+from atoll.integrations.data import (
+    decode_state,
+    encode_state,
+    epochs,
+    leased_batches,
+    loader_position,
+    restore_position,
+    shuffled_index,
+)
 from tests.integrations.reading_islands import (
     BATCH,
     ROWS,
@@ -46,7 +54,7 @@ def test_a_place_is_json_and_comes_back_as_it_was() -> None:
         "one": numpy.float64(0.5),
         ("a", 1): ({2: math.inf}, [], {}),
     }
-    back = read(json.loads(json.dumps(written(place), allow_nan=False)))
+    back = decode_state(json.loads(json.dumps(encode_state(place), allow_nan=False)))
     assert back.keys() == place.keys()
     for name in ("plain", "bytes", ("a", 1)):
         assert back[name] == place[name]
@@ -57,16 +65,16 @@ def test_a_place_is_json_and_comes_back_as_it_was() -> None:
     assert back["keys"].dtype == numpy.dtype("uint32")
     assert back["one"] == 0.5
     assert type(back["one"]) is numpy.float64
-    assert math.isnan(read(written(math.nan)))
+    assert math.isnan(decode_state(encode_state(math.nan)))
 
 
 def test_what_has_no_place_or_cannot_be_kept_is_said() -> None:
     with pytest.raises(ValueError, match=r"a DataLoader does not know its place.*StatefulDataLoader"):
-        place_of(DataLoader(Rows()))
+        loader_position(DataLoader(Rows()))
     with pytest.raises(ValueError, match=r"the place\['deep'\]\[1\] is a object"):
-        written({"deep": [1, object()]}, "the place")
-    with pytest.raises(ValueError, match="was not written by place_of"):
-        read(["what", 1])
+        encode_state({"deep": [1, object()]}, "the place")
+    with pytest.raises(ValueError, match="was not written by loader_position"):
+        decode_state(["what", 1])
 
 
 def test_epochs_of_a_generator_end_with_a_sentence_instead_of_a_hang() -> None:
@@ -81,11 +89,11 @@ def test_an_iterable_of_datasets_goes_on_and_its_epochs_must_be_numbered() -> No
     batches = epochs(first)
     for _ in range(20):  # five into the second epoch
         next(batches)
-    place = json.loads(json.dumps(place_of(first)))
+    place = json.loads(json.dumps(loader_position(first)))
     followed = [next(batches)["n"].tolist() for _ in range(ROWS // BATCH)]
-    go_to(again, place)
+    restore_position(again, place)
     assert [batch["n"].tolist() for batch in itertools.islice(epochs(again), ROWS // BATCH)] == followed
-    go_to(unnumbered, place)
+    restore_position(unnumbered, place)
     forever = itertools.chain.from_iterable(itertools.repeat(unnumbered))
     assert [batch["n"].tolist() for batch in itertools.islice(forever, ROWS // BATCH)] != followed, "it comes back"
 
@@ -96,23 +104,25 @@ def test_an_iterable_of_datasets_goes_on_and_its_epochs_must_be_numbered() -> No
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 30, 97, 1000, 4097])
 def test_every_epoch_has_every_sample_once(size: int) -> None:
-    assert sorted(shuffled(place, size, 7, 3) for place in range(size)) == list(range(size))
+    assert sorted(shuffled_index(place, size, 7, 3) for place in range(size)) == list(range(size))
 
 
 def test_orders_differ_by_seed_and_epoch_and_need_no_table() -> None:
-    orders = {tuple(shuffled(place, 50, seed, epoch) for place in range(50)) for seed in range(8) for epoch in range(8)}
+    orders = {
+        tuple(shuffled_index(place, 50, seed, epoch) for place in range(50)) for seed in range(8) for epoch in range(8)
+    }
     assert len(orders) == 64
-    found = {shuffled(place, 10**15, 0, 0) for place in range(1000)}
+    found = {shuffled_index(place, 10**15, 0, 0) for place in range(1000)}
     assert len(found) == 1000
     assert max(found) > 9 * 10**14
-    with pytest.raises(ValueError, match="place 50 is not one of 50"):
-        shuffled(50, 50, 0, 0)
+    with pytest.raises(ValueError, match="position 50 is not one of 50"):
+        shuffled_index(50, 50, 0, 0)
 
 
 def test_an_order_looks_drawn() -> None:
     """As often as chance would have it: a sample near its own place, and neighbours that stay neighbours."""
     size = 20_000
-    order = [shuffled(place, size, 1, 0) for place in range(size)]
+    order = [shuffled_index(place, size, 1, 0) for place in range(size)]
     near = sum(abs(place - index) < size // 10 for place, index in enumerate(order)) / size
     assert near == pytest.approx(0.19, abs=0.02)
     together = sum(abs(one - other) < size // 10 for one, other in itertools.pairwise(order)) / size
@@ -133,16 +143,16 @@ class Counting:
 def test_numbers_become_batches_whoever_holds_the_samples() -> None:
     import datasets  # type: ignore[import-untyped]
 
-    rows = list(leased(Rows(), Counting(0, 2 * ROWS), BATCH, SEED))
-    assert len(rows) == 2 * len(leased(Rows(), Counting(0, 1), BATCH))
+    rows = list(leased_batches(Rows(), Counting(0, 2 * ROWS), BATCH, SEED))
+    assert len(rows) == 2 * len(leased_batches(Rows(), Counting(0, 1), BATCH))
     seen = [int(row) for batch in rows for row in batch]
     assert sorted(seen[:ROWS]) == sorted(seen[ROWS:]) == list(range(ROWS))
     assert seen[:ROWS] != seen[ROWS:]
     table = datasets.Dataset.from_dict({"n": [float(n) for n in range(ROWS)]}).with_format("torch")
-    together = list(leased(table, Counting(ROWS, 2 * ROWS), BATCH, SEED))
+    together = list(leased_batches(table, Counting(ROWS, 2 * ROWS), BATCH, SEED))
     assert [int(row) for batch in together for row in batch["n"]] == seen[ROWS:]
     with pytest.raises(ValueError, match="60 samples in batches of 0: both must be at least 1"):
-        leased(Rows(), Counting(0, 1), 0)
+        leased_batches(Rows(), Counting(0, 1), 0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -202,9 +212,9 @@ def test_an_island_is_killed_and_every_sample_is_merged_once(tmp_path, capsys, k
     assert returned, "the island that was killed had samples"
     wrong = wrongly_read(told, numbers_read(tmp_path))
     assert bool(wrong) is (kind == "planted"), wrong[:5]
-    line = leased(Rows(), Counting(0, 1), BATCH, SEED)
+    line = leased_batches(Rows(), Counting(0, 1), BATCH, SEED)
     epochs = leased_by_then // ROWS
-    rows = Counter(line.index(number) for number in merged_numbers(told) if number < epochs * ROWS)
+    rows = Counter(line.sample_index(number) for number in merged_numbers(told) if number < epochs * ROWS)
     assert rows == dict.fromkeys(range(ROWS), epochs), "each row once in every epoch"
 
 

@@ -25,9 +25,9 @@ with warnings.catch_warnings():  # of what it imports
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from atoll.integrations.data import leased
-from atoll.integrations.lightning import READ, AtollCallback
-from atoll.integrations.schedules import by_progress, linear
+from atoll.integrations.data import leased_batches
+from atoll.integrations.lightning import BATCHES_READ, AtollCallback
+from atoll.integrations.schedules import linear, progress_schedule
 from tests.integrations.reading_islands import PartWanted
 from tests.learner.runs import LIMIT_S, Run, config, endless
 
@@ -109,7 +109,7 @@ class Small(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        return {"optimizer": optimizer, "lr_scheduler": by_progress(optimizer, linear(end=0.5))}
+        return {"optimizer": optimizer, "lr_scheduler": progress_schedule(optimizer, linear(end=0.5))}
 
 
 class Watch(Callback):
@@ -309,9 +309,9 @@ def test_the_run_deals_out_the_samples(tmp_path):
         module, island = Small(), island_of(run)
         taken: list[tuple[int, int]] = []
         watch = Watch(island, lambda trainer, small: taken.append((len(small.seen), island.learner.stats().samples)))
-        trainer_of(island, watch).fit(module, leased(Rows(), island, BATCH, seed=5))
+        trainer_of(island, watch).fit(module, leased_batches(Rows(), island, BATCH, seed=5))
         assert island.learner.finished
-        repeated = island.learner.stats().repeated
+        repeated = island.learner.stats().repeated_steps
     if not repeated:
         assert all(samples in (BATCH * batches, BATCH * (batches - 1)) for batches, samples in taken), taken
         first = sorted(row for rows in module.seen[: ROWS // BATCH] for row in rows)
@@ -490,12 +490,12 @@ def test_the_last_step_of_an_epoch_in_which_it_goes_on_is_taken(tmp_path, is_tol
     first: AtollCallback
 
     class GoesOn(AtollCallback):
-        def _go_on(self, trainer: Trainer, restored: Any) -> None:
-            super()._go_on(trainer, kept)
+        def _restore_positions(self, trainer: Trainer, restored: Any) -> None:
+            super()._restore_positions(trainer, kept)
 
     def look(trainer: Trainer, module: Small) -> None:
         if len(module.seen) == 6:
-            kept.update(first._kept(trainer, None))
+            kept.update(first._extra_state(trainer, None))
 
     def ordered() -> DataLoader[Tensor]:
         made: DataLoader[Tensor] = StatefulDataLoader(Rows(), batch_size=BATCH)
@@ -505,7 +505,7 @@ def test_the_last_step_of_an_epoch_in_which_it_goes_on_is_taken(tmp_path, is_tol
         first = island_of(run)
         trainer_of(first, Watch(first, look), max_steps=3, accumulate_grad_batches=3).fit(Small(), ordered())
         if not is_told:
-            del kept[READ]
+            del kept[BATCHES_READ]
         module, island = Small(), island_of(run, GoesOn)
         trainer_of(island, max_steps=6, accumulate_grad_batches=3).fit(module, ordered())
         stats = island.learner.stats()
@@ -554,7 +554,7 @@ def test_a_notice_is_heeded_in_a_batch_that_steps_and_in_one_that_does_not(tmp_p
             trainer_of(island, accumulate_grad_batches=2).fit(Small(noticed, at), loader())
         stats = island.learner.stats()
     assert (stats.steps, stats.tokens) == (at // 2, at // 2 * 2 * BATCH)
-    assert stats.unmerged == lost * 2 * BATCH
+    assert stats.unmerged_tokens == lost * 2 * BATCH
 
 
 def test_steps_of_the_trainer_end_it_too_and_the_run_goes_on(tmp_path):

@@ -17,14 +17,14 @@ from atoll.cli.main import main
 from atoll.integrations.pretrained import export_pretrained
 from atoll.integrations.transformers import AtollCallback
 from atoll.learner.api import Learner
-from atoll.syncer.initial_model import INIT
-from atoll.tensors.plan import named_tensors, tensors_of
+from atoll.syncer.initial_model import INIT_FILE
+from atoll.tensors.plan import describe_tensors, named_tensors
 from tests.integrations.small_texts import gpt2, texts, trainer
 from tests.integrations.test_peft import with_lora
 from tests.learner.runs import LIMIT_S, Run, config
 from tests.learner.test_published import same
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads", "one_thread")
 
 
 def told(capsys: Any, *words: object) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_pretrained_model_founds_a_run_with_its_values(tmp_path, capsys):
     assert "lm_head.weight" in found
     assert all(each.dtype == torch.bfloat16 for each in found.values())
     (tmp_path / "run").mkdir()
-    start.rename(tmp_path / "run" / INIT)
+    start.rename(tmp_path / "run" / INIT_FILE)
     island = gpt2(6)
     optimizer = torch.optim.AdamW(island.parameters())
     with Run(tmp_path / "run") as run, Learner(island, optimizer, run.address, learner=1, join_timeout_s=LIMIT_S):
@@ -132,8 +132,8 @@ def test_frozen_norms_keep_their_buffers_whatever_dtype_the_islands_have_loaded(
     island = small_resnet()
     island.load_state_dict(base.state_dict())
     island.to(dtype)
-    infos, held = tensors_of(island), named_tensors(island)
-    trained = {info.name: held[info.name].detach() + 0.5 for info in infos if info.travels}
+    infos, held = describe_tensors(island), named_tensors(island)
+    trained = {info.name: held[info.name].detach() + 0.5 for info in infos if info.is_synced}
     frozen = {info.name: info for info in infos if info.kind == "frozen"}
     export_pretrained(trained, frozen, tmp_path / "pretrained", tmp_path / "exported")
     loaded = named_tensors(ResNetForImageClassification.from_pretrained(tmp_path / "exported", dtype="auto"))

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from atoll.integrations.schedules import linear
-from atoll.integrations.torchtitan import OnAnIsland, _plain
+from atoll.integrations.torchtitan import AtollTrainerMixin, _unbound_curve
 from atoll.store.learner_parts import list_parts, part_path, read_part
 from tests.integrations.reading_islands import PartWanted
 from tests.learner.runs import LIMIT_S, Run, config, endless
@@ -172,7 +172,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Islander(OnAnIsland, StandIn):
+class Islander(AtollTrainerMixin, StandIn):
     """Looks at what the island did, after each step."""
 
     atoll_schedule = staticmethod(linear(end=0.5))
@@ -276,11 +276,11 @@ def test_what_cannot_be_an_island_is_refused(tmp_path):
             Islander(run, in_backward=True).train()
 
 
-class Plain(OnAnIsland):
+class Plain(AtollTrainerMixin):
     atoll_schedule = linear(end=0.5)  # type: ignore[assignment]  # which works all the same
 
 
-class Method(OnAnIsland):
+class Method(AtollTrainerMixin):
     def atoll_schedule(self, progress: float) -> float:
         return 1.0 - 0.5 * progress
 
@@ -288,4 +288,4 @@ class Method(OnAnIsland):
 @pytest.mark.parametrize("kind", [Islander, Plain, Method])
 def test_a_schedule_may_be_written_in_the_class_as_one_likes(kind):
     trainer = object.__new__(kind)
-    assert _plain(trainer.atoll_schedule)(1.0) == 0.5
+    assert _unbound_curve(trainer.atoll_schedule)(1.0) == 0.5

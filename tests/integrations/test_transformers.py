@@ -25,7 +25,7 @@ from tests.integrations.small_texts import LENGTH, arguments, gpt2, texts, train
 from tests.learner.runs import LIMIT_S, Run, config, endless
 from tests.learner.test_published import are_published, same
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads", "one_thread")
 
 ROOT = Path(__file__).resolve().parents[2]
 

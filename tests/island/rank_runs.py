@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll.island import leader
 from atoll.learner.api import Learner
-from tests.learner import planted
+from tests.learner import fault_injection
 from tests.learner.runs import LIMIT_S, Child, Run, _begin, model_file
 from tests.learner.small_models import BATCH, WORDS, Mixed, values, work
 
@@ -55,7 +55,7 @@ class IslandSpec:
     mute_ranks: tuple[int, ...] = ()  # those have no token
     keys: Path | None = None
     keeps: bool = True
-    least_own_values: int = 1  # of a mean fragment, for rows of their own: these models are small
+    min_row_transfer_values: int = 1  # of a mean fragment, for rows of their own: these models are small
 
 
 class IslandWork:
@@ -128,9 +128,9 @@ class IslandWork:
 
 def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: Path, pipe: Connection) -> None:
     _begin(log)
-    leader.LEAST_OWN_VALUES = spec.least_own_values
+    leader.MIN_ROW_TRANSFER_VALUES = spec.min_row_transfer_values
     if rank in spec.planted_ranks:
-        planted.plant(spec.planted, directory)
+        fault_injection.inject(spec.planted, directory)
     try:
         meeting = f"file://{log.parent / log.name.rpartition('-rank')[0]}.meeting"
         dist.init_process_group("gloo", meeting, timedelta(seconds=LIMIT_S), rank=rank, world_size=spec.ranks)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from atoll.core.protocol import Hold, MessageArrived, StepTaken
+from atoll.core.protocol import MessageArrived, SetPaused, StepTaken
 from tests.island.rank_runs import IslandSpec, RankedIsland
-from tests.learner.planted import struck
+from tests.learner.fault_injection import struck
+from tests.learner.run_tapes import entries
 from tests.learner.runs import Run, config, endless
 from tests.learner.small_models import BATCH
-from tests.learner.tapes_of_runs import entries
 from tests.syncer.test_controls import stand_still
 from tests.syncer.test_snapshots import PATIENT
 from tests.syncer.test_snapshots import taken as snapshot_of
@@ -24,7 +24,7 @@ def shown(run: Run, number: int) -> dict[str, Any]:
 
 
 def control(run: Run, what: str, value: float | None = None) -> None:
-    body = json.dumps({"what": what, "value": value, "who": "the test"}).encode()
+    body = json.dumps({"kind": what, "value": value, "requested_by": "the test"}).encode()
     code, answer = run.ask("POST", "/v1/control", body)
     assert code in (200, 204), answer
 
@@ -37,7 +37,7 @@ def has_stepped_since_pause(run: Run, learner: int) -> bool:
     """
     is_paused = False
     for entry in entries(run, learner):
-        if type(entry.event) is MessageArrived and type(entry.event.envelope.body) is Hold:
+        if type(entry.event) is MessageArrived and type(entry.event.envelope.body) is SetPaused:
             is_paused = entry.event.envelope.body.paused
         elif is_paused and type(entry.event) is StepTaken:
             return True
@@ -116,7 +116,7 @@ def test_a_leader_without_memory_for_the_rows_of_its_ranks_trains_on(tmp_path):
                 alone, "no inner state from learner 1: it has none to give: RuntimeError: can't allocate"
             )
             alone.kill()
-            run.until(run.learner(number, standing="away"), "it is gone")
+            run.until(run.learner(number, standing="disconnected"), "it is gone")
         assert struck(tmp_path, "room").exists()
         merges = run.status()["merges"]
         run.until(run.merges(merges + 2), "the island trains on")
@@ -160,10 +160,10 @@ def test_a_rank_that_dies_ends_its_island_and_no_other(tmp_path, victim):
         run.until(lambda status: shown(run, 2)["step"] > 5, "the island trains")
         island.kill(victim)
         kind, words, threads = island.ranks[1 - victim].hear("failed")
-        assert kind in ("IslandBroken", "RuntimeError", "DistBackendError"), (
+        assert kind in ("IslandBrokenError", "RuntimeError", "DistBackendError"), (
             words
         )  # ours, or of a group of the training
-        assert kind != "IslandBroken" or "is gone" in words
+        assert kind != "IslandBrokenError" or "is gone" in words
         assert threads == []
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other one goes on")
@@ -186,9 +186,9 @@ def test_an_exception_in_one_rank_is_told_to_the_others(tmp_path):
         assert island.ranks[2].hear("failed")[0] == "ArithmeticError"
         for rank in island.ranks[:2]:
             kind, words, threads = rank.hear("failed")
-            assert (kind, threads) == ("IslandBroken", []), words
+            assert (kind, threads) == ("IslandBrokenError", []), words
             assert "rank 2" in words
-        assert shown(run, 1)["reason"].startswith("left: its loop ended with IslandBroken")
+        assert shown(run, 1)["reason"].startswith("left: its loop ended with IslandBrokenError")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_ranks_that_are_out_of_step_are_told_so(tmp_path, wrong, words):
         island.order("go")
         for rank in island.ranks:
             kind, said, _ = rank.hear("failed")
-            assert kind == "IslandBroken"
+            assert kind == "IslandBrokenError"
             assert f"rank 1 of this island {words}" in said
 
 
@@ -215,7 +215,7 @@ def test_what_the_leader_is_refused_for_is_raised_by_all_ranks(tmp_path):
         for rank in island.ranks:
             rank.expected_to_end = True
             kind, said, threads = rank.hear("failed")
-            assert (kind, threads) == ("LearnerRefused", []), said
+            assert (kind, threads) == ("LearnerRefusedError", []), said
             assert "first" in said
 
 
@@ -284,7 +284,7 @@ def test_a_loop_of_several_ranks_that_says_its_memory(tmp_path):
         leader, other = (told["stats"] for told in island.hear("held"))
         total = leader["parameters"] + other["parameters"]
         assert total == 8 * 4000 + 4000 + 4 * 4000 + 4
-        assert {leader["way"], other["way"]} == {"rows"}
+        assert {leader["transfer_mode"], other["transfer_mode"]} == {"rows"}
         for stats in (leader, other):  # buffers, what rounding left out, and what it encoded last
             assert stats["host_bytes"] / stats["parameters"] <= 4 * 5 + 8 + 2
         island.order("break")

@@ -14,14 +14,14 @@ from aiohttp import web
 from torch import nn
 
 from atoll.island.fragments import FragmentTensors, RowFragment
-from atoll.island.row_transfer import FetchRowsRequest, RowWork
-from atoll.tensors.codecs import codec
+from atoll.island.row_transfer import FetchRowsRequest, RankRowTransfer
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.model_view import ModelView
-from atoll.tensors.plan import digest_of, make_plan, tensors_of
-from atoll.tensors.row_sharding import share_out
+from atoll.tensors.plan import describe_tensors, make_plan, tensor_digest
+from atoll.tensors.row_sharding import shard_fragment
 from atoll.tensors.sharding import Box
-from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkEvent
-from atoll.transport.wire import FragmentHeader, Kind, WireError, as_bytes, frame_head
+from atoll.transport.http_client import FragmentClient, LearnerLink, LinkEvent
+from atoll.transport.wire import FragmentHeader, FrameKind, WireError, as_bytes, encode_frame_head
 
 ROWS = 1000
 VALUE = torch.arange(ROWS * 8.0)
@@ -30,10 +30,10 @@ VALUE = torch.arange(ROWS * 8.0)
 def fragment_of_rank(rank: int) -> RowFragment:
     """The second half of a weight, or the first."""
     model = nn.Linear(8, ROWS, bias=False)
-    plan = make_plan(tensors_of(model), 1, "balanced")
+    plan = make_plan(describe_tensors(model), 1, "balanced")
     halves = [{"weight": Box((begin, 0), (ROWS // 2, 8))} for begin in (0, ROWS // 2)]
-    share = share_out(plan, 0, halves)
-    rows = FragmentTensors(ModelView(model, plan), 0, codec("f32"), share=share, rank=rank).rows
+    share = shard_fragment(plan, 0, halves)
+    rows = FragmentTensors(ModelView(model, plan), 0, get_codec("f32"), share=share, rank=rank).rows
     assert rows is not None
     return rows
 
@@ -54,10 +54,10 @@ async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[
         begin, end = int(request.query["begin"]), int(request.query["end"])
         asked.append((begin, end))
         whole = bytes(as_bytes(VALUE))
-        header = FragmentHeader(0, 7, None, digest_of(VALUE), begin, len(whole))
+        header = FragmentHeader(0, 7, None, tensor_digest(VALUE), begin, len(whole))
         header, payload, damage = spoil(header, whole[begin:end], len(asked))
         encoded = header.encode()
-        body = bytearray(frame_head(Kind.FRAGMENT, 0, encoded, payload) + encoded + payload)
+        body = bytearray(encode_frame_head(FrameKind.FRAGMENT, 0, encoded, payload) + encoded + payload)
         if damage:
             body[-1] ^= damage
         return web.Response(body=bytes(body))
@@ -74,8 +74,8 @@ async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[
     fragment = fragment_of_rank(rank)
     try:
         with ThreadPoolExecutor(1) as compute:
-            work = RowWork(link, LearnerBulk(link, None), compute, lambda _: [fragment], lambda *_: None)
-            found = await work.fetch(FetchRowsRequest(0, 0, 7, None, ("int8",), link.asked))
+            work = RankRowTransfer(link, FragmentClient(link, None), compute, lambda _: [fragment], lambda *_: None)
+            found = await work.fetch(FetchRowsRequest(0, 0, 7, None, ("int8",), link.current_address))
     finally:
         await link.close()
         await runner.cleanup()
@@ -93,8 +93,8 @@ def test_a_rank_asks_for_its_own_rows_and_for_no_others(rank):
     assert asked[0] == (0, 1), "to know in what they are"
     assert sum(end - begin for begin, end in asked[1:]) == half == found["moved"]
     assert min(begin for begin, _ in asked[1:]) == rank * half
-    assert found["digest"] == digest_of(VALUE)
-    value = fragment.take_fetched(7)
+    assert found["digest"] == tensor_digest(VALUE)
+    value = fragment.pop_fetched(7)
     assert value is not None
     assert torch.equal(value.tensor[: VALUE.numel() // 2], VALUE.chunk(2)[rank])
 
@@ -110,7 +110,7 @@ def test_what_is_damaged_on_its_way_is_asked_for_once_more():
         (lambda header, payload, number: (header, payload, 1), "digest"),
         (lambda header, payload, number: (header, payload[: -1 if number > 1 else None], 0), "size"),
         (lambda header, payload, number: (header, payload + (b"x" if number > 1 else b""), 0), "size"),
-        (lambda header, payload, number: (header._replace(of=header.of - 4), payload, 0), "size"),
+        (lambda header, payload, number: (header._replace(total_bytes=header.total_bytes - 4), payload, 0), "size"),
         (lambda header, payload, number: (header._replace(version=8), payload, 0), "type"),
         (lambda header, payload, number: (header._replace(fragment=1), payload, 0), "type"),
         (lambda header, payload, number: (header._replace(base=6), payload, 0), "type"),

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from atoll.island import leader
 from atoll.tensors.settings import Numerics
 from tests.island.rank_runs import IslandSpec, RankedIsland
-from tests.learner.planted import struck
+from tests.learner.fault_injection import struck
 from tests.learner.runs import LearnerSpec, Run, config, endless
-from tests.transport.key_rings import Ring
+from tests.transport.key_rings import KeyRing
 
 TOTAL = 8 * 4000 + 4000 + 4 * 4000 + 4
 """Numbers of the model `tall`."""
@@ -45,7 +45,7 @@ def test_no_rank_holds_a_whole_fragment_and_one_that_collects_them_is_found(tmp_
         rows.order("go")
         planted.order("go")
         told = {1: rows.hear("ended"), 2: planted.hear("ended")}
-        assert [each["stats"]["way"] for each in told[1] + told[2]] == ["rows"] * 3 + ["leader"] * 3
+        assert [each["stats"]["transfer_mode"] for each in told[1] + told[2]] == ["rows"] * 3 + ["leader"] * 3
         for each, size in zip(told[1], largest(tmp_path, rows), strict=True):
             assert not has_whole_fragment(each["stats"], size), (each, size)
             assert each["stats"]["contributed"] > 0
@@ -60,7 +60,7 @@ def test_no_rank_holds_a_whole_fragment_and_one_that_collects_them_is_found(tmp_
 @pytest.mark.long
 def test_coarse_codecs_in_slices_over_tls_and_values_that_are_not_those_published(tmp_path):
     """Blocks reach over the rows of ranks. Every third update leads to another value, which is found at the leader."""
-    ring = Ring(tmp_path / "keys")
+    ring = KeyRing(tmp_path / "keys")
     numerics = Numerics(up="int4", down="int8")
     with Run(tmp_path, endless(quorum=1), numerics, planted="wrong-update", keys=ring.syncer) as run:
         spec = IslandSpec(1, ranks=3, model="tall", planted="small-slices", planted_ranks=(0, 1, 2), keys=ring["one"])
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_while_it_sends_ends_its_island_and_no_other(tmp_path):
         (tmp_path / "die").touch()
         kind, words, threads = island.ranks[0].hear("failed")
         assert struck(tmp_path, "slice").exists()
-        assert kind in ("IslandBroken", "RuntimeError", "DistBackendError"), words
+        assert kind in ("IslandBrokenError", "RuntimeError", "DistBackendError"), words
         assert threads == []
         island.ranks[1].ended()
         (tmp_path / "die").unlink()
@@ -154,7 +154,7 @@ def test_a_rank_that_loses_its_own_way_to_the_syncer_ends_the_island(tmp_path):
             rank.expected_to_end = True
         (tmp_path / "cut").touch()
         kind, words, threads = island.ranks[0].hear("failed")
-        assert kind == "IslandBroken"
+        assert kind == "IslandBrokenError"
         assert "rank 1: no route to host; it has not reached the syncer for 1 s" in words
         assert threads == []
 
@@ -190,7 +190,7 @@ def test_where_a_rank_may_not_speak_to_the_syncer_rank_0_does_it_for_all(tmp_pat
         island.order("go")
         run.until(run.merges(3), "it trains")
         island.order("hold")
-        assert {told["stats"]["way"] for told in island.hear("held")} == {"leader"}
+        assert {told["stats"]["transfer_mode"] for told in island.hear("held")} == {"leader"}
         assert run.log_lines(island.ranks[0], "rank 1 cannot speak to the syncer"), run.logs()
         assert run.log_lines(island.ranks[1], "rank 1 cannot speak to the syncer")
         island.order("break")
@@ -199,12 +199,12 @@ def test_where_a_rank_may_not_speak_to_the_syncer_rank_0_does_it_for_all(tmp_pat
 
 def test_where_fragments_are_small_rank_0_does_it_for_all(tmp_path):
     with Run(tmp_path, endless(quorum=1)) as run:
-        island = RankedIsland(run, IslandSpec(1, least_own_values=leader.LEAST_OWN_VALUES))
+        island = RankedIsland(run, IslandSpec(1, min_row_transfer_values=leader.MIN_ROW_TRANSFER_VALUES))
         island.joined()
         island.order("go")
         run.until(run.merges(3), "it trains")
         island.order("hold")
-        assert {told["stats"]["way"] for told in island.hear("held")} == {"leader"}
+        assert {told["stats"]["transfer_mode"] for told in island.hear("held")} == {"leader"}
         assert run.log_lines(island.ranks[0], "are not worth requests of each"), run.logs()
         run.end()
         island.order("go")

@@ -17,7 +17,7 @@ import pytest
 from atoll.launch.fleet import Fleet
 from atoll.launch.guard import ProcessId, is_alive, send_signal
 from atoll.launch.islands_file import IslandsFile
-from atoll.launch.keeper import read_state
+from atoll.launch.local_supervisor import read_state
 from tests.launch.local_units import PATIENCE_S, end_unit, processes_of, until
 from tests.test_examples import free_port
 
@@ -61,9 +61,9 @@ class Yard:
         told: dict[str, Any] = json.loads(out)
         return told
 
-    def standings(self) -> dict[str, str]:
+    def states(self) -> dict[str, str]:
         statuses = Fleet(IslandsFile.load(self.file)).statuses()
-        return {status.name: status.standing for status in statuses}
+        return {status.name: status.state for status in statuses}
 
     def child(self, unit: str) -> ProcessId | None:
         return ProcessId.from_json((read_state(self.run / "units" / unit) or {}).get("child"))
@@ -87,7 +87,7 @@ class Yard:
                 child.kill()
             child.communicate()
         if self.file.exists() and (self.run / "fleet").exists():
-            for known in Fleet(IslandsFile.load(self.file)).known().values():
+            for known in Fleet(IslandsFile.load(self.file)).read_units().values():
                 end_unit(Path(known.handle["directory"]))
 
 
@@ -104,14 +104,14 @@ def test_a_second_up_starts_only_what_is_new_or_has_failed(yard):
     yard.write(f"[islands.a]\n{HERE}\n{fails}")
     assert yard.up()["started"] == ["syncer", "a", "c"]
     yard.says("a", "here")
-    until(lambda: yard.standings()["c"] == "failed")
+    until(lambda: yard.states()["c"] == "failed")
     before = yard.child("a")
 
     yard.write(f"[islands.a]\n{HERE}\n{fails}\n[islands.b]\n{HERE}\n")
     told = yard.up()
     assert told["started"] == ["c", "b"]
     assert yard.child("a") == before
-    until(lambda: yard.standings()["c"] == "failed")
+    until(lambda: yard.states()["c"] == "failed")
     assert [path.name for path in sorted((yard.run / "units/c").glob("start-*"))] == [
         "start-0001.log",
         "start-0002.log",
@@ -127,7 +127,7 @@ def test_a_second_up_starts_only_what_is_new_or_has_failed(yard):
 
     assert "c: is failed, and not in the file any more: down it to forget it" in said
     assert "c: stopped" in yard.atoll("down", "c")
-    assert list(yard.standings()) == ["syncer", "a", "b"]
+    assert list(yard.states()) == ["syncer", "a", "b"]
 
 
 def test_ctrl_c_detaches_and_kills_nobody(yard):
@@ -141,7 +141,7 @@ def test_ctrl_c_detaches_and_kills_nobody(yard):
     assert child.returncode == 130
     assert f"detached; the run goes on: atoll status {yard.file}" in err
     yard.says("a", "here")
-    assert yard.standings() == {"syncer": "running", "a": "running"}
+    assert yard.states() == {"syncer": "running", "a": "running"}
     assert "a: running" in yard.atoll("status")
 
 
@@ -150,7 +150,7 @@ def test_down_stops_everything_and_up_goes_on(yard):
     yard.up()
     yard.says("a", "here")
     assert yard.atoll("down", "a").splitlines() == ["a: stopped"]
-    assert yard.standings() == {"syncer": "running", "a": "stopped", "b": "running"}
+    assert yard.states() == {"syncer": "running", "a": "stopped", "b": "running"}
     yard.says("syncer", "The syncer listens on")
     said = yard.atoll("down").splitlines()
     assert set(said[:2]) == {"a: stopped", "b: stopped"}
@@ -231,9 +231,9 @@ def test_nothing_starts_where_one_unit_is_wrong(yard):
 
 
 def test_an_engine_that_is_not_there_starts_nothing_of_the_file(yard):
-    yard.write(f'[islands.a]\n{HERE}\n[islands.b]\n{HERE}\nengine = "kubernetes"\n')
+    yard.write(f'[islands.a]\n{HERE}\n[islands.b]\n{HERE}\nlauncher = "kubernetes"\n')
     said = yard.atoll("up", code=2)
-    assert "islands.b.engine is 'kubernetes': Atoll has no engine for kubernetes" in said
+    assert "islands.b.launcher is 'kubernetes': Atoll has no launcher for kubernetes" in said
     assert not yard.run.exists()
 
 
@@ -259,18 +259,18 @@ def test_an_engine_that_cannot_be_asked_is_no_loss(yard):
     assert re.search(r"^syncer: cannot be asked: .*left alone; if that is gone for good: ", said, re.MULTILINE)
     assert "syncer: cannot be stopped: it is kept on elsewhere" in yard.atoll("down", code=1)
     path.write_text(path.read_text().replace("elsewhere", os.uname().nodename))
-    assert yard.standings() == {"syncer": "running", "a": "stopped"}
+    assert yard.states() == {"syncer": "running", "a": "stopped"}
 
 
 def test_two_who_change_a_run_at_once_are_told_of_each_other(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
-    with Fleet(IslandsFile.load(yard.file)).alone("atoll down"):
+    with Fleet(IslandsFile.load(yard.file)).lock("atoll down"):
         said = yard.atoll("up", code=2)
     assert f"atoll down (process {os.getpid()} on {os.uname().nodename}) is changing this run" in said
-    assert yard.standings() == {"syncer": "not started", "a": "not started"}
+    assert yard.states() == {"syncer": "not started", "a": "not started"}
     assert not (yard.run / "fleet/token").exists()  # the other may be making one
     yard.up()
-    assert yard.standings()["a"] in ("running", "waiting")
+    assert yard.states()["a"] in ("running", "waiting")
 
 
 @pytest.mark.long
@@ -283,7 +283,7 @@ def test_an_island_that_fails_for_good_is_told_by_the_exit_code(yard):
     told = json.loads(yard.atoll("status", "--json", code=1))
     assert told["well"] is False
     assert told["units"][1]["name"] == "a"
-    assert told["units"][1]["standing"] == "failed"
+    assert told["units"][1]["state"] == "failed"
 
 
 @pytest.mark.long
@@ -293,7 +293,7 @@ def test_an_island_that_a_plain_kill_has_made_leave_comes_back_with_up(yard):
     yard.up()
     yard.says("a", "here")
     send_signal(until(lambda: yard.child("a")), signal.SIGTERM)
-    until(lambda: yard.standings()["a"] == "ended")
+    until(lambda: yard.states()["a"] == "ended")
     assert yard.up()["started"] == ["a"]
     yard.says("a", "here", times=2)
 
@@ -324,12 +324,12 @@ def test_an_island_and_the_syncer_are_killed_and_the_run_ends_with_one_model(yar
     digests = [line for name in "ab" for line in yard.said(name) if line.startswith("digest ")]
     assert len(digests) == 2
     assert digests[0] == digests[1]
-    assert {unit: how for unit, how in yard.standings().items() if unit != "shard-0"} == {
+    assert {unit: how for unit, how in yard.states().items() if unit != "shard-0"} == {
         "syncer": "ended",
         "a": "ended",
         "b": "ended",
     }
-    assert yard.standings()["shard-0"] in ("ended", "stopped")  # by itself, or by who follows
+    assert yard.states()["shard-0"] in ("ended", "stopped")  # by itself, or by who follows
     assert not is_alive(killed)
 
     assert yard.up()["started"] == []

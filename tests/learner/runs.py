@@ -35,11 +35,11 @@ import torch._dynamo  # the first optimizer of a process loads it, in seconds; h
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.cli.check import judge
+from atoll.cli.check import check_with_progress
 from atoll.core.types import Limits, RunConfig
 from atoll.learner.api import Learner
 from atoll.sim.check_tapes import CheckResult
-from atoll.sim.checkers import all_checkers
+from atoll.sim.checkers import create_checkers
 from atoll.store.run_settings import RunSettings
 from atoll.syncer import main
 from atoll.syncer.main import serve_syncer
@@ -47,9 +47,9 @@ from atoll.syncer.shards.process import serve_shard
 from atoll.tape.files import RunTapes
 from atoll.tape.replay import replay
 from atoll.tensors.settings import Numerics
-from atoll.transport.endpoint import place
-from atoll.transport.tls import ClientTls, KeyFiles, key_files
-from tests.learner import planted
+from atoll.transport.endpoint import parse_endpoint
+from atoll.transport.tls import ClientTls, KeyFiles, find_key_files
+from tests.learner import fault_injection
 from tests.learner.small_models import BATCH, Work, values, work
 
 LIMIT_S = 300.0
@@ -60,7 +60,7 @@ LOOK_EVERY_S = 0.02
 
 T = TypeVar("T")
 
-QUICK = Limits(first_wait_s=5.0, backoff_first_s=0.05, backoff_most_s=0.5)
+QUICK = Limits(initial_wait_s=5.0, initial_backoff_s=0.05, max_backoff_s=0.5)
 """Limits of a run whose links are broken on purpose: nobody wants to wait for the back-off."""
 
 
@@ -101,7 +101,7 @@ class LearnerSpec:
     max_rate: str | None = None
     streams: int | None = None
     notice_s: float | None = None
-    away_timeout_s: float | None = None
+    disconnect_timeout_s: float | None = None
     draws: bool = False  # from torch's generator after every step, and tells what in `extra_state`
     keys: Path | None = None
     ca: Path | None = None
@@ -136,7 +136,7 @@ def syncer_child(
     pipe: Connection,
 ) -> None:
     _begin(log)
-    planted.plant(bug, directory)
+    fault_injection.inject(bug, directory)
     main.LINGER_S = 0.2  # for the last acknowledgements; loopback is quick
     try:
         finished = serve_syncer(
@@ -146,7 +146,7 @@ def syncer_child(
             port=port,
             token=token,
             on_ready=lambda address: pipe.send(("ready", address)),
-            on_finished=lambda syncer: save_file(syncer.published(), directory / "published.safetensors"),
+            on_finished=lambda syncer: save_file(syncer.published_model(), directory / "published.safetensors"),
             keys=keys,
             serve_end_s=serve_end_s,
         )
@@ -168,11 +168,13 @@ def shard_child(
     pipe: Connection,
 ) -> None:
     _begin(log)
-    planted.plant(bug, directory)
+    fault_injection.inject(bug, directory)
     try:
         ready = partial(_tell_ready, pipe)
-        files = key_files(keys, of_syncer=True) if keys is not None else None
-        serve_shard(directory, shard, shards, place(head, keys), port=0, token=token, on_ready=ready, keys=files)
+        files = find_key_files(keys, for_syncer=True) if keys is not None else None
+        serve_shard(
+            directory, shard, shards, parse_endpoint(head, keys), port=0, token=token, on_ready=ready, keys=files
+        )
         pipe.send(("ended", True))
     except BaseException as wrong:
         traceback.print_exc()
@@ -199,8 +201,8 @@ def standby_child(
             port=port,
             token=token,
             on_ready=lambda address: pipe.send(("ready", address)),
-            on_finished=lambda syncer: save_file(syncer.published(), directory / "published.safetensors"),
-            take_over=turn.by_force,
+            on_finished=lambda syncer: save_file(syncer.published_model(), directory / "published.safetensors"),
+            take_over=turn.is_forced,
         )
         pipe.send(("ended", finished))
     except BaseException as wrong:
@@ -210,7 +212,7 @@ def standby_child(
 
 def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, pipe: Connection) -> None:
     _begin(log)
-    planted.plant(spec.planted, directory)
+    fault_injection.inject(spec.planted, directory)
     job = work(spec.model, spec.number, spec.dtype, spec.flip)
     drawn: list[float] = []
     try:
@@ -228,7 +230,7 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             max_rate=spec.max_rate,
             streams=spec.streams,
             notice_s=spec.notice_s,
-            away_timeout_s=spec.away_timeout_s,
+            disconnect_timeout_s=spec.disconnect_timeout_s,
         ) as learner:
             moments = [float(state["step"]) for state in job.optimizer.state.values()]
             told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(moments, default=0.0)}
@@ -498,7 +500,7 @@ class Run:
         if self.keys is not None:  # as the syncer itself
             by_key = self.keys.authority is not None
             tls = ClientTls(self.keys.certificate.parent) if by_key else ClientTls(pinned=self.keys)
-            context = tls.context()
+            context = tls.make_context()
             connection = http.client.HTTPSConnection(self.address, timeout=LIMIT_S, context=context)
         try:
             connection.request(method, path, body or None, headers)
@@ -570,7 +572,7 @@ class Run:
         tapes = RunTapes(self.directory)
         for reader in tapes.readers.values():
             replay(reader.header, reader)
-        verdict = judge(tapes, all_checkers(tapes.config))
+        verdict = check_with_progress(tapes, create_checkers(tapes.config))
         assert verdict.violation is None, f"{verdict.violation}\n{self.logs()}"
         return verdict
 
@@ -578,7 +580,7 @@ class Run:
         """Complete tapes of a run that came to its end, and no violation in them."""
         verdict = self.verdict()
         assert verdict.finished
-        assert verdict.incomplete == []
+        assert verdict.gaps == []
 
     def assert_same(self, published: dict[str, Tensor], *numbers: int) -> None:
         """These learners hold the published model, to the last bit of their own dtype."""
@@ -597,7 +599,7 @@ def versions_by_epoch(directory: Path) -> Iterator[tuple[int, dict[int, int]]]:
         if actor.learner == 0:
             restored = reader.header.restored
             found = {p: record.version for p, record in restored.versions.items()} if restored is not None else {}
-            yield actor.start, found
+            yield actor.generation, found
 
 
 def ignore_missing(path: Path) -> None:

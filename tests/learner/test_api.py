@@ -20,22 +20,22 @@ from torch import nn
 import atoll
 from atoll.core.protocol import MessageArrived, StepTaken
 from atoll.core.types import RoundId
-from atoll.errors import BackgroundFailed, LearnerRefused
-from atoll.island.boundary import Action, CopyAction, SingleRankIsland, Start
-from atoll.island.fragments import FragmentTensors, plan_of
+from atoll.errors import BackgroundFailedError, LearnerRefusedError
+from atoll.island.boundary import Action, CopyAction, SingleRankIsland, StartAction
+from atoll.island.fragments import FragmentTensors, plan_for_run
 from atoll.island.rank_connection import BoundaryStatus
 from atoll.learner.api import Learner
 from atoll.store.run_settings import RunSettings
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.model_view import ModelView
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.plan import describe_tensors, make_plan
 from atoll.tensors.settings import Numerics
+from tests.learner.fault_injection import inject
 from tests.learner.in_process import driver_of, leading_rank, learner_of, train
-from tests.learner.planted import plant
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, config, endless, model_file
 from tests.learner.small_models import BATCH, Work, values, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ def test_the_plan_of_fewer_fragments_is_the_plan_of_that_number():
     differing = 0
     for wanted in range(1, 40):
         settings = RunSettings(config(fragments=wanted), Numerics(plan="rows"))
-        plan = plan_of(model, settings)
+        plan = plan_for_run(model, settings)
         told = RunSettings(config(fragments=len(plan.fragments)), Numerics(plan="rows"))
-        assert plan_of(model, told) == plan
-        differing += make_plan(tensors_of(model), wanted, "rows") != plan
+        assert plan_for_run(model, told) == plan
+        differing += make_plan(describe_tensors(model), wanted, "rows") != plan
     assert differing > 0, "the plans of this model are all stable: they show nothing"
 
 
@@ -281,7 +281,7 @@ def test_another_model_is_refused_with_the_first_tensor_that_differs_and_disturb
             "taller": "'first.bias', 25 at the learner and 24 in the run",
             "other": "'0.bias' (4 float32 weight), which the run does not have",
         }[wrong]
-        with pytest.raises(LearnerRefused, match=re.escape(named)), learner_of(run, job, 2):
+        with pytest.raises(LearnerRefusedError, match=re.escape(named)), learner_of(run, job, 2):
             pass
         assert run.status()["refused"] == {"refused-fingerprint": 1}
         run.go(good)
@@ -293,14 +293,17 @@ def test_another_model_that_would_found_the_run_second_is_refused_too(tmp_path):
     """It has asked for the settings before anybody had founded the run."""
     with Run(tmp_path) as run:
         late = learner_of(run, work("taller"), 2)
-        found = late._background.found
+        found = late._background.upload_model
 
         def found_late(*args: Any) -> None:
             run.joined(1)
             found(*args)
 
-        late._background.found = found_late  # type: ignore[method-assign, assignment]
-        with pytest.raises(LearnerRefused, match=r"'first\.bias', 25 at the learner .* atoll syncer --out DIR"), late:
+        late._background.upload_model = found_late  # type: ignore[method-assign, assignment]
+        with (
+            pytest.raises(LearnerRefusedError, match=r"'first\.bias', 25 at the learner .* atoll syncer --out DIR"),
+            late,
+        ):
             pass
 
 
@@ -446,7 +449,7 @@ def test_an_error_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
 
         with pytest.raises(MemoryError):
             island()
-        away = run.until(run.learner(1, standing="away"), "the syncer sees the link close")
+        away = run.until(run.learner(1, standing="disconnected"), "the syncer sees the link close")
         assert "the link closed" in away["reason"]
         run.verdict()
 
@@ -455,7 +458,7 @@ def test_a_learner_that_cannot_join_leaves_too(tmp_path):
     with Run(tmp_path, endless()) as run:
         job = work()
         learner = learner_of(run, job, 1)
-        leading_rank(learner).island = island = InterruptedIsland(Start)
+        leading_rank(learner).island = island = InterruptedIsland(StartAction)
         with pytest.raises(KeyboardInterrupt), learner:
             pass
         assert island.fired
@@ -480,7 +483,7 @@ def test_a_failure_in_the_background_is_raised_in_the_next_step(tmp_path, caplog
                     fragment.begin_value = decode  # type: ignore[method-assign, assignment]
                 train(learner, job)
 
-        with pytest.raises(BackgroundFailed, match="no memory for it") as caught:
+        with pytest.raises(BackgroundFailedError, match="no memory for it") as caught:
             island()
         assert isinstance(caught.value.__cause__, MemoryError)
         assert "the background of this learner has failed" in caplog.text
@@ -501,7 +504,7 @@ def test_a_core_that_fails_on_a_message_is_raised_in_the_next_step(tmp_path, kin
                 change_core(learner, failing)
                 train(learner, job)
 
-        with pytest.raises(BackgroundFailed, match="the background of this learner has") as caught:
+        with pytest.raises(BackgroundFailedError, match="the background of this learner has") as caught:
             island()
         assert isinstance(caught.value.__cause__, kind)
 
@@ -519,7 +522,7 @@ def test_a_background_thread_that_ends_is_raised_in_the_next_step_and_cleared_aw
                 learner._background._loop.call_soon_threadsafe(end)
                 train(learner, job)
 
-        with pytest.raises(BackgroundFailed, match="a planted end"):
+        with pytest.raises(BackgroundFailedError, match="a planted end"):
             island()
         run.until(run.learner(1, standing="left"), "it has left")
 
@@ -568,13 +571,13 @@ def copied_and_forgotten() -> None:
     """A pull is answered and a newer version adopted at the same boundary: the copy is made and nobody wants it. In the
     meantime its buffer must not become the one into which the background decodes."""
     model = nn.Linear(4, 4)
-    view = ModelView(model, make_plan(tensors_of(model), 1, "balanced"))
-    fragment = FragmentTensors(view, 0, codec("f32"))
-    fragment.arrived(0, fragment.decode_whole(torch.zeros(4 * 20, dtype=torch.uint8)).buffer)
-    fragment.release(*fragment.will_adopt(False))
-    copied = fragment.will_copy(RoundId(0, 0, 1, 1))
-    fragment.arrived(1, fragment.decode_whole(torch.ones(20).view(torch.uint8)).buffer)
-    adopting = fragment.will_adopt(False)
+    view = ModelView(model, make_plan(describe_tensors(model), 1, "balanced"))
+    fragment = FragmentTensors(view, 0, get_codec("f32"))
+    fragment.set_newest(0, fragment.decode_whole(torch.zeros(4 * 20, dtype=torch.uint8)).buffer)
+    fragment.release(*fragment.prepare_adoption(False))
+    copied = fragment.prepare_copy(RoundId(0, 0, 1, 1))
+    fragment.set_newest(1, fragment.decode_whole(torch.ones(20).view(torch.uint8)).buffer)
+    adopting = fragment.prepare_adoption(False)
     other = fragment.decode_whole(torch.full((20,), 7.0).view(torch.uint8)).buffer
     assert other is not copied.buffer
     fragment.copy(copied)
@@ -589,8 +592,8 @@ def test_a_copy_keeps_its_buffer_until_it_is_made_also_when_it_is_forgotten_befo
 
 
 def test_the_test_above_finds_a_copy_that_does_not_hold_its_buffer(monkeypatch, tmp_path):
-    monkeypatch.setattr(FragmentTensors, "will_copy", FragmentTensors.will_copy)  # and back again afterwards
-    plant("shared-buffers", tmp_path)
+    monkeypatch.setattr(FragmentTensors, "prepare_copy", FragmentTensors.prepare_copy)  # and back again afterwards
+    inject("shared-buffers", tmp_path)
     with pytest.raises(AssertionError):
         copied_and_forgotten()
 

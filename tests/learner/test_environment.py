@@ -51,7 +51,7 @@ def test_an_empty_variable_says_nothing(bare, monkeypatch):
 def test_an_island_that_is_told_how_long_to_wait_does_not_wait_for_ever(bare, monkeypatch):
     monkeypatch.setenv("ATOLL_JOIN_TIMEOUT_S", "0.3")
     with (
-        pytest.raises(atoll.SyncerUnreachable, match="no syncer answers"),
+        pytest.raises(atoll.SyncerUnreachableError, match="no syncer answers"),
         atoll.Learner(bare[0], bare[1], "127.0.0.1:1"),
     ):
         pass

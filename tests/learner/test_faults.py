@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.core.protocol import InnerState, Published
+from atoll.core.protocol import OptimizerState, Published
 from atoll.core.types import Limits
 from atoll.tensors.settings import Numerics
-from tests.learner.planted import struck
+from tests.learner.fault_injection import struck
+from tests.learner.run_tapes import heard, sent_together
 from tests.learner.runs import QUICK, Child, LearnerSpec, Run, config, endless, versions_by_epoch
-from tests.learner.tapes_of_runs import heard, sent_together
 
 NEVER_TOO_LONG_S = 0.05
 """Of Atoll's own time between two steps, for a model of this size. Waiting for anybody would take far longer."""
@@ -31,13 +31,13 @@ NEVER_TOO_LONG_S = 0.05
 
 
 def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_a_peer(tmp_path):
-    patient = Limits(first_wait_s=5.0, least_wait_s=5.0)  # steps of milliseconds are no measure for a busy machine
+    patient = Limits(initial_wait_s=5.0, min_wait_s=5.0)  # steps of milliseconds are no measure for a busy machine
     with Run(tmp_path, endless(limits=patient)) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(6), "the run is under way")
         one.kill()
-        run.until(run.learner(1, standing="away", incarnation=1), "the loss is noticed")
+        run.until(run.learner(1, standing="disconnected", incarnation=1), "the loss is noticed")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other goes on")
         again = run.start(1)
@@ -49,7 +49,7 @@ def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_
         ledger = run.status()["ledger"]
         for line in ledger:
             assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
-        assert any(line["dropped"].get("replaced by a new incarnation", 0) > 0 for line in ledger), ledger
+        assert any(line["dropped"].get("superseded", 0) > 0 for line in ledger), ledger
         again.order("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "both go on")
@@ -59,7 +59,7 @@ def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_
 
 
 def test_one_learner_gives_its_inner_state_to_two_at_the_same_boundary(tmp_path):
-    patient = Limits(first_wait_s=10.0, least_wait_s=10.0)
+    patient = Limits(initial_wait_s=10.0, min_wait_s=10.0)
     with Run(tmp_path, endless(limits=patient)) as run:
         (giver,) = run.joined(1)
         run.go(giver)
@@ -76,14 +76,14 @@ def test_one_learner_gives_its_inner_state_to_two_at_the_same_boundary(tmp_path)
         run.go(*others)
         run.end()
         run.assert_same(run.finish(giver, *others), 1, 2, 3)
-        given = [[body.to for body in bodies] for bodies in sent_together(run, 1, InnerState)]
+        given = [[body.to for body in bodies] for bodies in sent_together(run, 1, OptimizerState)]
         assert [2, 3] in [sorted(each) for each in given], "they were given to one after the other"
         run.assert_clean()
 
 
 @pytest.mark.long
 def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_then_by_fresh_moments(tmp_path):
-    patient = Limits(first_wait_s=5.0, least_wait_s=5.0)
+    patient = Limits(initial_wait_s=5.0, min_wait_s=5.0)
     with Run(tmp_path, endless(limits=patient)) as run:
         peers = dict(zip((1, 2), run.joined(1, 2), strict=True))
         run.go(*peers.values())
@@ -101,7 +101,7 @@ def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_t
         last.order("hold")
         last.hear("held")
         third.kill()
-        run.until(run.learner(3, standing="away"), "the loss is noticed")
+        run.until(run.learner(3, standing="disconnected"), "the loss is noticed")
         fourth = run.start(4)
         _kill_who_gives_to(run, 4, peers)
         told = fourth.hear("joined")
@@ -138,20 +138,20 @@ def test_an_old_process_that_comes_back_after_its_successor_is_told_and_ends(tmp
         one.send(signal.SIGCONT)
         one.expected_to_end = True
         kind, sentence, threads = one.hear("failed")
-        assert (kind, threads) == ("LearnerRefused", [])
+        assert (kind, threads) == ("LearnerRefusedError", [])
         assert "incarnation 1 was replaced by 2" in sentence
         run.end()
         run.assert_same(run.finish(again, two), 1, 2)
 
 
 def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarnation(tmp_path):
-    impatient = Limits(first_wait_s=1.0, backoff_first_s=0.05, backoff_most_s=0.5)
+    impatient = Limits(initial_wait_s=1.0, initial_backoff_s=0.05, max_backoff_s=0.5)
     with Run(tmp_path, endless(limits=impatient)) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(6), "the run is under way")
         one.send(signal.SIGSTOP)
-        suspect, away = run.learner(1, standing="suspect"), run.learner(1, standing="away")
+        suspect, away = run.learner(1, standing="suspect"), run.learner(1, standing="disconnected")
         run.until(lambda status: suspect(status) or away(status), "its silence is noticed")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "the other goes on")
@@ -209,7 +209,7 @@ def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(t
         one.expected_to_end = True
         one.order("poison")
         kind, sentence, _ = one.hear("failed")
-        assert kind == "LearnerRefused"
+        assert kind == "LearnerRefusedError"
         assert sentence.startswith("the syncer refused: quarantined after 3 bad messages, the last: bad values: ")
         assert "then restart the learner to come back" in sentence
         shown = run.until(run.learner(1, standing="quarantined"), "it is quarantined")
@@ -458,4 +458,4 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, w
 
 def test_the_quick_limits_differ_from_the_real_ones_only_where_a_test_would_wait():
     changed = {name for name in Limits.__dataclass_fields__ if getattr(QUICK, name) != getattr(Limits(), name)}
-    assert changed == {"first_wait_s", "backoff_first_s", "backoff_most_s"}
+    assert changed == {"initial_wait_s", "initial_backoff_s", "max_backoff_s"}

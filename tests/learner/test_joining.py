@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.errors import JoinTimeout, LearnerRefused, SyncerUnreachable
+from atoll.errors import JoinTimeoutError, LearnerRefusedError, SyncerUnreachableError
 from atoll.learner.api import Learner
 from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, config
 from tests.learner.small_models import values, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 def test_nobody_listens_and_the_time_to_join_is_over(caplog):
@@ -27,7 +27,7 @@ def test_nobody_listens_and_the_time_to_join_is_over(caplog):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         free = listening.getsockname()[1]
     learner = Learner(job.model, job.optimizer, f"127.0.0.1:{free}", join_timeout_s=0.7)
-    with caplog.at_level(logging.WARNING), pytest.raises(SyncerUnreachable, match=f"127.0.0.1:{free}"), learner:
+    with caplog.at_level(logging.WARNING), pytest.raises(SyncerUnreachableError, match=f"127.0.0.1:{free}"), learner:
         pass
     assert "trying again" in caplog.text
 
@@ -36,7 +36,7 @@ def test_a_black_hole_does_not_hold_a_learner_beyond_its_time_to_join():
     job = work()
     with socket.create_server(("127.0.0.1", 0)) as listening:  # takes connections, and never answers
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(SyncerUnreachable), Learner(job.model, job.optimizer, address, join_timeout_s=0.7):
+        with pytest.raises(SyncerUnreachableError), Learner(job.model, job.optimizer, address, join_timeout_s=0.7):
             pass
 
 
@@ -45,15 +45,15 @@ def test_the_link_falls_silent_while_a_learner_joins(tmp_path):
     job = work()
     with Run(tmp_path) as run, relay_to(run.address) as relay:
         learner = Learner(job.model, job.optimizer, relay.address, learner=1, join_timeout_s=1.5)
-        ask = learner._background.ask_for_number
+        ask = learner._background.request_number
 
         def and_then_silence(*args: Any) -> tuple[int, int]:
             number = ask(*args)
             relay.cut()
             return number
 
-        learner._background.ask_for_number = and_then_silence  # type: ignore[method-assign, assignment]
-        with pytest.raises(JoinTimeout, match="could not join within the time given"), learner:
+        learner._background.request_number = and_then_silence  # type: ignore[method-assign, assignment]
+        with pytest.raises(JoinTimeoutError, match="could not join within the time given"), learner:
             pass
         assert relay.counts().connections > 0
 
@@ -127,7 +127,7 @@ def test_tapes_of_another_run_in_the_directory_are_said(tmp_path):
         (tmp_path / "tapes" / f"learner-1-i{incarnation}.tape").touch()
     with Run(tmp_path) as run:
         job = work()
-        with pytest.raises(LearnerRefused, match="another run directory"), learner_of(run, job, 1):
+        with pytest.raises(LearnerRefusedError, match="another run directory"), learner_of(run, job, 1):
             pass
 
 
@@ -152,7 +152,7 @@ def test_learner_number_started_twice_while_joining_leaves_the_newer_process(tmp
     job = work()
     with Run(tmp_path) as run:
         older = learner_of(run, job, 1)
-        ask = older._background.ask_for_number
+        ask = older._background.request_number
         newer: list[Child] = []
 
         def and_then_another_starts(*args: Any) -> tuple[int, int]:
@@ -161,8 +161,8 @@ def test_learner_number_started_twice_while_joining_leaves_the_newer_process(tmp
             assert newer[0].hear("joined")["incarnation"] == number[1] + 1
             return number
 
-        older._background.ask_for_number = and_then_another_starts  # type: ignore[method-assign, assignment]
-        with pytest.raises(LearnerRefused, match="incarnation 1 was replaced by 2"), older:
+        older._background.request_number = and_then_another_starts  # type: ignore[method-assign, assignment]
+        with pytest.raises(LearnerRefusedError, match="incarnation 1 was replaced by 2"), older:
             pass
         run.go(*newer)
         run.finish(*newer)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import main
-from atoll.core.ledger import SampleLine
+from atoll.core.ledger import SampleCursor
 from atoll.core.protocol import Lease, MessageArrived, StepTaken
 from atoll.learner.api import Learner
 from atoll.tape.files import TapeReader, tape_path
@@ -19,7 +19,7 @@ from tests.learner.in_process import STEPS, learner_of
 from tests.learner.runs import LIMIT_S, Run, config, endless
 from tests.learner.small_models import BATCH, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 TAKE = 4
 LEASES = {"lease_samples": 3 * TAKE + 1, "leases_ahead": 3}  # a lease is no whole number of steps
@@ -27,7 +27,7 @@ LEASES = {"lease_samples": 3 * TAKE + 1, "leases_ahead": 3}  # a lease is no who
 
 def numbers_of_tape(run: Path, learner: int, incarnation: int = 1) -> list[tuple[int, ...]]:
     """The samples of every step, from nothing but what the tape holds."""
-    line = SampleLine(LEASES["lease_samples"])
+    line = SampleCursor(LEASES["lease_samples"])
     leases: dict[int, tuple[int, int]] = {}
     found: list[tuple[int, ...]] = []
     for entry in TapeReader(tape_path(run, Actor(learner, incarnation))):
@@ -36,7 +36,7 @@ def numbers_of_tape(run: Path, learner: int, incarnation: int = 1) -> list[tuple
             body = event.envelope.body
             leases.setdefault(body.number, (body.begin, body.end))
         elif type(event) is StepTaken:
-            fresh = event.samples
+            fresh = event.new_samples
             for _ in range(event.steps):
                 found.append(line.replayed(leases, TAKE, min(fresh, TAKE)))
                 fresh -= min(fresh, TAKE)
@@ -69,11 +69,11 @@ def test_no_two_islands_take_the_same_number_and_the_tape_tells_all_of_them(tmp_
         assert len(told) > 10
         assert told == taken[: len(told)]
         stats = learner.stats()
-        assert stats.samples + TAKE * stats.repeated >= TAKE * len(told)
+        assert stats.samples + TAKE * stats.repeated_steps >= TAKE * len(told)
     once = [{n for step in taken for n in step} for _, taken in islands]
     assert once[0].isdisjoint(once[1])
     for (learner, taken), numbers in zip(islands, once, strict=True):
-        if not learner.stats().repeated:
+        if not learner.stats().repeated_steps:
             assert len(numbers) == TAKE * len(taken)
     assert main(["ledger", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("everything balances\n")
@@ -87,7 +87,7 @@ def test_an_island_whose_leases_are_used_up_goes_on_with_its_last_ones_and_never
             learner.step(tokens=BATCH, loss=job.step(0))
             run.syncer.kill()
             taken: list[tuple[int, ...]] = []
-            while learner.stats().repeated < 12:  # more than one lease's worth
+            while learner.stats().repeated_steps < 12:  # more than one lease's worth
                 taken.append(learner.take(TAKE))
                 learner.step(tokens=BATCH, loss=job.step(len(taken)))
             fresh, again = taken[:-12], taken[-12:]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from atoll.learner.loop_check import MAX_UNREPORTED, PATIENCE, LoopCheck
+from atoll.learner.loop_check import CALLS_BEFORE_WARNING, MAX_UNREPORTED_STEPS, LoopCheck
 from tests.learner.in_process import learner_of
 from tests.learner.runs import Run, endless
 from tests.learner.small_models import BATCH, Work, work
 
-ENOUGH = 2 * MAX_UNREPORTED
+ENOUGH = 2 * MAX_UNREPORTED_STEPS
 FORGOTTEN = "learner.step() was not called during the last"
 NEVER = "the loop has ended after"
 PER_MICRO_BATCH = "it looks like one call for every micro-batch"
@@ -51,7 +51,7 @@ def test_a_loop_that_forgets_learner_step_is_warned(run, caplog):
     learner = learner_of(run, job, 1)
     hooks = dict(job.optimizer._optimizer_step_post_hooks)
     with learner:
-        for number in range(MAX_UNREPORTED + 1):
+        for number in range(MAX_UNREPORTED_STEPS + 1):
             job.step(number)
     assert warnings(caplog) == [FORGOTTEN, NEVER]
     assert job.optimizer._optimizer_step_post_hooks == hooks, "what was hooked on entering is removed on leaving"
@@ -67,7 +67,7 @@ def test_a_short_loop_that_forgets_learner_step_is_warned_at_its_end(run, caplog
 def test_a_loop_that_calls_learner_step_per_micro_batch_is_warned(run, caplog):
     job = work()
     with learner_of(run, job, 3) as learner:
-        for number in range(8 * PATIENCE):
+        for number in range(8 * CALLS_BEFORE_WARNING):
             learner.step(tokens=BATCH, loss=backward(job, number))
             if number % 2:
                 job.optimizer.step()
@@ -78,7 +78,7 @@ def test_a_loop_that_calls_learner_step_per_micro_batch_is_warned(run, caplog):
 def test_a_loop_that_never_calls_optimizer_step_is_warned(run, caplog):
     job = work()
     with learner_of(run, job, 4) as learner:
-        for number in range(8 * PATIENCE):
+        for number in range(8 * CALLS_BEFORE_WARNING):
             job.optimizer.zero_grad()
             learner.step(tokens=BATCH, loss=backward(job, number))
     assert warnings(caplog) == [UNTRAINED]
@@ -89,7 +89,7 @@ def test_a_correct_loop_that_trains_on_after_the_end_is_not_warned(tmp_path, cap
     with Run(tmp_path) as run, learner_of(run, job, 1) as learner:
         while not learner.finished:
             learner.step(tokens=BATCH, loss=job.step(0))
-        for number in range(MAX_UNREPORTED + 1):
+        for number in range(MAX_UNREPORTED_STEPS + 1):
             job.step(number)
     assert warnings(caplog) == []
 
@@ -149,7 +149,7 @@ def test_a_call_for_every_micro_batch_is_warned_once(caplog, accumulated):
             if number % accumulated == accumulated - 1:
                 made.one.step()
             made.report()
-    assert warnings(caplog) == [PER_MICRO_BATCH if accumulated < PATIENCE else UNTRAINED]
+    assert warnings(caplog) == [PER_MICRO_BATCH if accumulated < CALLS_BEFORE_WARNING else UNTRAINED]
 
 
 def test_steps_that_a_gradient_scaler_skips_are_not_warned(caplog):
@@ -166,7 +166,7 @@ def test_steps_that_a_gradient_scaler_skips_are_not_warned(caplog):
 def test_a_gradient_scaler_that_skips_every_step_from_some_point_on_is_warned(caplog):
     with loop() as made:
         for number in range(ENOUGH):
-            if number < 4 * PATIENCE:
+            if number < 4 * CALLS_BEFORE_WARNING:
                 made.train("one")
             made.report()
     assert warnings(caplog) == [UNTRAINED]
@@ -214,7 +214,7 @@ def test_lbfgs_with_many_evaluations_in_one_step_is_not_warned(caplog):
         return made.backward()
 
     with loop(make=torch.optim.LBFGS) as made:
-        for _ in range(4 * PATIENCE):
+        for _ in range(4 * CALLS_BEFORE_WARNING):
             made.one.step(closure)  # type: ignore[arg-type]
             made.report()
     assert warnings(caplog) == []
@@ -235,7 +235,7 @@ def test_a_wrapper_without_hooks_is_not_warned(caplog):
     model = nn.Linear(2, 2)
     both = Both([SGD([model.weight], lr=0.1), SGD([model.bias], lr=0.1)])
     check = LoopCheck(model, [both], lambda: False, logging.getLogger("test"))
-    for _ in range(4 * PATIENCE):
+    for _ in range(4 * CALLS_BEFORE_WARNING):
         model(torch.ones(1, 2)).sum().backward()
         both.step()
         check.begin_call()
@@ -247,7 +247,7 @@ def test_a_wrapper_without_hooks_is_not_warned(caplog):
 def test_many_optimizer_steps_for_each_call_are_warned_at_most_once(caplog):
     with loop() as made:
         for _ in range(3):
-            for _ in range(2 * MAX_UNREPORTED):
+            for _ in range(2 * MAX_UNREPORTED_STEPS):
                 made.train("one")
             made.report()
     assert warnings(caplog) == [FORGOTTEN]
@@ -258,6 +258,6 @@ def test_a_later_part_of_the_loop_that_forgets_learner_step_is_warned(caplog):
         for _ in range(10):
             made.train("one")
             made.report()
-        for _ in range(MAX_UNREPORTED):
+        for _ in range(MAX_UNREPORTED_STEPS):
             made.train("one")
     assert warnings(caplog) == [FORGOTTEN]

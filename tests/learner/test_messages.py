@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from atoll.core.reasons import REASONS, because
-from atoll.errors import LearnerRefused
-from atoll.logs import DETAILS, REPEATED, SILENCES, WARNINGS, ReasonLog, RepeatLimit
-from atoll.tensors.codecs import codec
-from atoll.tensors.plan import FragmentPlan, Piece, TensorInfo, make_plan, tensors_of
-from atoll.tensors.robust_merge import unfit_in_fragment
+from atoll.errors import LearnerRefusedError
+from atoll.logs import DEBUG_REASONS, REPEATED_REASONS, SILENCE_REASONS, WARNING_REASONS, LogRateLimiter, ReasonLogger
+from atoll.tensors.codecs import get_codec
+from atoll.tensors.plan import FragmentPlan, Piece, TensorInfo, describe_tensors, make_plan
+from atoll.tensors.robust_merge import find_nonfinite_in_fragment
 from atoll.tensors.settings import Numerics
 from tests.learner.in_process import STEPS, learner_of, train
 from tests.learner.runs import QUICK, Run, endless
@@ -34,7 +34,7 @@ def layers(count: int, width: int = 8) -> Work:
 
 
 def refusal(run: Run, job: Work, number: int) -> str:
-    with pytest.raises(LearnerRefused) as caught, learner_of(run, job, number, run_directory=None):
+    with pytest.raises(LearnerRefusedError) as caught, learner_of(run, job, number, run_directory=None):
         pass
     return str(caught.value)
 
@@ -87,7 +87,7 @@ def quarantined(run: Run, job: Work, poison: Callable[[], object]) -> str:
             for _ in range(STEPS):
                 poison()
                 train(learner, job, 1)
-        except LearnerRefused as error:
+        except LearnerRefusedError as error:
             return str(error)
     raise AssertionError(f"not quarantined after {STEPS} steps")
 
@@ -120,27 +120,27 @@ def test_infinite_buffer_ends_in_an_error_that_names_it_and_no_other_tensor_of_i
     """Buffers are in f32, whatever the codec of the run is."""
     job = work()
     job.model.register_buffer("mean", torch.zeros(5))
-    with Run(tmp_path, endless(limits=replace(QUICK, strikes=1)), Numerics(up=up)) as run:
+    with Run(tmp_path, endless(limits=replace(QUICK, max_strikes=1)), Numerics(up=up)) as run:
         sentence = quarantined(run, job, lambda: job.model.get_buffer("mean")[:2].fill_(-math.inf))
         assert sentence.endswith("the model of this process holds 'mean' (buffer): 2 infinite of 5 values")
         assert "not finite: 'mean' (buffer): 2 infinite of 5 values" in sentence
 
 
 def test_values_too_large_to_square_are_named(tmp_path):
-    plan = make_plan(tensors_of(work().model), 1, "balanced")
+    plan = make_plan(describe_tensors(work().model), 1, "balanced")
     values = torch.zeros(plan.numel(0))
     values[-1] = 1e30
-    found = unfit_in_fragment(plan, 0, codec("f32"), codec("f32").encode(values))
+    found = find_nonfinite_in_fragment(plan, 0, get_codec("f32"), get_codec("f32").encode(values))
     assert found == "'last.weight' (parameter): values up to 1e+30, too large to sum their squares"
 
 
 def test_tensor_that_is_cut_by_rows_is_counted_once():
     plan = make_plan([TensorInfo("table", (100, 10), "float32", "embedding")], 1, "rows")
     pieces = tuple(Piece("table", "embedding", start, start + 50, 500) for start in (0, 50))
-    plan = FragmentPlan(plan.how, plan.tensors, (pieces,))
+    plan = FragmentPlan(plan.method, plan.tensors, (pieces,))
     values = torch.ones(1000)
     values[490:510] = math.nan
-    found = unfit_in_fragment(plan, 0, codec("bf16"), codec("bf16").encode(values))
+    found = find_nonfinite_in_fragment(plan, 0, get_codec("bf16"), get_codec("bf16").encode(values))
     assert found == "'table' (parameter): 20 NaN of 1000 values"
 
 
@@ -149,14 +149,14 @@ def test_tensor_that_is_cut_by_rows_is_counted_once():
 
 
 def test_every_level_is_of_a_reason_that_exists():
-    assert REASONS.keys() >= WARNINGS | REPEATED | DETAILS | SILENCES
+    assert REASONS.keys() >= WARNING_REASONS | REPEATED_REASONS | DEBUG_REASONS | SILENCE_REASONS
 
 
 def test_retries_are_logged_once_and_then_counted(caplog):
-    log = ReasonLog(logging.getLogger("test"))
+    log = ReasonLogger(logging.getLogger("test"))
     with caplog.at_level(logging.DEBUG, "test"):
         for fragment in range(24):
-            log.write(because("round-asked-again", 0, 1, 2.0, 1), ("fragment", fragment))
+            log.write(because("round-pull-retried", 0, 1, 2.0, 1), ("fragment", fragment))
     assert [record.levelname for record in caplog.records] == ["INFO", *["DEBUG"] * 23]
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "test"):
@@ -166,20 +166,20 @@ def test_retries_are_logged_once_and_then_counted(caplog):
 
 
 def test_repeated_lines_come_back_with_the_number_left_out():
-    repeats = RepeatLimit(interval_s=0.0)
-    assert [repeats.left_out("a"), repeats.left_out("a")] == [0, 0]
-    repeats = RepeatLimit()
-    assert [repeats.left_out(key) for key in "aaba"] == [0, None, 0, None]
+    repeats = LogRateLimiter(interval_s=0.0)
+    assert [repeats.count_suppressed("a"), repeats.count_suppressed("a")] == [0, 0]
+    repeats = LogRateLimiter()
+    assert [repeats.count_suppressed(key) for key in "aaba"] == [0, None, 0, None]
     repeats._interval_s = 0.0
-    assert [repeats.left_out(key) for key in "aba"] == [2, 0, 0]
+    assert [repeats.count_suppressed(key) for key in "aba"] == [2, 0, 0]
 
 
 @pytest.mark.parametrize(("silent_s", "level"), [(1.02, "DEBUG"), (29.0, "DEBUG"), (31.0, "INFO")])
 def test_short_silence_is_a_detail(caplog, silent_s, level):
     with caplog.at_level(logging.DEBUG, "test"):
-        log = ReasonLog(logging.getLogger("test"))
+        log = ReasonLogger(logging.getLogger("test"))
         log.write(because("member-suspected", silent_s, 1.0), ("learner", 1))
-        log.write(because("member-heard", silent_s), ("learner", 1))
+        log.write(because("member-recovered", silent_s), ("learner", 1))
     assert [record.levelname for record in caplog.records] == [level, level]
 
 

@@ -12,20 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from atoll.checkpoint.formats import model_of
+from atoll.checkpoint.formats import read_run_model
 from atoll.checkpoint.model_file import write_tensors
-from atoll.checkpoint.published import assembled
+from atoll.checkpoint.published_model import assemble_tensors
 from atoll.cli.main import main
 from atoll.learner.api import Learner
-from atoll.reference.executor import initial_values
+from atoll.reference.tape_executor import initial_values
 from atoll.store.snapshots import list_snapshots
-from atoll.syncer.initial_model import INIT
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.syncer.initial_model import INIT_FILE
+from atoll.tensors.plan import describe_tensors, make_plan
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import LIMIT_S, Run, config
 from tests.learner.small_models import Work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 class Clip(nn.Module):
@@ -92,7 +92,7 @@ def test_0_dimensional_parameters_and_buffers_are_saved_exported_and_imported(tm
 
 def test_0_dimensional_tensors_are_in_checkpoints_snapshots_and_the_published_model(tmp_path):
     given = {"first.bias": torch.ones(4), "first.weight": torch.ones(4, 8), "logit_scale": torch.tensor(3.0)}
-    save_file(given | {"offset": torch.tensor(0.5)}, tmp_path / INIT)
+    save_file(given | {"offset": torch.tensor(0.5)}, tmp_path / INIT_FILE)
     job = clip(1)
     with Run(tmp_path, config(snapshot_every_merges=3)) as run:
         with learner_of(run, job, 1) as learner:
@@ -103,7 +103,7 @@ def test_0_dimensional_tensors_are_in_checkpoints_snapshots_and_the_published_mo
         assert torch.equal(published["logit_scale"], job.model.state_dict()["logit_scale"])
         run.assert_clean()
     number = max(info.number for info in list_snapshots(tmp_path) if info.record is not None)
-    assert model_of(tmp_path, number).tensors["logit_scale"].shape == ()
+    assert read_run_model(tmp_path, number).tensors["logit_scale"].shape == ()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ LOCAL = ("int64", "int8", "uint8", "bool")
 
 def saved(model: nn.Module, path: Path) -> dict[str, Tensor]:
     """What `atoll syncer` does at the end of a run."""
-    plan = make_plan(tensors_of(model), 2, "balanced")
-    return load_file(write_tensors(assembled(plan, enumerate(initial_values(model, plan))), path))
+    plan = make_plan(describe_tensors(model), 2, "balanced")
+    return load_file(write_tensors(assemble_tensors(plan, enumerate(initial_values(model, plan))), path))
 
 
 CASES = [(kind, name) for kind in ("frozen", "buffer") for name in (*TRAVELLING, *REFUSED, *LOCAL)]
@@ -160,7 +160,7 @@ def test_no_dtype_that_may_join_breaks_the_final_save(tmp_path, kind, name):
     model = Odd(torch.zeros(48, dtype=torch.uint8).view(dtype), kind)
     if kind != "frozen" and name in REFUSED:
         with pytest.raises(ValueError, match=f"odd is {name}, which cannot be merged and saved"):
-            tensors_of(model)
+            describe_tensors(model)
         return
     found = saved(model, tmp_path / "model.safetensors")
     assert ("odd" in found) is (kind != "frozen" and name in TRAVELLING)

@@ -19,11 +19,11 @@ from atoll.learner.api import Learner
 from tests.learner.runs import LIMIT_S, Run, endless
 from tests.learner.small_models import BATCH, Work, work
 from tests.syncer.test_snapshots import taken as snapshot_of
-from tests.tensors.own_optimizers import Averaging, Both, Uncloneable, two_optimizers
+from tests.tensors.custom_optimizers import ChainedOptimizers, ScheduleFreeLike, Uncloneable, make_two_optimizers
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
-NEVER = Limits(first_wait_s=20 * LIMIT_S, least_wait_s=20 * LIMIT_S, most_wait_s=20 * LIMIT_S)
+NEVER = Limits(initial_wait_s=20 * LIMIT_S, min_wait_s=20 * LIMIT_S, max_wait_s=20 * LIMIT_S)
 """A joining learner that waits for the end of its patience does not join in time."""
 
 
@@ -81,7 +81,10 @@ def island(run: Run, number: int, optimizer: Callable[[nn.Module], Any]) -> Isla
     where: dict[str, Any] = {"learner": number, "run_directory": run.directory, "join_timeout_s": LIMIT_S, "log": log}
     learner = Learner(job.model, made, run.address, run.token, **where)
     return Island(
-        job._replace(optimizer=made if isinstance(made, Optimizer) else Both(*made)), optimizers, learner, lines
+        job._replace(optimizer=made if isinstance(made, Optimizer) else ChainedOptimizers(*made)),
+        optimizers,
+        learner,
+        lines,
     )
 
 
@@ -155,9 +158,9 @@ def test_a_part_of_a_snapshot_that_cannot_be_taken_does_not_raise_in_the_loop(tm
 
 def test_counters_in_param_groups_go_to_a_learner_that_joins(tmp_path):
     with Run(tmp_path, endless(limits=NEVER)) as run:
-        one = island(run, 1, lambda model: Averaging(model.parameters()))
+        one = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
         with training(run, one):
-            two = island(run, 2, lambda model: Averaging(model.parameters()))
+            two = island(run, 2, lambda model: ScheduleFreeLike(model.parameters()))
             with two.learner as joined:
                 assert joined.lr_scale == 1.0
                 (group,) = two.optimizers[0].param_groups
@@ -169,10 +172,10 @@ def test_counters_in_param_groups_go_to_a_learner_that_joins(tmp_path):
 
 def test_counters_in_param_groups_come_back_from_a_part_of_a_snapshot(tmp_path):
     with Run(tmp_path, endless()) as run:
-        one = island(run, 1, lambda model: Averaging(model.parameters()))
+        one = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
         with training(run, one):
             number = snapshot_of(run)["snapshot"]
-        again = island(run, 1, lambda model: Averaging(model.parameters()))
+        again = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
         with again.learner:
             (group,) = again.optimizers[0].param_groups
             assert group["k"] > 0
@@ -182,10 +185,10 @@ def test_counters_in_param_groups_come_back_from_a_part_of_a_snapshot(tmp_path):
 
 def test_a_part_with_no_state_of_a_wrapper_is_followed_by_a_warmup(tmp_path):
     with Run(tmp_path, endless()) as run:
-        one = island(run, 1, lambda model: Both(*two_optimizers(model)))
+        one = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
         with training(run, one):
             assert snapshot_of(run)["state"] == "durable"
-        again = island(run, 1, lambda model: Both(*two_optimizers(model)))
+        again = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
         with again.learner as joined:
             assert joined.lr_scale < 1
         assert "pass the list of optimizers" in again.warnings("has no inner state, warming up for")[0]
@@ -196,9 +199,9 @@ def test_a_part_with_no_state_of_a_wrapper_is_followed_by_a_warmup(tmp_path):
 
 def test_a_list_of_optimizers_gives_all_of_their_state(tmp_path):
     with Run(tmp_path, endless(limits=NEVER)) as run:
-        one = island(run, 1, two_optimizers)
+        one = island(run, 1, make_two_optimizers)
         with training(run, one):
-            two = island(run, 2, two_optimizers)
+            two = island(run, 2, make_two_optimizers)
             with two.learner:
                 sgd, adamw = two.optimizers
                 assert all("momentum_buffer" in sgd.state[parameter] for parameter in sgd.param_groups[0]["params"])
@@ -210,9 +213,9 @@ def test_a_list_of_optimizers_gives_all_of_their_state(tmp_path):
 def test_a_wrapper_whose_state_cannot_be_found_is_not_reported_as_given(tmp_path):
     fix = "pass the list of optimizers"
     with Run(tmp_path, endless(limits=NEVER)) as run:
-        one = island(run, 1, lambda model: Both(*two_optimizers(model)))
+        one = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
         with training(run, one):
-            two = island(run, 2, lambda model: Both(*two_optimizers(model)))
+            two = island(run, 2, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
             with two.learner as joined:
                 assert joined.lr_scale < 1
         assert fix in one.warnings("cannot give inner state to learner 2: Both holds no optimizer state")[0]

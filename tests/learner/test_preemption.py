@@ -17,22 +17,22 @@ from typing import Any
 
 import pytest
 
-from atoll.cli.learner import LearnerWatch
+from atoll.cli.learner import LearnerProgress
 from atoll.cli.ledger import read_history
-from atoll.core.protocol import Leaving, Stop
+from atoll.core.protocol import DrainRequest, Stop
 from atoll.core.types import RunConfig
 from atoll.learner.api import Learner
-from atoll.learner.background import UPLOADS
-from atoll.learner.preemption import LAST_WORDS_S, SAME_NOTICE_S, Notice
-from atoll.reference.children import terminated_like_interrupted
+from atoll.learner.background import MAX_CONCURRENT_UPLOADS
+from atoll.learner.preemption import DUPLICATE_SIGNAL_S, GOODBYE_TIMEOUT_S, Preemption
+from atoll.reference.child_processes import sigterm_as_interrupt
 from atoll.tape.files import RunTapes
 from atoll.tensors.settings import Numerics
-from atoll.transport.http_client import SILENT_S
+from atoll.transport.http_client import READ_TIMEOUT_S
 from tests.island.rank_runs import IslandSpec, RankedIsland
 from tests.learner.in_process import learner_of, train
+from tests.learner.run_tapes import entries, sent_together
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
 from tests.learner.small_models import BATCH, work
-from tests.learner.tapes_of_runs import entries, sent_together
 from tests.syncer.test_controls import asked
 
 LONG_S = 60.0
@@ -78,8 +78,8 @@ def why_stopped(run: Run, number: int) -> str:
 
 def dropped(run: Run) -> list[dict[str, int]]:
     """Of every fragment, by the tapes alone, as `atoll ledger` reads them; the syncer says the same."""
-    lines = [line for _, line in sorted(read_history(RunTapes(run.directory)).tokens().items())]
-    assert all(line.balanced() for line in lines)
+    lines = [line for _, line in sorted(read_history(RunTapes(run.directory)).token_ledger().items())]
+    assert all(line.is_balanced() for line in lines)
     return [line.dropped for line in lines]
 
 
@@ -94,7 +94,7 @@ def test_what_a_leaver_has_trained_is_merged_and_the_run_goes_on(tmp_path):
         trained(run, 1, 2)
         one.send(signal.SIGTERM)
         told = left(one)
-        assert told["stats"]["unmerged"] == 0
+        assert told["stats"]["unmerged_tokens"] == 0
         gone = run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
         assert [line["dropped"] for line in run.status()["ledger"]] == [{}, {}, {}]
         (line,) = run.log_lines(one, "This island was asked to leave; the run goes on.")
@@ -105,7 +105,7 @@ def test_what_a_leaver_has_trained_is_merged_and_the_run_goes_on(tmp_path):
         run.end()
         run.assert_same(run.finish(two), 2)
         run.assert_clean()
-        assert why_stopped(run, 1) == "learner-pushed"
+        assert why_stopped(run, 1) == "learner-drained"
         assert dropped(run) == [{}, {}, {}]
 
 
@@ -131,7 +131,7 @@ def test_the_only_learner_leaves_a_run_that_has_everything(tmp_path, paused):
             asked(run, "pause")
             run.until(lambda status: "stands still" in status["learners"][0]["reason"], "it stands still")
         one.send(signal.SIGTERM)
-        assert left(one)["stats"]["unmerged"] == 0
+        assert left(one)["stats"]["unmerged_tokens"] == 0
         run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
         for line in run.status()["ledger"]:
             assert (line["pending"], line["dropped"]) == (0, {})
@@ -146,7 +146,7 @@ def test_two_that_leave_at_once_are_both_merged(tmp_path):
         trained(run, 1, 2)
         one.send(signal.SIGTERM)
         two.send(signal.SIGTERM)
-        assert [left(each)["stats"]["unmerged"] for each in (one, two)] == [0, 0]
+        assert [left(each)["stats"]["unmerged_tokens"] for each in (one, two)] == [0, 0]
         run.until(lambda status: all(each["standing"] == "left" for each in status["learners"]), "both have left")
         for line in run.status()["ledger"]:
             assert (line["pending"], line["dropped"]) == (0, {})
@@ -162,9 +162,9 @@ def test_many_large_fragments_go_a_few_at_a_time_and_none_is_given_up(tmp_path):
         run.go(one)
         trained(run, 1)
         one.send(signal.SIGTERM)
-        assert left(one)["stats"]["unmerged"] == 0
+        assert left(one)["stats"]["unmerged_tokens"] == 0
         assert run.log_lines(one, "was not taken") == []
-        assert (tmp_path / "most-uploads").read_text() == str(UPLOADS)
+        assert (tmp_path / "most-uploads").read_text() == str(MAX_CONCURRENT_UPLOADS)
         run.verdict()
 
 
@@ -174,7 +174,7 @@ def test_small_ones_may_go_all_at_once_and_the_syncer_keeps_them(tmp_path):
         run.go(one)
         trained(run, 1)
         one.send(signal.SIGTERM)
-        assert left(one)["stats"]["unmerged"] == 0
+        assert left(one)["stats"]["unmerged_tokens"] == 0
         assert run.log_lines(one, "was not taken") == []
 
 
@@ -192,8 +192,8 @@ def test_a_syncer_that_is_killed_meanwhile_is_told_again(tmp_path):
         run.start_syncer()
         run.until(lambda status: len(status["learners"]) == 2, "the new syncer knows both")
         run.go(two)
-        assert left(one)["stats"]["unmerged"] == 0
-        assert len(sent_together(run, 1, Leaving)) > 1
+        assert left(one)["stats"]["unmerged_tokens"] == 0
+        assert len(sent_together(run, 1, DrainRequest)) > 1
         run.end()
         run.finish(two)
         run.verdict()
@@ -213,7 +213,7 @@ def test_a_notice_that_is_shorter_than_a_round_is_kept_and_the_loss_is_counted(t
         two.hear("held")
         before = run.status()["ledger"][1]
         one.send(signal.SIGTERM)
-        lost = left(one)["stats"]["unmerged"]
+        lost = left(one)["stats"]["unmerged_tokens"]
         assert lost >= 5 * BATCH
         run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
         after = run.status()["ledger"][1]
@@ -222,7 +222,7 @@ def test_a_notice_that_is_shorter_than_a_round_is_kept_and_the_loss_is_counted(t
         assert run.log_lines(one, f"{lost} then, {lost} now")
         run.go(two)
         run.verdict()
-        assert why_stopped(run, 1) == "learner-hurried"
+        assert why_stopped(run, 1) == "learner-left-early"
         told = run.until(lambda status: dropped(run)[1], "the record of who has left is durable, and the tape says so")
         assert told == {"left": lost}
 
@@ -236,43 +236,43 @@ def test_a_syncer_that_stands_still_keeps_nobody(tmp_path):
         try:
             began = time.monotonic()
             one.send(signal.SIGTERM)
-            assert left(one)["stats"]["unmerged"] > 0
-            assert time.monotonic() - began < SILENT_S, "and not for as long as a link may be quiet"
+            assert left(one)["stats"]["unmerged_tokens"] > 0
+            assert time.monotonic() - began < READ_TIMEOUT_S, "and not for as long as a link may be quiet"
         finally:
             run.syncer.send(signal.SIGCONT)
-        assert why_stopped(run, 1) == "learner-hurried"
+        assert why_stopped(run, 1) == "learner-left-early"
 
 
 def test_a_second_signal_means_that_there_is_no_time_after_all():
     now = [100.0]
-    notice = Notice(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
-    notice.hear()
-    now[0] += SAME_NOTICE_S
-    notice.hear()
-    assert not notice.is_over(), "torchrun passes on what its ranks have got already"
+    notice = Preemption(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
+    notice.on_signal()
+    now[0] += DUPLICATE_SIGNAL_S
+    notice.on_signal()
+    assert not notice.has_expired(), "torchrun passes on what its ranks have got already"
     now[0] += 0.1
-    notice.hear()
-    assert notice.is_over()
+    notice.on_signal()
+    assert notice.has_expired()
     assert notice.level == 2
 
 
 def test_the_notice_of_another_rank_is_counted_from_the_boundary_before():
     """Its machine was told after that, and goes by its own clock."""
     now = [100.0]
-    notice = Notice(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
-    notice.hear_of(0)
+    notice = Preemption(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
+    notice.merge_rank_level(0)
     now[0] += 10.0
-    notice.hear_of(1)
-    now[0] = 100.0 + LONG_S - LAST_WORDS_S - 0.1
-    assert (notice.level, notice.is_over()) == (1, False)
+    notice.merge_rank_level(1)
+    now[0] = 100.0 + LONG_S - GOODBYE_TIMEOUT_S - 0.1
+    assert (notice.level, notice.has_expired()) == (1, False)
     now[0] += 0.1
-    assert notice.is_over()
+    assert notice.has_expired()
 
 
 def test_a_second_signal_at_another_rank_leaves_no_time_either():
-    notice = Notice(LONG_S, logging.getLogger("test"), clock=lambda: 100.0)
-    notice.hear_of(2)
-    assert notice.is_over()
+    notice = Preemption(LONG_S, logging.getLogger("test"), clock=lambda: 100.0)
+    notice.merge_rank_level(2)
+    assert notice.has_expired()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_a_handler_of_the_script_is_called_too_and_is_there_again_afterwards(tmp
                 assert heard == [signal.SIGTERM]
             assert signal.getsignal(signal.SIGTERM) is hear
             assert learner.drained
-            assert learner.stats().unmerged == 0
+            assert learner.stats().unmerged_tokens == 0
             run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
             assert [line["dropped"] for line in run.status()["ledger"]] == [{}, {}, {}]
             run.verdict()
@@ -324,19 +324,19 @@ def test_in_another_thread_nobody_listens_and_that_is_said_once(tmp_path, caplog
 
 
 def test_the_command_leaves_the_first_signal_to_its_learner_and_ends_at_a_later_one():
-    watch = LearnerWatch("text", shown=False, takes_notice=True)
-    assert not watch.takes_notice(), "while it joins there is nothing to push"
+    watch = LearnerProgress("text", is_shown=False, has_preemption_notice=True)
+    assert not watch.handles_preemption(), "while it joins there is nothing to push"
     watch.steps = 1
-    with terminated_like_interrupted(watch.takes_notice):
+    with sigterm_as_interrupt(watch.handles_preemption):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        assert watch.noticed_at is not None
-        watch.noticed_at -= 2 * SAME_NOTICE_S
+        assert watch.preempted_at is not None
+        watch.preempted_at -= 2 * DUPLICATE_SIGNAL_S
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-    unwarned = LearnerWatch("text", shown=False, takes_notice=False)
+    unwarned = LearnerProgress("text", is_shown=False, has_preemption_notice=False)
     unwarned.steps = 1
-    with terminated_like_interrupted(unwarned.takes_notice), pytest.raises(KeyboardInterrupt):
+    with sigterm_as_interrupt(unwarned.handles_preemption), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
 
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from atoll.checkpoint.published import assembled, plan_of
-from atoll.core.types import AdoptHow
+from atoll.checkpoint.published_model import assemble_tensors, read_plan
+from atoll.core.types import AdoptMode
 from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.learner import published
 from atoll.learner.api import Learner
-from atoll.store.snapshots import STORE
+from atoll.store.snapshots import STORE_FOLDER
 from atoll.store.tensor_file import read_tensors
 from atoll.tensors.plan import named_tensors
 from tests.island.rank_runs import IslandSpec, RankedIsland, rank_file
@@ -24,17 +24,17 @@ from tests.learner.in_process import learner_of
 from tests.learner.runs import Run, endless, model_file
 from tests.learner.small_models import BATCH, Work, values, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 def are_published(run: Path, shown: Mapping[str, Tensor]) -> bool:
     """Every fragment is the newest durable version, or the one before it: an island that stands still may not have
     adopted the newest, and nobody can have merged two without it. Three are kept."""
-    plan = plan_of(run)
+    plan = read_plan(run)
     for p in range(len(plan.fragments)):
-        files = sorted((run / STORE / "fragments" / f"{p:03d}").glob("*.safetensors"))[-2:]
+        files = sorted((run / STORE_FOLDER / "fragments" / f"{p:03d}").glob("*.safetensors"))[-2:]
         assert files, f"no version of fragment {p}"
-        durable = [assembled(plan, [(p, read_tensors(file)[1]["published"])]) for file in files]
+        durable = [assemble_tensors(plan, [(p, read_tensors(file)[1]["published"])]) for file in files]
         pieces = [piece for piece, _, _ in plan.spans(p)]
         is_one = [
             all(torch.equal(rows(each[piece.tensor], piece), rows(shown[piece.tensor], piece)) for piece in pieces)
@@ -138,7 +138,7 @@ def _shares_memory(model: nn.Module, *_: object) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("wrong", [_keeps_in_f32, _shares_memory])
 def test_the_tests_above_find_a_copy_that_is_not_exact(monkeypatch, tmp_path, wrong: Callable[..., Any]):
-    monkeypatch.setattr(published, "_copied", wrong)
+    monkeypatch.setattr(published, "_copy_own_values", wrong)
     with pytest.raises(AssertionError):
         test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, "mixed", "float64")
 
@@ -146,7 +146,7 @@ def test_the_tests_above_find_a_copy_that_is_not_exact(monkeypatch, tmp_path, wr
 def test_the_tests_above_find_a_fragment_that_is_not_shown(monkeypatch, tmp_path):
     adopt = FragmentTensors.adopt
 
-    def forgets_one(fragment: FragmentTensors, how: AdoptHow, value: Buffer, *rest: Any) -> None:
+    def forgets_one(fragment: FragmentTensors, how: AdoptMode, value: Buffer, *rest: Any) -> None:
         if fragment.p != 1 or value is not fragment.adopted:
             adopt(fragment, how, value, *rest)
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from atoll.learner.preemption import Interrupts
+from atoll.learner.preemption import DeferredSignals
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def heard() -> Iterator[list[int]]:
 
 def test_held_back_inside_of_the_block_and_in_no_other_place(heard):
     program = signal.getsignal(signal.SIGTERM)
-    interrupts = Interrupts()
-    interrupts.listen()
+    interrupts = DeferredSignals()
+    interrupts.install()
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM], "outside of the block it is heard at once"
     with interrupts:
@@ -37,7 +37,7 @@ def test_held_back_inside_of_the_block_and_in_no_other_place(heard):
         signal.raise_signal(signal.SIGTERM)
         assert len(heard) == 1
     assert len(heard) == 3
-    interrupts.forget()
+    interrupts.uninstall()
     assert signal.getsignal(signal.SIGTERM) is program
     signal.raise_signal(signal.SIGTERM)
     assert len(heard) == 4
@@ -45,8 +45,8 @@ def test_held_back_inside_of_the_block_and_in_no_other_place(heard):
 
 def test_a_block_of_another_thread_holds_nothing_back(heard):
     """The background handles events too, while the main thread may be anywhere."""
-    interrupts = Interrupts()
-    interrupts.listen()
+    interrupts = DeferredSignals()
+    interrupts.install()
     inside, done = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -63,28 +63,28 @@ def test_a_block_of_another_thread_holds_nothing_back(heard):
     finally:
         done.set()
         thread.join()
-        interrupts.forget()
+        interrupts.uninstall()
 
 
 def test_a_handler_that_the_program_sets_meanwhile_stays(heard):
-    interrupts = Interrupts()
-    interrupts.listen()
+    interrupts = DeferredSignals()
+    interrupts.install()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    interrupts.forget()
+    interrupts.uninstall()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     assert heard == []
 
 
 def test_two_learners_in_one_process_leave_in_any_order(heard):
-    first, second = Interrupts(), Interrupts()
-    first.listen()
-    second.listen()
-    first.forget()
+    first, second = DeferredSignals(), DeferredSignals()
+    first.install()
+    second.install()
+    first.uninstall()
     with second:
         signal.raise_signal(signal.SIGTERM)
         assert heard == []
     assert heard == [signal.SIGTERM]
-    second.forget()
+    second.uninstall()
     signal.raise_signal(signal.SIGTERM)
     assert len(heard) == 2, "one that has left passes on what it hears"
 
@@ -94,9 +94,9 @@ def test_a_notice_is_heard_with_and_without_a_handler_of_the_program(heard):
         signal.signal(signal.SIGTERM, program)
         heard.clear()
         notices: list[str] = []
-        interrupts = Interrupts()
-        interrupts.listen()
-        assert interrupts.heed(partial(notices.append, "notice"))
+        interrupts = DeferredSignals()
+        interrupts.install()
+        assert interrupts.handle_sigterm(partial(notices.append, "notice"))
         signal.raise_signal(signal.SIGTERM)
         assert notices == ["notice"]
         assert heard == ([signal.SIGTERM] if callable(program) else [])
@@ -104,13 +104,13 @@ def test_a_notice_is_heard_with_and_without_a_handler_of_the_program(heard):
             signal.raise_signal(signal.SIGTERM)
             assert len(notices) == 1
         assert len(notices) == 2
-        interrupts.forget()
+        interrupts.uninstall()
         assert signal.getsignal(signal.SIGTERM) is program
 
 
 def test_another_thread_heeds_nothing():
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(Interrupts().heed(lambda: None)))
+    thread = threading.Thread(target=lambda: found.append(DeferredSignals().handle_sigterm(lambda: None)))
     thread.start()
     thread.join(300)
     assert found == [False]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tests.learner.runs import Run, config, endless
 from tests.learner.small_models import Work, values, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -164,7 +164,7 @@ def test_the_loop_of_the_readme_ends_when_the_learner_is_drained(tmp_path):
 
         def drain() -> None:
             if script.steps == 5:
-                body = json.dumps({"what": "drain", "value": 1, "who": "test"}).encode()
+                body = json.dumps({"kind": "drain", "value": 1, "requested_by": "test"}).encode()
                 asked.append(run.ask("POST", "/v1/control", body)[0])
 
         script.on_step = drain  # type: ignore[method-assign]

@@ -15,29 +15,29 @@ import torch
 from torch import Tensor
 
 from atoll.core.protocol import Envelope, FinishRequested, MessageArrived, Published, StepTaken
-from atoll.core.states import Mode
+from atoll.core.states import LearnerMode
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import LearnerId, Limits, RunConfig
-from atoll.reference.executor import Execution, LearnerTensors
-from atoll.sim.draws import LinkDraw, SwarmPlan
-from atoll.sim.driver import Conn, Driver, Links, SimProcess, SimStore
+from atoll.reference.tape_executor import LearnerTensors, TapeExecutor
+from atoll.sim.driver import SimConnection, SimDriver, SimLinks, SimProcess, SimStore
+from atoll.sim.scenarios import LinkConditions, SwarmScenario
 from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Entry
 
-PATIENT = Limits(first_wait_s=1e9, least_wait_s=1e9, most_wait_s=1e9)
+PATIENT = Limits(initial_wait_s=1e9, min_wait_s=1e9, max_wait_s=1e9)
 """Of a lockstep run, in which nobody is ever late."""
 
 
-class LateVersions(Links):
+class LateVersions(SimLinks):
     """Messages take no time, and published versions `overlap` steps."""
 
-    def __init__(self, driver: Driver, overlap: int) -> None:
+    def __init__(self, driver: SimDriver, overlap: int) -> None:
         super().__init__(driver, 0.0, 0.0)
         self.overlap = overlap
 
-    def carry(self, conn: Conn, to: SimProcess, envelope: Envelope) -> None:
+    def transmit(self, conn: SimConnection, to: SimProcess, envelope: Envelope) -> None:
         late = self.overlap if type(envelope.body) is Published and self.engine.now else 0
-        self.engine.at(self.engine.now + late, self.driver.deliver, to, MessageArrived(envelope))
+        self.engine.schedule(self.engine.now + late, self.driver.deliver, to, MessageArrived(envelope))
 
 
 class Lockstep:
@@ -54,7 +54,7 @@ class Lockstep:
         self.steps = 0
         self._waited = 0  # seconds for versions that were on their way when the last step was taken
         self.tokens = dict(tokens)
-        self.driver = driver = Driver(config, syncer)
+        self.driver = driver = SimDriver(config, syncer)
         self._links = LateVersions(driver, overlap)
         SimStore(driver, 0.0, 0.0)
         driver.on_entry.append(on_entry)
@@ -63,7 +63,7 @@ class Lockstep:
             driver.start_learner(i)
         self._deliver()
         for i, proc in driver.learners.items():
-            assert proc.core.state.mode is Mode.TRAINING, (
+            assert proc.core.state.mode is LearnerMode.TRAINING, (
                 f"learner {i} is {proc.core.state.mode.value}: {proc.core.state.reason}"
             )
 
@@ -73,7 +73,7 @@ class Lockstep:
         self._deliver()
         for i, proc in self.driver.learners.items():
             if proc.core.training:
-                self.driver.run(proc, StepTaken(1, self.tokens[i], 1.0))
+                self.driver.handle_event(proc, StepTaken(1, self.tokens[i], 1.0))
         self._settle()
 
     def finish(self, most_steps: int = 100) -> None:
@@ -81,10 +81,10 @@ class Lockstep:
         self._waited, self._links.overlap = self._links.overlap, 0
         self._deliver()
         assert self.driver.syncer is not None
-        self.driver.run(self.driver.syncer, FinishRequested())
+        self.driver.handle_event(self.driver.syncer, FinishRequested())
         self._settle()
         for _ in range(most_steps):
-            if all(proc.core.state.mode is Mode.STOPPED for proc in self.driver.learners.values()):
+            if all(proc.core.state.mode is LearnerMode.STOPPED for proc in self.driver.learners.values()):
                 return
             self.step()
         raise AssertionError(f"the run does not end: {self.syncer.view()}")
@@ -97,7 +97,7 @@ class Lockstep:
             busy = False
             for proc in self.driver.learners.values():
                 if (proc.core.state.pulls or proc.core.state.arrivals) and proc.core.training:
-                    busy = bool(self.driver.run(proc, StepTaken(0, 0, 0.0))) or busy
+                    busy = bool(self.driver.handle_event(proc, StepTaken(0, 0, 0.0))) or busy
             self._deliver()
 
     def _deliver(self) -> None:
@@ -118,18 +118,18 @@ class Paced(SwarmWorld):
         delay: float = 0.02,
         bulk: float = 0.5,
         merge: float = 0.1,
-    ) -> SwarmPlan:
+    ) -> SwarmScenario:
         """`delay` of a message, `bulk` more for a fragment (up to), `merge` for the merge and for the disk (up to)."""
         rng = Random(seed)
-        return SwarmPlan(
+        return SwarmScenario(
             seed=seed,
             config=config,
             step_times_s={i: 1.0 / speeds[i] for i in tokens},
-            tokens=dict(tokens),
-            links={i: LinkDraw(delay, bulk, 0.0, 0.0) for i in tokens},
-            starts_s={i: rng.random() for i in tokens},  # their boundaries do not fall together
+            tokens_per_step=dict(tokens),
+            links={i: LinkConditions(delay, bulk, 0.0, 0.0) for i in tokens},
+            start_times_s={i: rng.random() for i in tokens},  # their boundaries do not fall together
             faults=(),
-            faulty_s=0.0,
+            fault_phase_s=0.0,
             merge_s=merge,
             disk_s=merge,
         )
@@ -142,14 +142,14 @@ class Paced(SwarmWorld):
         self.store.heal()
         self.start()
         self.engine.run_until(math.inf, self._have_stopped)
-        self.watch.finish()
+        self.checkers.finish()
 
     def _have_stopped(self) -> bool:
-        running = [proc.core.state.mode is Mode.STOPPED for proc in self.driver.learners.values()]
-        return len(running) == len(self.plan.starts_s) and all(running)
+        running = [proc.core.state.mode is LearnerMode.STOPPED for proc in self.driver.learners.values()]
+        return len(running) == len(self.scenario.start_times_s) and all(running)
 
 
-def mean_of_learners(execution: Execution) -> list[Tensor]:
+def mean_of_learners(execution: TapeExecutor) -> list[Tensor]:
     """The mean of the models of all learners, each in its newest incarnation, as they stand."""
     newest: dict[LearnerId, LearnerTensors] = {}
     for actor, learner in sorted(execution.learners.items()):

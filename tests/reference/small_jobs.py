@@ -12,14 +12,14 @@ from random import Random
 from typing import Any
 
 from atoll.dashboard.terminal import LiveView
-from atoll.reference import children
-from atoll.reference.data import Text
+from atoll.reference import child_processes
+from atoll.reference.data import Corpus
 from atoll.reference.job_settings import JobSettings
-from atoll.transport.endpoint import ask, read_address_file
+from atoll.transport.endpoint import read_address_file, send_request
 
 # A test process has one fork server, which loads what its first user asks for. Whichever test is first, it has to load
 # what the processes of tests/learner/runs.py need too, or each of those would load it again.
-children.PRELOADED = (*children.PRELOADED, "tests.learner.runs")
+child_processes.PRELOADED_MODULES = (*child_processes.PRELOADED_MODULES, "tests.learner.runs")
 
 LIMIT_S = 300.0
 """Of every wait. It only ends a test that hangs."""
@@ -59,8 +59,8 @@ def silent_view() -> tuple[LiveView, io.StringIO]:
     return LiveView(stream, interval_s=0.0), stream
 
 
-def corpus_of(settings: JobSettings) -> Text:
-    return Text.load(settings.data)
+def corpus_of(settings: JobSettings) -> Corpus:
+    return Corpus.load(settings.data)
 
 
 def processes_of(run: Path) -> list[int]:
@@ -97,7 +97,7 @@ def until(
         nonlocal status
         found = read_address_file(run) if run.is_dir() else None
         try:
-            status = ask(found.address, found.token, "GET", "/v1/status", 5.0) if found is not None else {}
+            status = send_request(found.address, found.token, "GET", "/v1/status", 5.0) if found is not None else {}
         except ValueError:
             status = {}
         return bool(status.get("learners") and condition(status))

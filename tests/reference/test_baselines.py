@@ -13,11 +13,11 @@ import torch
 from atoll.checkpoint.model_file import model_digest
 from atoll.dashboard.terminal import LiveView
 from atoll.reference.baselines import ring_bytes
-from atoll.reference.children import JobFailed
+from atoll.reference.child_processes import JobFailedError
 from atoll.reference.data import Sampler
 from atoll.reference.job import start_job
 from atoll.reference.loop import model_config, read_metrics
-from atoll.reference.models import build, clip_, inner_optimizer, schedule, set_lr
+from atoll.reference.models import build_model, clip_gradients, inner_optimizer, lr_factor, set_lr
 from atoll.reference.saved_models import load_model
 from atoll.tensors.settings import Numerics
 from tests.reference.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
@@ -42,7 +42,7 @@ class Reference:
         config = model_config(settings)
         corpus = corpus_of(settings)
         count = settings.learners
-        self.models = [build(config, settings.seed) for _ in range(count)]
+        self.models = [build_model(config, settings.seed) for _ in range(count)]
         self.optimizers = [
             inner_optimizer(model, settings.inner, settings.lr, settings.beta2, settings.weight_decay)
             for model in self.models
@@ -52,7 +52,7 @@ class Reference:
 
     def step(self, step, mean_gradients=False):
         for optimizer in self.optimizers:
-            set_lr(optimizer, self.settings.lr * schedule((step + 1) / self.total, self.settings.warmup))
+            set_lr(optimizer, self.settings.lr * lr_factor((step + 1) / self.total, self.settings.warmup))
         for place, model in enumerate(self.models):
             begin = (step * len(self.models) + place) * self.settings.batch
             model.zero_grad()
@@ -63,7 +63,7 @@ class Reference:
                 for parameter in same:
                     parameter.grad = mean.clone()
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
-            clip_(model.parameters(), self.settings.clip)
+            clip_gradients(model.parameters(), self.settings.clip)
             optimizer.step()
 
 
@@ -133,7 +133,7 @@ def test_streaming_exchanges_fragment_by_fragment_and_adopts_later(text, tmp_pat
 
 def test_what_a_process_could_not_do_is_told(text, tmp_path):
     settings = small_settings(text, method="ddp", inner="nonsense")
-    with pytest.raises(JobFailed, match=r"ends with: learner \d: inner optimizer 'nonsense' is not known"):
+    with pytest.raises(JobFailedError, match=r"ends with: learner \d: inner optimizer 'nonsense' is not known"):
         trained(settings, tmp_path / "run")
 
 
@@ -165,7 +165,7 @@ def test_one_dead_process_ends_a_baseline_and_leaves_none_behind(text, tmp_path)
     run = tmp_path / "run"
     settings = small_settings(text, method="ddp", tokens=2 * 2 * 16 * 100_000)
     view = KillOne(run)
-    with pytest.raises(JobFailed, match="and ddp cannot go on without it"):
+    with pytest.raises(JobFailedError, match="and ddp cannot go on without it"):
         start_job(settings, run, view, corpus_of(settings))
     assert view.killed, "the fault must have fired"
     assert processes_of(run) == []

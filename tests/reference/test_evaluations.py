@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from atoll.core.protocol import ManifestRecord
-from atoll.reference.evaluation import Evaluations, held_out_loss
+from atoll.reference.evaluation import PeriodicEvaluation, held_out_loss
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.loop import METRICS, model_config
-from atoll.reference.models import build
+from atoll.reference.loop import METRICS_FOLDER, model_config
+from atoll.reference.models import build_model
 from atoll.reference.saved_models import published_model
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Store
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.plan import describe_tensors, make_plan
 from tests.reference.small_jobs import corpus_of, small_settings, small_text
-from tests.store.store_samples import version
+from tests.store.store_samples import make_version
 
 FRAGMENTS = 2
 
@@ -32,11 +32,11 @@ class StoredRun:
 
     def __init__(self, root: Path) -> None:
         self.directory = root / "run"
-        (self.directory / METRICS).mkdir(parents=True)
+        (self.directory / METRICS_FOLDER).mkdir(parents=True)
         self.settings: JobSettings = small_settings(small_text(root / "text", documents=8))
         self.corpus = corpus_of(self.settings)
-        self.evaluations = Evaluations(self.settings, self.directory, self.corpus)
-        self._plan = make_plan(tensors_of(build(model_config(self.settings), 1)), FRAGMENTS, "balanced")
+        self.evaluations = PeriodicEvaluation(self.settings, self.directory, self.corpus)
+        self._plan = make_plan(describe_tensors(build_model(model_config(self.settings), 1)), FRAGMENTS, "balanced")
         self.store = Store.open(self.directory / "store")
         self.store.write_settings(RunSettings(plan=self._plan).to_json())
         for p in range(FRAGMENTS):
@@ -45,7 +45,7 @@ class StoredRun:
 
     def publish(self, number: int) -> None:
         for p in range(FRAGMENTS):
-            self.store.write(version(p, number), self._values(p, number))
+            self.store.write(make_version(p, number), self._values(p, number))
 
     def _values(self, p: int, number: int) -> dict[str, torch.Tensor]:
         return {"published": 0.1 * torch.randn(self._plan.numel(p), generator=torch.Generator().manual_seed(number))}
@@ -55,7 +55,7 @@ class StoredRun:
         return held_out_loss(model, self.corpus, model.config.context, self.settings.eval_tokens).loss
 
     def points(self) -> list[dict[str, Any]]:
-        path = self.directory / METRICS / "eval.jsonl"
+        path = self.directory / METRICS_FOLDER / "eval.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -63,7 +63,7 @@ class StoredRun:
 def run(tmp_path):
     stored = StoredRun(tmp_path)
     yield stored
-    stored.evaluations.end()
+    stored.evaluations.join()
     stored.store.close()
 
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from atoll.dashboard.terminal import LiveView, plain, rendered
+from atoll.dashboard.terminal import LiveView, format_line, render
 from atoll.reference.job_progress import GoodputMeter, JobProgress, job_view
 
 STATUS = {
@@ -22,7 +22,7 @@ STATUS = {
     "learners": [
         {"learner": 1, "incarnation": 1, "standing": "live", "step": 410, "loss": 2.31, "tokens_per_s": 4120.4},
         {"learner": 2, "incarnation": 2, "standing": "joining", "step": 0, "link": "up"},
-        {"learner": 3, "incarnation": 1, "standing": "away", "step": 300, "loss": 2.4, "link": "down"},
+        {"learner": 3, "incarnation": 1, "standing": "disconnected", "step": 300, "loss": 2.4, "link": "down"},
     ],
 }
 
@@ -34,7 +34,7 @@ def progress(**changes):
 
 def drawn(status, seen, width=100):
     stream = io.StringIO()
-    Console(file=stream, width=width, highlight=False).print(rendered(job_view(status, seen), width))
+    Console(file=stream, width=width, highlight=False).print(render(job_view(status, seen), width))
     return stream.getvalue()
 
 
@@ -54,7 +54,7 @@ def test_the_picture_has_a_line_per_island():
 
 def test_the_picture_shows_quorum_merges_goodput_and_news():
     text = drawn(STATUS, progress(), 200)
-    for part in ("merges 1,234", "alive/asked/merged 2/2/1", "quorum 1", "goodput 97.1 %", " 43 %", "ends in 1:08"):
+    for part in ("merges 1,234", "alive/pulled/merged 2/2/1", "quorum 1", "goodput 97.1 %", " 43 %", "ends in 1:08"):
         assert part in text
     assert text.rstrip().endswith("learner 3 was killed")
 
@@ -63,16 +63,16 @@ def test_the_picture_shows_quorum_merges_goodput_and_news():
 @pytest.mark.parametrize("status", [{}, {"learners": []}, {"learners": [{"learner": 7}]}, STATUS])
 def test_any_status_can_be_drawn_at_any_width(status, width):
     assert drawn(status, progress(), width)
-    assert plain(job_view(status, progress()))
+    assert format_line(job_view(status, progress()))
 
 
 def test_the_plain_line_is_one_line():
-    line = plain(job_view(STATUS, progress()))
+    line = format_line(job_view(STATUS, progress()))
     assert line == (
         "52 s   43 % | 1: step 410 loss 2.31 | 2: recovering | 3: gone | 4: starting | 4,120 tokens/s | 1,234 merges"
         " | goodput 97.1 %"
     )
-    assert " | 1 merge | " in plain(job_view({**STATUS, "merges": 1}, progress()))
+    assert " | 1 merge | " in format_line(job_view({**STATUS, "merges": 1}, progress()))
 
 
 def test_many_islands_are_summed_up_in_the_plain_line():
@@ -80,7 +80,7 @@ def test_many_islands_are_summed_up_in_the_plain_line():
         "progress": 0.5,
         "learners": [{"learner": n, "standing": "live", "step": n, "loss": 2.0} for n in range(1, 65)],
     }
-    line = plain(job_view(status, JobProgress("", 64, down={64: "killed"})))
+    line = format_line(job_view(status, JobProgress("", 64, down={64: "killed"})))
     assert line == "0 s   50 % | 63 training, 1 gone, loss 2.00, step 1 to 63"
 
 
@@ -114,11 +114,11 @@ def test_on_a_terminal_it_draws_in_place():
 
 def test_goodput_is_time_in_training_over_time_that_was_there():
     meter = GoodputMeter(learners=4)
-    assert meter.look(0.0, 0) is None
-    assert meter.look(10.0, 4) is None  # it begins here
-    assert meter.look(20.0, 3) == 1.0
-    assert meter.look(30.0, 4) == pytest.approx(0.875)
-    assert meter.look(50.0, 0) == pytest.approx(0.9375)
+    assert meter.update(0.0, 0) is None
+    assert meter.update(10.0, 4) is None  # it begins here
+    assert meter.update(20.0, 3) == 1.0
+    assert meter.update(30.0, 4) == pytest.approx(0.875)
+    assert meter.update(50.0, 0) == pytest.approx(0.9375)
 
 
 def test_a_view_that_shows_a_second_run_tells_its_title_and_all_its_news():

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from atoll.reference.job_settings import JobSettings, Kill
+from atoll.reference.job_settings import JobSettings, PlannedKill
 from atoll.tensors.settings import Numerics
 
 UNUSUAL = JobSettings(
@@ -18,7 +18,7 @@ UNUSUAL = JobSettings(
     context=32,
     step_time_s=0.05,
     speeds=(1.0, 0.5, 0.8),
-    kills=(Kill(3, 0.4), Kill(1, 0.5, 10.0)),
+    kills=(PlannedKill(3, 0.4), PlannedKill(1, 0.5, 10.0)),
     quorum=2,
     adopt="blend",
     numerics=Numerics(outer_lr=0.7, up="int4"),
@@ -67,8 +67,8 @@ def test_a_damaged_file_is_named(tmp_path):
         ({"speeds": (1.0,), "step_time_s": 0.1}, "1 speeds for 4 learners"),
         ({"speeds": (1.0, 1.0, 1.0, 0.0), "step_time_s": 0.1}, "never ends a step"),
         ({"speeds": (1.0, 1.0, 1.0, 0.5)}, "--step-time 50ms"),
-        ({"kills": (Kill(5, 0.4),)}, "learner 5 of 4"),
-        ({"kills": (Kill(3, 0.4),), "method": "ddp"}, "means nothing to ddp"),
+        ({"kills": (PlannedKill(5, 0.4),)}, "learner 5 of 4"),
+        ({"kills": (PlannedKill(3, 0.4),), "method": "ddp"}, "means nothing to ddp"),
         ({"grace_margin": 1.5}, "grace_margin is 1.5; give a number from 0 up to"),
         ({"warmup": 1.0}, "warmup is 1"),
         ({"lr": float("nan")}, "lr is nan"),
@@ -82,23 +82,23 @@ def test_what_cannot_be_done_is_refused_with_the_fix(changes, sentence):
 
 @pytest.mark.parametrize(
     ("text", "kill"),
-    [("3@0.4", Kill(3, 0.4, 4.0)), ("3@40%", Kill(3, 0.4, 4.0)), ("1@0+0.5s", Kill(1, 0.0, 0.5))],
+    [("3@0.4", PlannedKill(3, 0.4, 4.0)), ("3@40%", PlannedKill(3, 0.4, 4.0)), ("1@0+0.5s", PlannedKill(1, 0.0, 0.5))],
 )
 def test_a_kill_is_read(text, kill):
-    assert Kill.parse(text) == kill
+    assert PlannedKill.parse(text) == kill
 
 
 @pytest.mark.parametrize("text", ["3", "x@0.4", "3@", "3@1.5", "0@0.4", "3@0.4+", "3@0..4", "3@0.4-1"])
 def test_a_kill_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="--kill"):
-        Kill.parse(text)
+        PlannedKill.parse(text)
 
 
 def test_pace_follows_from_speed():
     paced = replace(UNUSUAL, step_time_s=0.1)
-    assert [round(paced.least_step_s(n), 6) for n in (1, 2, 3, 4)] == [0.1, 0.2, 0.125, 0.1]
-    assert paced.paced
-    assert not JobSettings().paced
+    assert [round(paced.min_step_s(n), 6) for n in (1, 2, 3, 4)] == [0.1, 0.2, 0.125, 0.1]
+    assert paced.is_paced
+    assert not JobSettings().is_paced
 
 
 def test_all_methods_of_equal_steps_see_at_least_the_budget():

@@ -13,8 +13,8 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from atoll.core.types import Accepted, AdoptHow, RoundId, RunConfig
-from atoll.reference.executor import Execution, LearnerTensors
+from atoll.core.types import AcceptedContribution, AdoptMode, RoundId, RunConfig
+from atoll.reference.tape_executor import LearnerTensors, TapeExecutor
 from atoll.tensors.codecs import Codec
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.settings import Numerics
@@ -29,11 +29,11 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-def by_learner(execution: Execution) -> list[nn.Module]:
-    return [learner.trainee.model for _, learner in sorted(execution.learners.items())]
+def by_learner(execution: TapeExecutor) -> list[nn.Module]:
+    return [learner.replay.model for _, learner in sorted(execution.learners.items())]
 
 
-def published_model(execution: Execution) -> dict[str, Tensor]:
+def published_model(execution: TapeExecutor) -> dict[str, Tensor]:
     """The published values in a model, by name."""
     model = tiny.new_model()
     learner = next(iter(execution.learners.values()))
@@ -123,7 +123,7 @@ def streaming(plan: FragmentPlan, learners: int, every: int, tau: int, alpha: fl
 
 class ForgetsMomentum(SyncerFragment):
     def merge(self, round_id: RoundId, contributions: int, down: str | None = None) -> None:
-        self.outer.load({})
+        self.outer_optimizer.load_state_dict({})
         super().merge(round_id, contributions, down)
 
 
@@ -131,38 +131,38 @@ class WeighsTheLast(SyncerFragment):
     """The mean is not one: a later contribution counts more."""
 
     def accumulate(
-        self, round_id: RoundId, accepted: Accepted, data: Tensor, up: str, norm: float | None = None
+        self, round_id: RoundId, accepted: AcceptedContribution, data: Tensor, up: str, norm: float | None = None
     ) -> None:
         before = self._sums.count if self._sums is not None and self._round == round_id else 0
         heavier = structs.replace(accepted, weight=accepted.weight * (1 + before * 1e-6))
         super().accumulate(round_id, heavier, data, up, norm)
 
 
-class Forgetful(Execution):
+class Forgetful(TapeExecutor):
     fragment_type = ForgetsMomentum
 
 
-class Uneven(Execution):
+class Uneven(TapeExecutor):
     fragment_type = WeighsTheLast
 
 
-class TakesTheAnchor(Execution):
+class TakesTheAnchor(TapeExecutor):
     """carry counts merged steps twice: it measures them against the anchor although the copy is in the version."""
 
     def take_over(
-        self, learner: LearnerTensors, p: int, how: AdoptHow, value: Tensor, reference: Tensor | None
+        self, learner: LearnerTensors, p: int, how: AdoptMode, value: Tensor, reference: Tensor | None
     ) -> None:
-        super().take_over(learner, p, how, value, learner.anchors.get(p, reference))
+        super().adopt_value(learner, p, how, value, learner.anchors.get(p, reference))
 
 
-class BlendsTheOtherWay(Execution):
+class BlendsTheOtherWay(TapeExecutor):
     def take_over(
-        self, learner: LearnerTensors, p: int, how: AdoptHow, value: Tensor, reference: Tensor | None
+        self, learner: LearnerTensors, p: int, how: AdoptMode, value: Tensor, reference: Tensor | None
     ) -> None:
         learner.view.adopt(p, how, value, reference, 1.0 - self.config.blend_alpha)
 
 
-class TakesThePreciseValue(Execution):
+class TakesThePreciseValue(TapeExecutor):
     """The second learner holds a value that is off by one bit: that of the syncer, say, before it was rounded."""
 
     def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor, down: Codec) -> Tensor:
@@ -174,7 +174,7 @@ class TakesThePreciseValue(Execution):
 # K = M, equal tokens, no overlap, f32, average, P = 1: synchronous DiLoCo
 
 
-def run_diloco(kind: type[Execution], adopt: str) -> Execution:
+def run_diloco(kind: type[TapeExecutor], adopt: str) -> TapeExecutor:
     plan = tiny.tiny_plan(1)
     config = tiny.lockstep_config(plan, learners=3, every=4, adopt=adopt)
     execution = tiny.execute(config, tiny.EXACT, plan, kind)
@@ -185,7 +185,7 @@ def run_diloco(kind: type[Execution], adopt: str) -> Execution:
     return execution
 
 
-def is_diloco(execution: Execution) -> bool:
+def is_diloco(execution: TapeExecutor) -> bool:
     reference = diloco(learners=3, every=4, steps=STEPS)
     same = [tiny.same_bits(published_model(execution), parameters(reference.whole))]
     for ours, theirs in zip(by_learner(execution), reference.learners, strict=True):
@@ -197,7 +197,7 @@ def is_diloco(execution: Execution) -> bool:
 @pytest.mark.parametrize("adopt", ["carry", "overwrite"])
 def test_without_overlap_it_is_diloco_to_the_last_bit(adopt):
     """Nothing is trained between copy and adoption, so what carry would add is exactly zero."""
-    assert is_diloco(run_diloco(Execution, adopt))
+    assert is_diloco(run_diloco(TapeExecutor, adopt))
 
 
 @pytest.mark.parametrize("planted", [Forgetful, Uneven, TakesTheAnchor])
@@ -209,7 +209,7 @@ def test_a_wrong_outer_step_mean_or_adoption_is_not_diloco(planted):
 # P > 1, publication tau steps after the copy: Streaming DiLoCo
 
 
-def run_streaming(kind: type[Execution], adopt: str, alpha: float, how: str = "balanced") -> Execution:
+def run_streaming(kind: type[TapeExecutor], adopt: str, alpha: float, how: str = "balanced") -> TapeExecutor:
     plan = tiny.tiny_plan(3, how)
     config = tiny.lockstep_config(plan, learners=2, every=6, overlap_steps=2, adopt=adopt, blend_alpha=alpha)
     execution = tiny.execute(config, tiny.EXACT, plan, kind)
@@ -220,7 +220,7 @@ def run_streaming(kind: type[Execution], adopt: str, alpha: float, how: str = "b
     return execution
 
 
-def is_streaming(execution: Execution, alpha: float) -> bool:
+def is_streaming(execution: TapeExecutor, alpha: float) -> bool:
     reference = streaming(execution.plan, learners=2, every=6, tau=2, alpha=alpha, steps=STEPS + 4)
     same = [tiny.same_bits(published_model(execution), parameters(reference.whole))]
     for ours, theirs in zip(by_learner(execution), reference.learners, strict=True):
@@ -231,7 +231,7 @@ def is_streaming(execution: Execution, alpha: float) -> bool:
 @pytest.mark.parametrize("how", ["balanced", "layers"])
 @pytest.mark.parametrize(("adopt", "alpha"), [("overwrite", 0.0), ("blend", 0.5), ("blend", 0.25)])
 def test_with_fragments_and_overlap_it_is_streaming_diloco_to_the_last_bit(adopt, alpha, how):
-    assert is_streaming(run_streaming(Execution, adopt, alpha, how), alpha)
+    assert is_streaming(run_streaming(TapeExecutor, adopt, alpha, how), alpha)
 
 
 @pytest.mark.parametrize("planted", [Forgetful, Uneven, BlendsTheOtherWay])
@@ -251,7 +251,7 @@ formula is off by whole inner steps, which are LR = 1e-2. Measured: 1.4e-7 here,
 
 
 def run_alone(
-    kind: type[Execution],
+    kind: type[TapeExecutor],
     overlap: int,
     fragments: int,
     every: int = 4,
@@ -278,14 +278,14 @@ def plain_training() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("overlap", "fragments"), [(0, 1), (0, 3), (2, 3)])
 def test_one_learner_with_plain_averaging_equals_plain_training_up_to_rounding(overlap, fragments):
-    assert tiny.largest_difference(run_alone(Execution, overlap, fragments), plain_training()) < TOLERANCE
+    assert tiny.largest_difference(run_alone(TapeExecutor, overlap, fragments), plain_training()) < TOLERANCE
 
 
 @pytest.mark.parametrize(
     "tokens", [(144, 48, 96, 130, 60, 48, 48, 70, 50, 48), (1000, 10**6, *[1000] * 8)], ids=["48-to-144", "one-of-1e6"]
 )
 def test_alone_with_tokens_per_step_that_vary_it_is_plain_training(tokens):
-    alone = run_alone(Execution, 0, 1, every=5, tokens=tokens)
+    alone = run_alone(TapeExecutor, 0, 1, every=5, tokens=tokens)
     assert tiny.largest_difference(alone, plain_training()) < TOLERANCE
 
 
@@ -298,7 +298,7 @@ def test_merged_steps_that_are_carried_once_more_are_not_plain_training(overlap)
 # M learners with identical data are one
 
 
-def run_same_data(kind: type[Execution], learners: int, merge: str) -> list[dict[str, Tensor]]:
+def run_same_data(kind: type[TapeExecutor], learners: int, merge: str) -> list[dict[str, Tensor]]:
     plan = tiny.tiny_plan(3)
     config = tiny.lockstep_config(plan, learners=learners, every=4)
     numerics = Numerics(merge=merge, outer_lr=0.7, outer_momentum=0.9, up="bf16", down="bf16")  # type: ignore[arg-type]
@@ -311,8 +311,8 @@ def run_same_data(kind: type[Execution], learners: int, merge: str) -> list[dict
 
 def test_two_learners_with_identical_data_are_one_to_the_last_bit():
     """(v + v) / 2 is exactly v."""
-    one = run_same_data(Execution, 1, "average")
-    two = run_same_data(Execution, 2, "average")
+    one = run_same_data(TapeExecutor, 1, "average")
+    two = run_same_data(TapeExecutor, 2, "average")
     assert tiny.same_bits(two[0], one[0])
     assert tiny.same_bits(two[1], one[1])
     assert tiny.same_bits(two[2], one[1])
@@ -321,26 +321,26 @@ def test_two_learners_with_identical_data_are_one_to_the_last_bit():
 @pytest.mark.parametrize(("learners", "merge"), [(3, "average"), (2, "radial"), (3, "radial")])
 def test_more_learners_with_identical_data_are_one_but_for_rounding(learners, merge):
     """v + v + v rounds, and so does a direction times a size; bf16 on the way makes of it at most a few of its ulps."""
-    one = run_same_data(Execution, 1, "average")
-    many = run_same_data(Execution, learners, merge)
+    one = run_same_data(TapeExecutor, 1, "average")
+    many = run_same_data(TapeExecutor, learners, merge)
     assert all(tiny.largest_difference(m, one[1]) < 2e-3 for m in many[1:])
     assert all(tiny.same_bits(many[1], m) for m in many[2:])
 
 
 def test_a_momentum_that_is_lost_with_a_second_learner_is_found():
-    assert not tiny.same_bits(run_same_data(Forgetful, 2, "average")[0], run_same_data(Execution, 1, "average")[0])
+    assert not tiny.same_bits(run_same_data(Forgetful, 2, "average")[0], run_same_data(TapeExecutor, 1, "average")[0])
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Everybody holds the same bits of every version
 
 
-def run_paced(kind: type[Execution], **numbers: Any) -> Execution:
+def run_paced(kind: type[TapeExecutor], **numbers: Any) -> TapeExecutor:
     plan = tiny.tiny_plan(4)
     config = RunConfig(fragments=4, every_steps=4, budget_tokens=60 * tiny.TOKENS)
     execution = tiny.execute(config, Numerics(**numbers), plan, kind, check_digests=True)
     drawn = Paced.drawn(config, tiny.tokens_of(3), {1: 1.0, 2: 0.8, 3: 0.45}, seed=3)
-    Paced(drawn, on_entry=execution.apply, on_start=execution.started).run()
+    Paced(drawn, on_entry=execution.apply, on_start=execution.start_process).run()
     return execution
 
 
@@ -348,9 +348,9 @@ def run_paced(kind: type[Execution], **numbers: Any) -> Execution:
 @pytest.mark.parametrize("merge", ["average", "radial"])
 def test_every_learner_holds_the_same_bits_of_every_version(name, merge):
     """Each rebuilds the value from updates, and compares its digest with the syncer's at every version."""
-    execution = run_paced(Execution, up=name, down=name, merge=merge)
+    execution = run_paced(TapeExecutor, up=name, down=name, merge=merge)
     assert len(execution.digests) > 30
-    assert execution.compared > 2 * len(execution.digests)
+    assert execution.compared_digests > 2 * len(execution.digests)
 
 
 def test_a_learner_with_one_wrong_bit_is_found():

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from benchmarks import million_chips
-from benchmarks.many_runs import read_results, work_through
+from benchmarks.many_runs import read_results, run_all
 from benchmarks.million_chips import Setting
 
 
@@ -29,7 +29,7 @@ def test_the_short_form_trains_with_failures_and_without_at_equal_tokens(capsys)
 def test_tapes_that_end_too_early_are_no_comparison(monkeypatch):
     monkeypatch.setattr(Setting, "days", 20.0 / 86_400.0)
     with pytest.raises(ValueError, match=r"are over after [\d,]+ of 4,800 tokens"):
-        million_chips.run_one(Setting(**million_chips.QUICK))
+        million_chips.run_one(Setting(**million_chips.QUICK_OPTIONS))
 
 
 def test_every_seed_is_run_with_failures_and_without():
@@ -66,13 +66,13 @@ def test_runs_that_are_done_are_skipped_and_one_that_fails_is_counted(tmp_path, 
         return f"{setting.value} gave {found['is']}"
 
     wanted = [Number(5), Number(1), Number(0)]
-    assert work_through(str(script), wanted, results, 2, told) == 1
+    assert run_all(str(script), wanted, results, 2, told) == 1
     out, err = capsys.readouterr()
     assert "3 runs, 1 of them done before" in out
     assert "1 gave 1" in out
     assert "failed: Number(value=0)" in out
     assert "passed over a broken line" in err
     assert json.loads(results.read_text().splitlines()[-1]) == {"value": 1, "is": 1}
-    assert work_through(str(script), wanted[:2], results, 2, told) == 0
+    assert run_all(str(script), wanted[:2], results, 2, told) == 0
     assert "2 runs, 2 of them done before" in capsys.readouterr().out
     assert len(read_results(results)) == 2

@@ -10,11 +10,11 @@ import torch
 from atoll.reference.models import (
     SIZES,
     GPTConfig,
-    build,
-    clip_,
+    build_model,
+    clip_gradients,
     inner_optimizer,
+    lr_factor,
     parameter_count,
-    schedule,
     set_lr,
 )
 from atoll.tensors import optimizer_state
@@ -29,17 +29,17 @@ def tokens(seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])
 def test_the_same_seed_gives_the_same_bits_whatever_was_drawn_before(config):
-    one = build(config, 3).state_dict()
+    one = build_model(config, 3).state_dict()
     torch.randn(5)
-    two = build(config, 3).state_dict()
+    two = build_model(config, 3).state_dict()
     assert all(torch.equal(one[n], two[n]) for n in one)
-    other = build(config, 4).state_dict()
+    other = build_model(config, 4).state_dict()
     assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
 
 
 def test_building_and_training_leave_the_global_generator_alone():
     before = torch.random.get_rng_state()
-    model = build(EXPERTS, 1)
+    model = build_model(EXPERTS, 1)
     model(tokens(), tokens()).backward()
     inner_optimizer(model).step()
     assert torch.equal(before, torch.random.get_rng_state())
@@ -47,14 +47,14 @@ def test_building_and_training_leave_the_global_generator_alone():
 
 @pytest.mark.parametrize(("size", "least", "most"), [("100k", 8e4, 1.3e5), ("1m", 9e5, 1.2e6), ("5m", 4.5e6, 5.5e6)])
 def test_a_size_has_about_as_many_parameters_as_its_name_says(size, least, most):
-    model = build(SIZES[size], 0)
+    model = build_model(SIZES[size], 0)
     assert least < parameter_count(model) < most
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])
 def test_no_token_sees_a_later_one(config):
-    model = build(config, 0).eval()
+    model = build_model(config, 0).eval()
     x = tokens()
     changed = x.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 256
@@ -65,28 +65,28 @@ def test_no_token_sees_a_later_one(config):
 
 
 def test_a_fresh_model_knows_nothing():
-    loss = build(SIZES["100k"], 0).eval()(tokens(), tokens(1)).item()
+    loss = build_model(SIZES["100k"], 0).eval()(tokens(), tokens(1)).item()
     assert abs(loss - math.log(256)) < 0.1
 
 
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not():
-    tied = build(DENSE, 0)
+    tied = build_model(DENSE, 0)
     assert tied.head.weight is tied.embedding.weight
-    untied = build(GPTConfig(layers=1, heads=2, width=16, context=8, tie=False), 0)
+    untied = build_model(GPTConfig(layers=1, heads=2, width=16, context=8, tie=False), 0)
     assert untied.head.weight is not untied.embedding.weight
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
 def test_every_optimizer_learns_a_batch_by_heart(config, name):
-    model = build(config, 0)
+    model = build_model(config, 0)
     optimizer = inner_optimizer(model, name, lr=0.5 if name == "sgd" else 1e-2, weight_decay=0.0)
     x, y = tokens(), tokens(1)
     losses = []
     for _ in range(60):
         loss = model(x, y)
         loss.backward()
-        clip_(model.parameters(), 1.0)
+        clip_gradients(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -94,7 +94,7 @@ def test_every_optimizer_learns_a_batch_by_heart(config, name):
 
 
 def test_every_expert_gets_a_gradient_and_only_training_counts_the_balance():
-    model = build(EXPERTS, 0)
+    model = build_model(EXPERTS, 0)
     x = torch.randint(0, 256, (32, 8), generator=torch.Generator().manual_seed(5))
     training = model(x, x)
     training.backward()
@@ -105,7 +105,7 @@ def test_every_expert_gets_a_gradient_and_only_training_counts_the_balance():
 
 def test_muon_and_adamw_together_have_one_state_that_can_travel():
     """The joining learner's optimizer goes on exactly as the giver's."""
-    giver, taker = build(DENSE, 0), build(DENSE, 0)
+    giver, taker = build_model(DENSE, 0), build_model(DENSE, 0)
     ours, theirs = inner_optimizer(giver, "muon", 1e-2), inner_optimizer(taker, "muon", 1e-2)
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -122,7 +122,7 @@ def test_muon_and_adamw_together_have_one_state_that_can_travel():
 
 
 def test_muon_and_adamw_together_go_on_after_load_state_dict():
-    model = build(DENSE, 0)
+    model = build_model(DENSE, 0)
     optimizer = inner_optimizer(model, "muon", 1e-2)
     model(tokens(), tokens(1)).backward()
     optimizer.step()
@@ -136,12 +136,12 @@ def test_muon_and_adamw_together_go_on_after_load_state_dict():
 
 
 def test_the_schedule_rises_then_falls_to_the_floor():
-    values = [schedule(i / 100, warmup=0.1, floor=0.2) for i in range(101)]
+    values = [lr_factor(i / 100, warmup=0.1, floor=0.2) for i in range(101)]
     assert values[0] == 0.0
     assert max(values) == values[10] == 1.0
     assert values[10:] == sorted(values[10:], reverse=True)
     assert values[-1] == pytest.approx(0.2)
-    assert schedule(7.0, floor=0.2) == pytest.approx(0.2)
+    assert lr_factor(7.0, floor=0.2) == pytest.approx(0.2)
 
 
 def test_nonsense_is_refused_with_a_sentence():
@@ -150,4 +150,4 @@ def test_nonsense_is_refused_with_a_sentence():
     with pytest.raises(ValueError, match="experts_per_token 2 exceeds experts 1"):
         GPTConfig(layers=1, heads=1, width=8, context=8, experts=1)
     with pytest.raises(ValueError, match="choose adamw, muon or sgd"):
-        inner_optimizer(build(DENSE, 0), "adagrad")
+        inner_optimizer(build_model(DENSE, 0), "adagrad")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll.reference.models import Muon, orthogonalized
+from atoll.reference.models import Muon, orthogonalize
 
 MUON: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.5}
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
@@ -65,9 +65,9 @@ def test_a_wrong_coefficient_scale_or_momentum_of_muon_is_noticed(shape, planted
 
 def test_orthogonalized_has_singular_values_near_one_and_the_same_vectors():
     matrix = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
-    result = orthogonalized(matrix)
+    result = orthogonalize(matrix)
     assert bool((torch.linalg.svdvals(result) - 1).abs().max() < 0.35)
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     inside = left.T @ result @ right.T
     assert torch.allclose(inside, inside.diagonal().diag(), atol=1e-4)
-    assert torch.allclose(orthogonalized(matrix.T), result.T, atol=1e-5)
+    assert torch.allclose(orthogonalize(matrix.T), result.T, atol=1e-5)

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.checkpoint.published import published_tensors
-from atoll.checkpoint.restore import BEGINNING, find_source, restore
+from atoll.checkpoint.published_model import read_published_tensors
+from atoll.checkpoint.restore import INITIAL_FOLDER, parse_restore_source, restore_run
 from atoll.cli.main import main
 from atoll.core.protocol import Lease, Send
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.supervisor import run_of
+from atoll.reference.supervisor import run_settings_for
 from atoll.store.learner_parts import list_parts, part_path
-from atoll.store.run_settings import CONFIG
+from atoll.store.run_settings import CONFIG_FILE
 from atoll.store.snapshots import list_snapshots
 from atoll.store.tensor_file import read_tensors
 from atoll.tape.files import RunTapes
-from atoll.transport.endpoint import NAME
+from atoll.transport.endpoint import ADDRESS_FILE
 from tests.cli.test_train import assert_tapes_are_sound, small
 from tests.reference.small_jobs import LIMIT_S, processes_of, small_text, until
-from tests.shared_runs import made_once
+from tests.shared_runs import make_once
 
 LONG = pytest.mark.long
 STEP = 2 * 16  # tokens of one step of one learner
@@ -60,7 +60,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Any:
 @pytest.fixture(scope="module")
 def stopped(text, tmp_path_factory):
     """A run of two islands that was stopped in order after a snapshot on request: its directory, and the snapshot."""
-    folder, told = made_once(tmp_path_factory, "stopped", lambda folder: train_and_stop(text, folder / "run"))
+    folder, told = make_once(tmp_path_factory, "stopped", lambda folder: train_and_stop(text, folder / "run"))
     return folder / "run", told
 
 
@@ -68,8 +68,8 @@ def train_and_stop(text: Path, run: Path) -> dict[str, Any]:
     words = small(text, "--learners", "2", "--tokens", str(TOKENS), "--kill", "none", "--snapshot-every", "0")
     with training(run, [*words, "--step-time", "20ms"]) as process:
         until(process, run, "it trains", lambda status: status["merges"] > 8 and status["alive"] == 2)
-        assert (run / NAME).stat().st_mode & 0o777 == 0o600
-        token = json.loads((run / NAME).read_text())["token"]
+        assert (run / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600
+        token = json.loads((run / ADDRESS_FILE).read_text())["token"]
         command = [sys.executable, "-m", "atoll", "snapshot", str(run), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert done.returncode == 0, done.stderr
@@ -79,7 +79,7 @@ def train_and_stop(text: Path, run: Path) -> dict[str, Any]:
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 130
     assert processes_of(run) == []
-    assert not (run / NAME).exists(), "the token is left behind"
+    assert not (run / ADDRESS_FILE).exists(), "the token is left behind"
     for log in (run / "logs").iterdir():
         assert token not in log.read_text(encoding="utf-8", errors="replace"), f"the token is in {log.name}"
     return told
@@ -180,10 +180,10 @@ def test_a_snapshot_is_restored_into_a_new_run(stopped, tmp_path, capsys, learne
 
 def assert_nothing_is_made_up(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without what it began with, a restored run is not replayed from anything else."""
-    (run / BEGINNING / "000.safetensors").unlink()
+    (run / INITIAL_FOLDER / "000.safetensors").unlink()
     assert main(["replay", str(run)]) == 0
     assert "what the run was restored from cannot be read" in capsys.readouterr().out
-    shutil.rmtree(run / BEGINNING)
+    shutil.rmtree(run / INITIAL_FOLDER)
     assert main(["replay", str(run)]) == 0
     assert "the run was restored from another one" in capsys.readouterr().out
 
@@ -193,7 +193,7 @@ def assert_goes_on_with_the_data(run: Path, source: Path, number: int) -> None:
     cut = next(each.record for each in list_snapshots(source) if each.number == number)
     assert cut is not None
     assert cut.next_sample > 0
-    leases = [e.envelope.body for entry in RunTapes(run).merged() for e in entry.effects if type(e) is Send]
+    leases = [e.envelope.body for entry in RunTapes(run).merged_entries() for e in entry.effects if type(e) is Send]
     given = [lease for lease in leases if type(lease) is Lease]
     assert given, "nothing was leased"
     for lease in given:
@@ -204,14 +204,16 @@ def assert_goes_on_with_the_data(run: Path, source: Path, number: int) -> None:
 
 def test_a_restored_run_starts_with_the_values_of_the_cut(stopped, tmp_path):
     run, told = stopped
-    source = find_source(str(run))
+    source = parse_restore_source(str(run))
     lines: list[str] = []
-    done = restore(source, tmp_path / "new", run_of(JobSettings.load(run / CONFIG), "new-1"), lines.append)
+    done = restore_run(
+        source, tmp_path / "new", run_settings_for(JobSettings.load(run / CONFIG_FILE), "new-1"), lines.append
+    )
     assert 0 < done < TOKENS
     assert "inner state of 2 learners is there" in lines[-1]
     assert list_parts(tmp_path / "new") == {1: [told["snapshot"]], 2: [told["snapshot"]]}
-    restored = published_tensors(tmp_path / "new")
-    plan = source.kept.plan
+    restored = read_published_tensors(tmp_path / "new")
+    plan = source.settings.plan
     assert plan is not None
     for p in range(len(plan.fragments)):
         path = run / "store" / "snapshots" / f"{told['snapshot']:09d}" / f"{p:03d}.safetensors"
@@ -229,7 +231,12 @@ def test_a_damaged_snapshot_and_a_damaged_part_are_said(stopped, tmp_path, capsy
         part = part_path(run, 2, number)
         part.write_bytes(part.read_bytes()[:-1])
     lines: list[str] = []
-    restore(find_source(str(run)), tmp_path / "new", run_of(JobSettings.load(run / CONFIG), "new-1"), lines.append)
+    restore_run(
+        parse_restore_source(str(run)),
+        tmp_path / "new",
+        run_settings_for(JobSettings.load(run / CONFIG_FILE), "new-1"),
+        lines.append,
+    )
     assert any("cut short" in line for line in lines)
     assert "inner state of 1 learners is there" in lines[-1]
     path = run / "store" / "snapshots" / f"{told['snapshot']:09d}" / "001.safetensors"

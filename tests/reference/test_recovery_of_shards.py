@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from atoll.checkpoint.published import published_tensors
-from atoll.checkpoint.restore import find_source, restore
+from atoll.checkpoint.published_model import read_published_tensors
+from atoll.checkpoint.restore import parse_restore_source, restore_run
 from atoll.cli.main import main
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.supervisor import run_of
-from atoll.store.run_settings import CONFIG
-from atoll.store.snapshots import list_snapshots, version_of_snapshot
+from atoll.reference.supervisor import run_settings_for
+from atoll.store.run_settings import CONFIG_FILE
+from atoll.store.snapshots import list_snapshots, snapshot_version_path
 from atoll.store.tensor_file import read_tensors
 from tests.cli.test_train import assert_tapes_are_sound, small
 from tests.reference.small_jobs import small_text
@@ -33,12 +33,14 @@ def test_a_snapshot_of_a_run_with_shards_is_restored_into_a_new_one(tmp_path, ca
     assert [learner for learner, _ in newest.record.parts] == [1, 2]
 
     # The values of the cut, to the last bit, at shards of the new run.
-    source = find_source(str(run))
-    restore(source, tmp_path / "bare", run_of(JobSettings.load(run / CONFIG), "bare-1"), lambda _: None)
-    found, plan = published_tensors(tmp_path / "bare"), source.kept.plan
+    source = parse_restore_source(str(run))
+    restore_run(
+        source, tmp_path / "bare", run_settings_for(JobSettings.load(run / CONFIG_FILE), "bare-1"), lambda _: None
+    )
+    found, plan = read_published_tensors(tmp_path / "bare"), source.settings.plan
     assert plan is not None
     for p in range(len(plan.fragments)):
-        _, tensors = read_tensors(version_of_snapshot(run, newest.number, p))
+        _, tensors = read_tensors(snapshot_version_path(run, newest.number, p))
         for piece, begin, end in plan.spans(p):
             rows = found[piece.tensor].reshape(plan.by_name[piece.tensor].shape)[piece.start : piece.stop]
             assert torch.equal(rows.flatten(), tensors["published"][begin:end])

@@ -11,17 +11,17 @@ import pytest
 
 from atoll.cli.main import main
 from atoll.core.protocol import CopyFragment, MergeRound
-from atoll.reference import replaying
-from atoll.reference.executor import Execution
+from atoll.reference import replay
 from atoll.reference.job import resume_job, start_job
-from atoll.reference.job_settings import Kill
+from atoll.reference.job_settings import PlannedKill
 from atoll.reference.models import inner_optimizer
+from atoll.reference.tape_executor import TapeExecutor
 from atoll.tape.files import RunTapes
 from atoll.tape.timeline import read_timeline
 from tests.cli.test_train import small
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text, wait_for
 from tests.reference.test_recovery import training
-from tests.shared_runs import made_once
+from tests.shared_runs import make_once
 
 LONG = pytest.mark.long
 TOKENS = 2 * 2 * 16 * 150
@@ -35,12 +35,12 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def killed(text, tmp_path_factory):
     """A finished run of three islands, one of which was killed on the way."""
-    folder, _ = made_once(tmp_path_factory, "killed", lambda folder: train_with_kill(text, folder / "run"))
+    folder, _ = make_once(tmp_path_factory, "killed", lambda folder: train_with_kill(text, folder / "run"))
     return folder / "run"
 
 
 def train_with_kill(text, run):
-    settings = small_settings(text, learners=3, tokens=TOKENS, kills=(Kill(2, 0.3, 0.1),), step_time_s=0.01)
+    settings = small_settings(text, learners=3, tokens=TOKENS, kills=(PlannedKill(2, 0.3, 0.1),), step_time_s=0.01)
     report = start_job(settings, run, silent_view()[0], corpus_of(settings))
     assert any(fault["planned"] for fault in report.to_json()["faults"]), "nobody was killed"
 
@@ -67,13 +67,13 @@ def test_what_is_said_of_it(killed, capsys):
 
 
 def wrong_sample(monkeypatch):
-    honest = Execution._samples
+    honest = TapeExecutor._samples
 
     def wrong(self, learner, fresh):
         numbers = honest(self, learner, fresh)
         return (*numbers[:-1], numbers[-1] + 1) if learner.step == 20 else numbers
 
-    monkeypatch.setattr(Execution, "_samples", wrong)
+    monkeypatch.setattr(TapeExecutor, "_samples", wrong)
 
 
 def wrong_moment(monkeypatch):
@@ -87,15 +87,15 @@ def wrong_moment(monkeypatch):
 
 
 def wrong_progress(monkeypatch):
-    honest = Execution._train
+    honest = TapeExecutor._train
 
     def wrong(self, learner, tokens, samples):
-        learner.heard_at_boundary = learner.heard
+        learner.progress_at_boundary = learner.known_progress
         if learner.step == 30:
-            learner.heard_at_boundary += 0.01
+            learner.progress_at_boundary += 0.01
         honest(self, learner, tokens, samples)
 
-    monkeypatch.setattr(Execution, "_train", wrong)
+    monkeypatch.setattr(TapeExecutor, "_train", wrong)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_run_that_was_stopped_and_resumed_on_fewer_islands_replays(text, tmp_p
         wait_for(process, lambda: newest_version(run / "store" / "fragments" / "000") > "000000003", "four versions")
         process.send_signal(signal.SIGINT)
         assert process.wait(300) == 130
-    assert replaying.replay_training(run, RunTapes(run)).recorded is None, "nothing is final yet"
+    assert replay.replay_training(run, RunTapes(run)).recorded is None, "nothing is final yet"
     resume_job(run, silent_view()[0], learners=2)
     assert main(["replay", str(run)]) == 0
     assert "the same to the last bit" in capsys.readouterr().out
@@ -143,10 +143,16 @@ def test_a_run_whose_codec_changed_on_a_thin_link_ends_with_the_same_bits(text, 
     assert settings.numerics.up == settings.numerics.down == "auto"
     start_job(settings, run, silent_view()[0], corpus_of(settings))
     copies = [
-        effect.codec for entry in RunTapes(run).merged() for effect in entry.effects if type(effect) is CopyFragment
+        effect.codec
+        for entry in RunTapes(run).merged_entries()
+        for effect in entry.effects
+        if type(effect) is CopyFragment
     ]
     merges = [
-        effect.codec for entry in RunTapes(run).merged() for effect in entry.effects if type(effect) is MergeRound
+        effect.codec
+        for entry in RunTapes(run).merged_entries()
+        for effect in entry.effects
+        if type(effect) is MergeRound
     ]
     for codecs in (copies, merges):
         assert None in codecs

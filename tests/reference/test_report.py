@@ -10,31 +10,37 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.train import summary
+from atoll.cli.train import summary_lines
 from atoll.core.types import SYNCER
 from atoll.reference import report as reports
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.loop import Metrics, Step
+from atoll.reference.loop import InnerStep, LearnerMetricsWriter
 from atoll.reference.report import (
-    Bytes,
+    ByteTotals,
     IslandReport,
     JobReport,
-    Judged,
-    Paced,
+    ModelEvaluation,
+    PaceSettings,
     ProcessFault,
-    Tokens,
+    TokenTotals,
 )
 from atoll.tape.learner_processes import median_step_s
-from atoll.tape.syncer_tenures import mean_line
-from atoll.tape.time_shares import covered_s
+from atoll.tape.syncer_tenures import mean_ledger_line
+from atoll.tape.time_shares import union_length_s
 from atoll.tape.timeline import read_timeline
-from tests.tiny_run import STEP_S, TOKENS, TinyRun, eventful_run
+from tests.tiny_run import STEP_S, TOKENS_PER_STEP, TinyRun, eventful_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
-SECTIONS = {"report.json": JobReport, "`tokens`": Tokens, "`bytes`": Bytes, "`paced`": Paced, "`faults`": ProcessFault}
+SECTIONS = {
+    "report.json": JobReport,
+    "`tokens`": TokenTotals,
+    "`bytes`": ByteTotals,
+    "`paced`": PaceSettings,
+    "`faults`": ProcessFault,
+}
 SECTIONS["`islands`"] = IslandReport
 
-JUDGED = Judged(2.0, 4096, 5.5, "00" * 16, 1000)
+JUDGED = ModelEvaluation(2.0, 4096, 5.5, "00" * 16, 1000)
 
 
 def told_fields(page: str, heading: str) -> list[str]:
@@ -83,24 +89,24 @@ def test_steps_and_lives_are_what_the_learners_were_told(eventful):
     assert sorted(books.processes) == [1, 2, 3]
     assert [len(processes) for _, processes in sorted(books.processes.items())] == [1, 2, 1]
     for processes in books.processes.values():
-        assert all(process.tokens == process.steps * TOKENS for process in processes)
+        assert all(process.tokens == process.steps * TOKENS_PER_STEP for process in processes)
         assert median_step_s(processes) == pytest.approx(STEP_S)
     assert books.is_finished
 
 
 def test_the_books_are_the_syncers_and_balance(eventful):
     books = read_timeline(eventful)
-    assert books.tenure is not None
-    ledger = mean_line(books.tenure.lines())
+    assert books.current_tenure is not None
+    ledger = mean_ledger_line(books.current_tenure.ledger_lines())
     assert ledger.trained == sum(process.tokens for processes in books.processes.values() for process in processes)
-    assert ledger.balanced()
+    assert ledger.is_balanced()
     assert sum(ledger.dropped.values()) > 0, "the tokens of the killed learner must be lost somewhere"
 
 
 def test_goodput_lacks_the_time_in_which_a_learner_was_away(eventful):
     books = read_timeline(eventful)
     before, after = books.processes[2]
-    away_s = after.joined - before.log.ends[-1]
+    away_s = after.joined_at - before.log.ends[-1]
     assert away_s > 2.0, "the fault must have fired"
     goodput, uptime = books.goodput(), books.uptime()
     assert goodput is not None
@@ -113,20 +119,20 @@ def test_effective_h_is_that_of_the_protocol(eventful):
     books = read_timeline(eventful)
     found = books.effective_h()
     assert found is not None
-    assert books.tenure is not None
-    every = books.tenure.core.state.config.every_steps
+    assert books.current_tenure is not None
+    every = books.current_tenure.core.state.config.every_steps
     assert every <= found < every + 2
 
 
 def test_the_pause_of_a_whole_job_is_no_time_of_the_run(tmp_path):
     run = TinyRun()
-    run.until(20.0)
+    run.run_until(20.0)
     for who in (1, 2, 3, SYNCER):
         run.kill(who)
-    run.until(1020.0)
+    run.run_until(1020.0)
     for who in (SYNCER, 1, 2, 3):
         run.start(who)
-    run.until(1040.0)
+    run.run_until(1040.0)
     books = read_timeline(run.save(tmp_path))
     assert 30.0 < books.wall_s() < 41.0
     goodput = books.goodput()
@@ -140,7 +146,7 @@ def decoupled(run: Path, **settings) -> JobReport:
 
 
 def test_a_fault_says_what_it_cost_and_that_the_others_went_on(eventful):
-    reports.note_fault(eventful, 12.0, "learner 2", "SIGKILL", planned=True)
+    reports.record_fault(eventful, 12.0, "learner 2", "SIGKILL", planned=True)
     report = decoupled(eventful)
     (fault,) = report.faults
     assert (fault.who, fault.what, fault.planned) == ("learner 2", "SIGKILL", True)
@@ -153,16 +159,16 @@ def test_a_fault_says_what_it_cost_and_that_the_others_went_on(eventful):
 
 def test_summary_calls_tokens_of_a_learner_that_did_not_come_back_lost(tmp_path):
     run = TinyRun()
-    run.until(20.0)
+    run.run_until(20.0)
     run.kill(2)
     run.finish()
-    run.until(60.0).save(tmp_path)
-    with Metrics(tmp_path, 1, 1, {"bytes_up": 100, "bytes_down": 200}.copy) as metrics:
-        metrics.step(Step(3.0, TOKENS, 0.1, 0.2, 0.3))
-    reports.note_fault(tmp_path, 20.0, "learner 2", "SIGKILL", planned=True)
+    run.run_until(60.0).save(tmp_path)
+    with LearnerMetricsWriter(tmp_path, 1, 1, {"bytes_up": 100, "bytes_down": 200}.copy) as metrics:
+        metrics.record_step(InnerStep(3.0, TOKENS_PER_STEP, 0.1, 0.2, 0.3))
+    reports.record_fault(tmp_path, 20.0, "learner 2", "SIGKILL", planned=True)
     report = decoupled(tmp_path)
     assert report.tokens.pending > 0 == report.tokens.dropped, "its account must be open at the end"
-    said = " ".join(" ".join(summary(report, JobSettings(learners=3), tmp_path)).split())
+    said = " ".join(" ".join(summary_lines(report, JobSettings(learners=3), tmp_path)).split())
     assert "It did not train again before the run ended. What it had trained and not yet merged is lost." in said
     assert "are in no version: trained while the last merges were made, or lost with learner 2, which did not" in said
     assert "0 % were lost" not in said
@@ -170,12 +176,12 @@ def test_summary_calls_tokens_of_a_learner_that_did_not_come_back_lost(tmp_path)
 
 def test_bytes_are_those_of_the_last_line_of_each_process(eventful):
     for start, told in ((1, {"bytes_up": 100, "bytes_down": 200}), (2, {"bytes_up": 10, "bytes_down": 20})):
-        with Metrics(eventful, 2, start, told.copy) as metrics:
-            metrics.step(Step(3.0 + start, TOKENS, 0.1, 0.2, 0.3))
+        with LearnerMetricsWriter(eventful, 2, start, told.copy) as metrics:
+            metrics.record_step(InnerStep(3.0 + start, TOKENS_PER_STEP, 0.1, 0.2, 0.3))
     report = decoupled(eventful)
     assert (report.islands[1].bytes_up, report.islands[1].bytes_down) == (110, 220)
     assert report.islands[1].loss == 5.0
-    assert report.bytes == Bytes(110, 220, 330 / report.tokens.trained)
+    assert report.bytes == ByteTotals(110, 220, 330 / report.tokens.trained)
 
 
 def test_a_report_is_json_with_these_fields_and_no_others(eventful, tmp_path):
@@ -188,5 +194,5 @@ def test_a_report_is_json_with_these_fields_and_no_others(eventful, tmp_path):
 
 
 def test_overlapping_spans_are_counted_once():
-    assert covered_s([]) == 0.0
-    assert covered_s([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (2.0, 2.5)]) == 4.0
+    assert union_length_s([]) == 0.0
+    assert union_length_s([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (2.0, 2.5)]) == 4.0

@@ -14,8 +14,8 @@ from msgspec import structs
 from atoll.cli.main import main
 from atoll.core.protocol import StartTraining, StepTaken
 from atoll.reference.loop import InnerLoop
-from atoll.reference.synthetic import Dealer, train_simulated
-from atoll.tape.files import SIMULATED, RunTapes, Simulated
+from atoll.reference.simulated_training import SampleDealer, train_simulated
+from atoll.tape.files import SIMULATION_FILE, RunTapes, SimulationRecord
 from atoll.tape.format import Actor
 from atoll.tensors import optimizer_state
 from tests.reference.small_jobs import small_settings, small_text
@@ -68,18 +68,18 @@ def tokens_on_tape(run):
     full=st.integers(1, 10**7), batch=st.integers(1, 64), shares=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=50)
 )
 def test_nobody_has_more_than_a_batch_and_the_mean_is_exact(full, batch, shares):
-    dealer = Dealer({7: full}, batch)
+    dealer = SampleDealer({7: full}, batch)
     tokens = [round(share * full) for share in shares]
     dealt = [dealer.samples(7, each) for each in tokens]
     assert all(0 <= samples <= batch for samples in dealt)
     for end in range(1, len(tokens) + 1):
         owed = batch * sum(tokens[:end]) / full
         assert owed - 1 < sum(dealt[:end]) <= owed + 1e-6
-    assert [Dealer({7: full}, batch).samples(7, full)] == [batch]
+    assert [SampleDealer({7: full}, batch).samples(7, full)] == [batch]
 
 
 def test_what_one_learner_is_owed_is_not_given_to_another():
-    dealer = Dealer({1: 10, 2: 10}, 1)
+    dealer = SampleDealer({1: 10, 2: 10}, 1)
     assert [dealer.samples(1, 9), dealer.samples(2, 9), dealer.samples(1, 1), dealer.samples(2, 1)] == [0, 0, 1, 1]
 
 
@@ -129,7 +129,7 @@ def test_samples_are_dealt_once_each_and_progress_is_their_share(run, text, watc
 @pytest.mark.long
 def test_an_island_without_some_slices_trains_as_much_less(run, text):
     trained = train_simulated(RunTapes(run), small_settings(text, tokens=10**9, batch=3))
-    full = Simulated.load(run).full_step_tokens
+    full = SimulationRecord.load(run).full_step_tokens
     tokens, steps = tokens_on_tape(run)
     assert trained.ended_by == "tapes"
     for learner, one in trained.learners.items():
@@ -158,23 +158,23 @@ def test_a_learner_that_comes_back_starts_with_the_inner_state_of_a_peer(run, te
 
     monkeypatch.setattr(optimizer_state, "unpack", unpack)
     started = {
-        actor: effect.moments.code
+        actor: effect.state_source.code
         for actor, reader in RunTapes(run).readers.items()
         for entry in reader
         for effect in entry.effects
         if type(effect) is StartTraining
     }
-    assert started[Actor(4, 2)] == "moments-peer", "the tape has nobody who comes back"
+    assert started[Actor(4, 2)] == "state-from-peer", "the tape has nobody who comes back"
     trained = train_simulated(RunTapes(run), small_settings(text, tokens=10**9))
     assert (trained.learners[4].starts, trained.learners[1].starts) == (2, 1)
-    assert len(taken) == sum(code == "moments-peer" for code in started.values()) >= 2
+    assert len(taken) == sum(code == "state-from-peer" for code in started.values()) >= 2
 
 
 @pytest.mark.long
 def test_steps_told_together_are_taken_one_by_one(run, text, monkeypatch):
     """A coarse driver may tell of several: halves of its tokens, and effects after the last."""
     expected = train_simulated(RunTapes(run), small_settings(text, tokens=TOKENS))
-    honest = RunTapes.merged
+    honest = RunTapes.merged_entries
 
     def doubled(self, report=None):
         for entry in honest(self, report):
@@ -260,9 +260,9 @@ def test_what_contradicts_itself_or_is_not_there_is_refused(run, tmp_path, capsy
     other = shutil.copytree(run, tmp_path / "run")
     (other / "tapes" / "learner-1-i1.tape").unlink()
     assert "are not those of its simulated.json" in refused(capsys, other, *MODEL)
-    (other / SIMULATED).write_text('{"format": 1}')
+    (other / SIMULATION_FILE).write_text('{"format": 1}')
     assert "is not readable" in refused(capsys, other, *MODEL)
-    (other / SIMULATED).unlink()
+    (other / SIMULATION_FILE).unlink()
     assert "simulated.json is missing" in refused(capsys, other, *MODEL)
 
 

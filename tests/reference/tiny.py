@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.types import RunConfig
-from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values
-from atoll.reference.models import GPT, GPTConfig, build, inner_optimizer
+from atoll.reference.models import GPT, GPTConfig, build_model, inner_optimizer
+from atoll.reference.tape_executor import ReplayLearner, StepInfo, TapeExecutor, initial_values
 from atoll.tape.format import Actor
-from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
+from atoll.tensors.plan import FragmentPlan, describe_tensors, make_plan
 from atoll.tensors.settings import Numerics
 from tests.reference.lockstep import PATIENT
 
@@ -32,7 +32,7 @@ def batch(learner: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def new_model() -> GPT:
-    return build(SHAPE, seed=7)
+    return build_model(SHAPE, seed=7)
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -49,18 +49,18 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, learner: int,
     return loss.item()
 
 
-def trainee(actor: Actor, data_of: Callable[[int], int] = lambda learner: learner) -> Trainee:
+def trainee(actor: Actor, data_of: Callable[[int], int] = lambda learner: learner) -> ReplayLearner:
     model = new_model()
     optimizer = new_optimizer(model)
 
     def take_step(info: StepInfo) -> float:
         return train_step(model, optimizer, data_of(actor.learner), info.step)
 
-    return Trainee(model, optimizer, take_step)
+    return ReplayLearner(model, optimizer, take_step)
 
 
 def tiny_plan(fragments: int, how: str = "balanced") -> FragmentPlan:
-    return make_plan(tensors_of(new_model()), fragments, how)
+    return make_plan(describe_tensors(new_model()), fragments, how)
 
 
 def lockstep_config(plan: FragmentPlan, learners: int, every: int, **more: Any) -> RunConfig:
@@ -74,10 +74,10 @@ def execute(
     config: RunConfig,
     numerics: Numerics,
     plan: FragmentPlan,
-    kind: type[Execution] = Execution,
-    make: Callable[[Actor], Trainee] = trainee,
+    kind: type[TapeExecutor] = TapeExecutor,
+    make: Callable[[Actor], ReplayLearner] = trainee,
     **more: Any,
-) -> Execution:
+) -> TapeExecutor:
     return kind(config, numerics, plan, initial_values(new_model(), plan), make, **more)
 
 

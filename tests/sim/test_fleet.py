@@ -16,11 +16,11 @@ from atoll.sim.fleet import (
     YEAR_S,
     ExtraLearners,
     FleetConfig,
+    IslandState,
     RepairDelay,
     Segment,
     SegmentEnd,
     SimIsland,
-    State,
     build_islands,
     expected_max_of_gaussians,
     parse_speed_classes,
@@ -40,12 +40,12 @@ TROUBLED = replace(CONFIG, slowdowns_per_hour=60.0, chip_time_sigma=0.02)
 @pytest.mark.parametrize("elastic", [True, False])
 @pytest.mark.parametrize("config", [CONFIG, TROUBLED, replace(CONFIG, downscale_s=0.0, restart_s=0.0)])
 def test_segments_follow_each_other_without_gap_or_overlap(config, elastic):
-    found = segments(5_000, config, elastic=elastic)
+    found = segments(5_000, config, is_elastic=elastic)
     assert found[0].start_s == 0.0
     assert all(before.end_s == after.start_s for before, after in itertools.pairwise(found))
     assert all(segment.start_s < segment.end_s for segment in found)
     assert all(0.0 <= segment.share <= 1.0 for segment in found)
-    assert all((segment.speed > 0.0) == segment.stepping for segment in found)
+    assert all((segment.speed > 0.0) == segment.is_stepping for segment in found)
 
 
 def test_the_same_seed_gives_the_same_history_and_another_seed_another():
@@ -62,21 +62,21 @@ def test_an_island_keeps_its_history_when_a_learner_is_added():
 
 def test_slow_downs_leave_failures_where_they_were():
     def failures(config: FleetConfig) -> list[float]:
-        return [s.end_s for s in segments(3_000, config) if s.ends_with is SegmentEnd.FAILURE][:300]
+        return [s.end_s for s in segments(3_000, config) if s.end_cause is SegmentEnd.FAILURE][:300]
 
     slow = segments(3_000, TROUBLED)
-    assert any(segment.ends_with is SegmentEnd.PACE for segment in slow), "no slow-down fired"
+    assert any(segment.end_cause is SegmentEnd.PACE for segment in slow), "no slow-down fired"
     assert failures(TROUBLED) == failures(CONFIG)
 
 
 def test_what_follows_what():
     """Every failure pauses, every pause ends in stepping, and slices are taken in by pauses alone."""
     for before, after in itertools.pairwise(segments(5_000)):
-        if before.ends_with is SegmentEnd.FAILURE:
-            assert after.state is State.DOWNSCALING
+        if before.end_cause is SegmentEnd.FAILURE:
+            assert after.state is IslandState.DOWNSCALING
             assert after.end_s - after.start_s == pytest.approx(CONFIG.downscale_s)
-        elif before.stepping:
-            assert after.state is State.UPSCALING
+        elif before.is_stepping:
+            assert after.state is IslandState.UPSCALING
             assert after.share > before.share
         else:
             assert after.share == before.share
@@ -87,7 +87,7 @@ def test_a_failure_takes_one_slice_and_brings_in_those_that_wait():
     moves = [
         round((after.share - before.share) * slices)
         for before, after in itertools.pairwise(segments(5_000))
-        if before.ends_with is SegmentEnd.FAILURE
+        if before.end_cause is SegmentEnd.FAILURE
     ]
     assert min(moves) == -1
     assert max(moves) > 0, "no failure ever met a slice that was waiting"
@@ -96,7 +96,9 @@ def test_a_failure_takes_one_slice_and_brings_in_those_that_wait():
 def test_returned_slices_share_one_pause_when_failures_are_frequent():
     def upscales_per_failure(chips: int) -> float:
         found = segments(8_000, chips=chips)
-        return sum(s.state is State.UPSCALING for s in found) / sum(s.ends_with is SegmentEnd.FAILURE for s in found)
+        return sum(s.state is IslandState.UPSCALING for s in found) / sum(
+            s.end_cause is SegmentEnd.FAILURE for s in found
+        )
 
     assert upscales_per_failure(18_750) > 0.9
     assert upscales_per_failure(1_200_000) < 0.4
@@ -105,25 +107,25 @@ def test_returned_slices_share_one_pause_when_failures_are_frequent():
 def test_an_island_of_one_slice_stands_still_until_the_slice_is_back():
     config = replace(CONFIG, mtbi_s=YEAR_S / 100.0)
     found = segments(2_000, config, chips=1_000)
-    assert {segment.share for segment in found if segment.stepping} == {1.0}
-    assert any(segment.state is State.REPAIRING for segment in found)
+    assert {segment.share for segment in found if segment.is_stepping} == {1.0}
+    assert any(segment.state is IslandState.REPAIRING for segment in found)
     for before, after in itertools.pairwise(found):
-        if before.state is State.REPAIRING:
-            assert after.state is State.UPSCALING
+        if before.state is IslandState.REPAIRING:
+            assert after.state is IslandState.UPSCALING
 
 
 def test_failures_come_at_the_rate_of_all_chips_together():
-    found = segments(20_000, elastic=False)
-    stepping_s = sum(s.end_s - s.start_s for s in found if s.stepping)
-    failures = sum(s.ends_with is SegmentEnd.FAILURE for s in found)
+    found = segments(20_000, is_elastic=False)
+    stepping_s = sum(s.end_s - s.start_s for s in found if s.is_stepping)
+    failures = sum(s.end_cause is SegmentEnd.FAILURE for s in found)
     assert stepping_s / failures == pytest.approx(YEAR_S / 600_000, rel=0.05)
 
 
 def test_without_failures_one_segment_lasts_for_ever():
     config = replace(CONFIG, mtbi_s=math.inf)
     for elastic in (True, False):
-        only = segments(10, config, elastic=elastic)
-        assert [(s.start_s, s.end_s, s.state) for s in only] == [(0.0, math.inf, State.STEPPING)]
+        only = segments(10, config, is_elastic=elastic)
+        assert [(s.start_s, s.end_s, s.state) for s in only] == [(0.0, math.inf, IslandState.STEPPING)]
 
 
 def test_at_answers_for_the_segment_that_holds_the_time():
@@ -131,12 +133,12 @@ def test_at_answers_for_the_segment_that_holds_the_time():
     island = SimIsland(CONFIG, 600_000, random.Random(0))
     for segment in listed[:-1]:
         middle_s = (segment.start_s + segment.end_s) / 2.0
-        assert island.at(segment.start_s) == segment
-        assert island.at(middle_s) == segment
-    fired = sum(segment.ends_with is SegmentEnd.FAILURE for segment in listed[:-2])
+        assert island.segment_at(segment.start_s) == segment
+        assert island.segment_at(middle_s) == segment
+    fired = sum(segment.end_cause is SegmentEnd.FAILURE for segment in listed[:-2])
     assert island.failures == fired > 0
     with pytest.raises(AssertionError, match="asked about"):
-        island.at(0.0)
+        island.segment_at(0.0)
 
 
 @pytest.mark.parametrize(("shape", "power"), [(1.0, 1.0), (0.7, 3.0), (2.0, 1.0), (0.6, 0.5), (1.5, 2.5)])
@@ -176,12 +178,12 @@ def test_extra_learners_come_and_go_and_start_whole():
     islands = build_islands(CONFIG, 2, 1_200_000, seed=0, extras=[extra])
     assert len(islands) == 4
     found = list(islands[2])
-    absent = [(s.start_s, s.end_s, s.ends_with) for s in found if s.state is State.ABSENT]
+    absent = [(s.start_s, s.end_s, s.end_cause) for s in found if s.state is IslandState.ABSENT]
     gone = [(7_200.0, 10_000.0), (20_000.0, math.inf)]
     assert absent[0] == (0.0, 3_600.0, SegmentEnd.JOIN)
     assert [(start_s, end_s) for start_s, end_s, _ in absent[1:]] == gone
     assert all(before.end_s == after.start_s for before, after in itertools.pairwise(found))
-    joins = [after for before, after in itertools.pairwise(found) if before.ends_with is SegmentEnd.JOIN]
+    joins = [after for before, after in itertools.pairwise(found) if before.end_cause is SegmentEnd.JOIN]
     assert [(s.start_s, s.share, s.speed) for s in joins] == [(3_600.0, 1.0, 0.5), (10_000.0, 1.0, 0.5)]
     assert islands[2].present_s(horizon_s=11_000.0) == 3_600.0 + 1_000.0
     assert islands[0].present_s(horizon_s=11_000.0) == 11_000.0

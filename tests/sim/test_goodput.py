@@ -16,12 +16,12 @@ from atoll.sim.fleet import YEAR_S, ExtraLearners, FleetConfig, SimIsland, build
 from atoll.sim.goodput import (
     BarrierConfig,
     TableCell,
-    estimate,
+    estimate_goodput,
     mean_ci,
     simulate,
 )
 from atoll.sim.published import PUBLISHED_CELLS, PUBLISHED_CHIPS, PUBLISHED_ROWS, published_percent
-from benchmarks.fit_goodput import Rules, goodput_table, island_by_rules, render_table
+from benchmarks.fit_goodput import OutageRules, goodput_table, island_by_rules, render_table
 
 CONFIG = FleetConfig()
 CALM = replace(CONFIG, mtbi_s=math.inf)
@@ -42,7 +42,7 @@ def test_a_job_that_is_not_elastic_is_a_renewal_process(chips):
 def test_an_elastic_island_agrees_with_a_second_simulation_of_the_same_rules():
     point = (CONFIG.downscale_s, CONFIG.upscale_delay_s, float(CONFIG.slice_chips))
     for chips in (75_000, 1_200_000):
-        theirs = island_by_rules(Rules(), chips, point, failures=8_000, seed=4)
+        theirs = island_by_rules(OutageRules(), chips, point, failures=8_000, seed=4)
         ours = simulate(CONFIG, "decoupled", 1, chips, days=8_000 * YEAR_S / chips / 86_400.0, seed=4)
         assert ours.goodput == pytest.approx(theirs.goodput, abs=0.012)
         assert ours.uptime == pytest.approx(theirs.uptime, abs=0.012)
@@ -97,7 +97,7 @@ def test_methods_rank_as_they_should():
 def account(island: SimIsland, horizon_s: float, *, forget_missing_slices: bool) -> float:
     useful_s = 0.0
     for segment in itertools.takewhile(lambda segment: segment.start_s < horizon_s, island):
-        if segment.stepping:
+        if segment.is_stepping:
             share = 1.0 if forget_missing_slices else segment.share
             useful_s += (min(segment.end_s, horizon_s) - segment.start_s) * share
     return useful_s / horizon_s
@@ -136,7 +136,7 @@ def test_slow_downs_and_uneven_chips_cost_tokens_and_not_goodput():
 def test_old_hardware_holds_up_only_those_who_wait_for_it():
     speeds = (1.0,) * 4 + (0.82,) * 4
     free = simulate(CALM, "decoupled", 8, 80_000, 1.0, seed=0, speeds=speeds)
-    held = simulate(CALM, "diloco", 8, 80_000, 1.0, seed=0, speeds=speeds, barrier=BarrierConfig(comm_s=0.0))
+    held = simulate(CALM, "diloco", 8, 80_000, 1.0, seed=0, speeds=speeds, barrier=BarrierConfig(exchange_s=0.0))
     late = simulate(CALM, "streaming", 8, 80_000, 1.0, seed=0, speeds=speeds)
     assert free.goodput == pytest.approx(1.0)
     # The fast half steps 0.82 of the time.
@@ -147,13 +147,13 @@ def test_old_hardware_holds_up_only_those_who_wait_for_it():
 
 
 def test_diloco_stands_still_for_the_exchange_and_streaming_hides_it():
-    barrier = BarrierConfig(h_steps=24, fragments=24, tau_steps=2, comm_s=1.2)
+    barrier = BarrierConfig(every_steps=24, fragments=24, tau_steps=2, exchange_s=1.2)
     diloco = simulate(CALM, "diloco", 4, 1_000, 1.0, seed=0, barrier=barrier)
     streaming = simulate(CALM, "streaming", 4, 1_000, 1.0, seed=0, barrier=barrier)
     assert diloco.goodput == pytest.approx(24.0 / 25.2, abs=0.001)
     assert diloco.uptime == pytest.approx(24.0 / 25.2, abs=0.001)
     assert streaming.goodput == streaming.uptime == pytest.approx(1.0)
-    too_slow = simulate(CALM, "streaming", 4, 1_000, 1.0, seed=0, barrier=replace(barrier, comm_s=5.0))
+    too_slow = simulate(CALM, "streaming", 4, 1_000, 1.0, seed=0, barrier=replace(barrier, exchange_s=5.0))
     # The third step after a barrier needs its exchange: tau + 1 steps in the time of the exchange and one step.
     assert too_slow.goodput == pytest.approx(3.0 / (5.0 + 1.0), abs=0.001)
 
@@ -161,7 +161,7 @@ def test_diloco_stands_still_for_the_exchange_and_streaming_hides_it():
 def test_streaming_hides_a_delay_shorter_than_tau_steps():
     """One learner slows down shortly again and again: with enough tau the others never notice."""
     config = replace(CALM, slowdowns_per_hour=6.0, slowdown_mean_s=2.0, slowdown_factor=0.5)
-    barrier = BarrierConfig(h_steps=24, fragments=24, tau_steps=1, comm_s=0.0)
+    barrier = BarrierConfig(every_steps=24, fragments=24, tau_steps=1, exchange_s=0.0)
     tight = simulate(config, "streaming", 8, 8_000, 1.0, seed=0, barrier=barrier)
     loose = simulate(config, "streaming", 8, 8_000, 1.0, seed=0, barrier=replace(barrier, tau_steps=12))
     assert loose.goodput > tight.goodput
@@ -170,7 +170,7 @@ def test_streaming_hides_a_delay_shorter_than_tau_steps():
 
 @pytest.mark.parametrize("method", ["diloco", "streaming"])
 def test_one_learner_has_nobody_to_wait_for(method):
-    barrier = BarrierConfig(comm_s=0.0)
+    barrier = BarrierConfig(exchange_s=0.0)
     alone = simulate(CONFIG, method, 1, 300_000, 2.0, seed=5, barrier=barrier)
     elastic = simulate(CONFIG, "elastic", 1, 300_000, 2.0, seed=5)
     assert alone.goodput == pytest.approx(elastic.goodput, abs=2e-4)
@@ -226,7 +226,7 @@ def test_mean_and_interval():
     assert mean == 12.0
     assert high - mean == pytest.approx(4.303 * 2.0 / math.sqrt(3.0))
     assert mean - low == pytest.approx(high - mean)
-    many = estimate([0.0, 1.0] * 200)
+    many = estimate_goodput([0.0, 1.0] * 200)
     assert many.high - many.mean == pytest.approx(1.966 * 0.50063 / 20.0, rel=1e-3)
     with pytest.raises(ValueError, match="run at least 2 seeds"):
         mean_ci([1.0])
@@ -250,7 +250,7 @@ def test_the_table_shows_ours_beside_the_published_cell():
         (lambda: simulate(CONFIG, "decoupled", 1, 1_000, 0.0, 0), "days is 0.0; give a number above 0"),
         (lambda: BarrierConfig(fragments=0), "give 1 <= fragments <= H"),
         (lambda: BarrierConfig(tau_steps=0), "use the method diloco"),
-        (lambda: BarrierConfig(comm_s=-1.0), "give seconds, 0 or more"),
+        (lambda: BarrierConfig(exchange_s=-1.0), "give seconds, 0 or more"),
         (
             lambda: simulate(CONFIG, "diloco", 2, 10, 1.0, 0, extras=[ExtraLearners(1, ((0.0, 1.0),))]),
             "use the method decoupled",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.sim.decoupled import DecoupledConfig
-from atoll.sim.mixed import MIXED_ROWS, SPEEDS, run_mixed
+from atoll.sim.mixed_hardware import LEARNER_SPEEDS, MIXED_ROWS, run_mixed
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def test_the_rows_are_the_published_ones():
         ("K = 1, grace off", 100.0),
         ("K = 1, grace on", 100.0),
     ]
-    assert SPEEDS == (1.0,) * 4 + (0.82,) * 4
+    assert LEARNER_SPEEDS == (1.0,) * 4 + (0.82,) * 4
 
 
 @pytest.mark.long

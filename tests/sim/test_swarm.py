@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.swarm import _kept
-from atoll.sim.draws import draw
-from atoll.sim.swarm import SLICE, Coverage, SeedResult, run_seed, sweep
+from atoll.cli.swarm import read_seeds
+from atoll.sim.scenarios import draw_scenario
+from atoll.sim.swarm import SEEDS_PER_BATCH, Coverage, SeedResult, run_seed, run_seeds
 
 KEPT = Path(__file__).parent / "kept_seeds.txt"
 FIRST = 100  # of the seeds, for every run of the tests; those after them are for make test-all
@@ -22,15 +22,20 @@ PIECES = 10
 
 
 def found(result: SeedResult) -> str:
-    return f"seed {result.seed}: {result.checker}: {result.sentence}"
+    return f"seed {result.seed}: {result.checker}: {result.message}"
 
 
 def run_clean(seed: int) -> SeedResult:
     """Return the result of a seed that breaks no invariant, and in which no learner is struck that told the truth."""
     result = run_seed(seed)
     assert result.checker is None, found(result)
-    if all(fault.kind != "poison" for fault in draw(seed).faults):
-        struck = {"report-wild", "contribution-wild", "contribution-bad", "lease-wild"} & set(result.said)
+    if all(fault.kind != "poison" for fault in draw_scenario(seed).faults):
+        struck = {
+            "report-implausible",
+            "contribution-implausible",
+            "contribution-invalid",
+            "lease-request-implausible",
+        } & set(result.reason_counts)
         assert not struck, f"seed {seed}: nobody lies there, and somebody is struck: {struck}"
     return result
 
@@ -42,19 +47,19 @@ def test_no_invariant_is_broken(piece: int) -> None:
         run_clean(seed)
 
 
-@pytest.mark.parametrize("seed", _kept(KEPT))
+@pytest.mark.parametrize("seed", read_seeds(KEPT))
 def test_what_was_once_found_stays_mended(seed: int) -> None:
     result = run_seed(seed)
     assert result.checker is None, found(result)
 
 
 def test_worlds_are_drawn_as_widely_as_promised() -> None:
-    plans = [draw(seed) for seed in range(2000)]
-    assert {len(plan.starts_s) for plan in plans} == set(range(1, 17))
+    plans = [draw_scenario(seed) for seed in range(2000)]
+    assert {len(plan.start_times_s) for plan in plans} == set(range(1, 17))
     spread = max(max(p.step_times_s.values()) / min(p.step_times_s.values()) for p in plans)
     assert 15 < spread <= 20
     assert {p.config.adopt for p in plans} == {"carry", "overwrite", "blend"}
-    assert any(p.config.quorum == len(p.starts_s) > 1 for p in plans)
+    assert any(p.config.quorum == len(p.start_times_s) > 1 for p in plans)
     assert 0.5 < sum(p.config.lease_samples > 0 for p in plans) / len(plans) < 0.75
 
 
@@ -64,7 +69,7 @@ def test_one_hundred_seeds_break_nothing_and_meet_nearly_every_move_and_every_fa
         coverage.add(run_clean(seed))
     counts = coverage.counts()
     assert counts["faults"][0] == counts["faults"][1], coverage.missing_faults()
-    assert counts["moves"][0] >= 0.8 * counts["moves"][1], coverage.missing_moves()
+    assert counts["moves"][0] >= 0.8 * counts["moves"][1], coverage.missing_transitions()
     assert counts["reasons"][0] >= 0.8 * counts["reasons"][1], coverage.missing_reasons()
 
 
@@ -97,8 +102,8 @@ def test_a_seed_gives_the_same_digest_in_another_process_under_another_hash_seed
 
 @pytest.mark.long
 def test_two_processes_find_what_one_finds() -> None:
-    alone = list(sweep(range(40), processes=1, small=True))
-    shared = list(sweep(range(40), processes=2, small=True))
+    alone = list(run_seeds(range(40), processes=1, small=True))
+    shared = list(run_seeds(range(40), processes=2, small=True))
     assert alone == shared
 
 
@@ -110,7 +115,7 @@ def test_an_endless_supply_of_seeds_is_taken_a_slice_at_a_time() -> None:
             taken.append(seed)
             yield seed
 
-    results = sweep(numbers(), processes=2, small=True)
+    results = run_seeds(numbers(), processes=2, small=True)
     assert [next(results).seed for _ in range(3)] == [0, 1, 2]
     results.close()  # type: ignore[attr-defined]
-    assert len(taken) <= 2 * SLICE
+    assert len(taken) <= 2 * SEEDS_PER_BATCH

@@ -27,34 +27,50 @@ import torch
 
 from atoll import files
 from atoll.store import tensor_file, version_store
-from atoll.store.version_store import Fenced, InUse, Store, StoreDamaged, complete_snapshots, snapshot_record
-from tests.store.store_samples import FRAGMENTS, InPlace, founded, members, same, snapshot, tensors, version
+from atoll.store.version_store import (
+    FencedError,
+    Store,
+    StoreDamagedError,
+    StoreInUseError,
+    list_complete_snapshots,
+    read_snapshot_record,
+)
+from tests.store.store_samples import (
+    FRAGMENTS,
+    InPlaceStore,
+    create_store,
+    has_sample_tensors,
+    make_members,
+    make_snapshot,
+    make_tensors,
+    make_version,
+)
 
-STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace}
+STORES: dict[str, type[Store]] = {"Store": Store, "InPlaceStore": InPlaceStore}
 NUMEL = 2**15  # a file is written in several pieces, whatever its size
 CODE = {files.__file__, tensor_file.__file__, version_store.__file__, str(Path(__file__).with_name("store_samples.py"))}
 
 
 def write_version(kind: type[Store], folder: Path) -> None:
     with kind.open(folder) as opened:
-        under_the_knife()
-        opened.write(version(1, 3), tensors(3, NUMEL))
+        start_kill_countdown()
+        opened.write(make_version(1, 3), make_tensors(3, NUMEL))
 
 
 def write_members(kind: type[Store], folder: Path) -> None:
     with kind.open(folder) as opened:
-        under_the_knife()
-        opened.write(members(2))
+        start_kill_countdown()
+        opened.write(make_members(2))
 
 
 def write_snapshot(kind: type[Store], folder: Path) -> None:
     with kind.open(folder) as opened:
-        under_the_knife()
-        opened.write(snapshot(1, 2, 2))
+        start_kill_countdown()
+        opened.write(make_snapshot(1, 2, 2))
 
 
-def open_it(kind: type[Store], folder: Path) -> None:
-    under_the_knife()
+def open_store(kind: type[Store], folder: Path) -> None:
+    start_kill_countdown()
     kind.open(folder).close()
 
 
@@ -62,38 +78,38 @@ KINDS: dict[str, Callable[[type[Store], Path], None]] = {
     "version": write_version,
     "members": write_members,
     "snapshot": write_snapshot,
-    "open": open_it,
+    "open": open_store,
 }
 
-left = 0  # lines until this process dies
+lines_until_kill = 0  # lines until this process dies
 
 
-def under_the_knife() -> None:
-    sys.settrace(on_call)
+def start_kill_countdown() -> None:
+    sys.settrace(trace_call)
 
 
-def on_call(frame: FrameType, event: str, arg: Any) -> Any:
-    return on_line if frame.f_code.co_filename in CODE else None
+def trace_call(frame: FrameType, event: str, arg: Any) -> Any:
+    return trace_line if frame.f_code.co_filename in CODE else None
 
 
-def on_line(frame: FrameType, event: str, arg: Any) -> Any:
-    global left
+def trace_line(frame: FrameType, event: str, arg: Any) -> Any:
+    global lines_until_kill
     if event == "line":
-        left -= 1
-        if left == 0:
+        lines_until_kill -= 1
+        if lines_until_kill == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-    return on_line
+    return trace_line
 
 
-def forked(action: Callable[[], int | None]) -> int:
+def fork_child(action: Callable[[], int | None]) -> int:
     """The process id of a copy of this process that does this and nothing else."""
     child = os.fork()
     if child == 0:
-        leave(action)
+        run_and_exit(action)
     return child
 
 
-def leave(action: Callable[[], int | None]) -> NoReturn:
+def run_and_exit(action: Callable[[], int | None]) -> NoReturn:
     try:
         code = action() or 0
         sys.settrace(None)
@@ -103,44 +119,44 @@ def leave(action: Callable[[], int | None]) -> NoReturn:
     os._exit(code)
 
 
-def found(folder: Path, any_epoch: bool = False) -> dict[str, Any]:
+def reopen_and_report(folder: Path, any_epoch: bool = False) -> dict[str, Any]:
     """What the next syncer finds. The samples know only records of epoch 1."""
     try:
         with Store.open(folder) as opened:
             versions = {}
             for fragment in range(FRAGMENTS):
-                number, record, values = opened.newest(fragment)
+                number, record, values = opened.read_newest(fragment)
                 epoch = record.round.epoch if any_epoch and record is not None else 1
-                assert record == (version(fragment, number, epoch) if number else None)
-                versions[fragment] = number if same(values, number, NUMEL) else "other values"
-            restored = opened.restored()
+                assert record == (make_version(fragment, number, epoch) if number else None)
+                versions[fragment] = number if has_sample_tensors(values, number, NUMEL) else "other values"
+            restored = opened.read_restored()
             assert restored.members is not None
             return {
                 "versions": list(versions.values()),
                 "members": restored.members.serial,
-                "settings": opened.settings(),
+                "settings": opened.read_settings(),
                 "snapshots": [
-                    list(snapshot_record(folder, number).versions)  # type: ignore[union-attr]
-                    for number in complete_snapshots(folder)
+                    list(read_snapshot_record(folder, number).versions)  # type: ignore[union-attr]
+                    for number in list_complete_snapshots(folder)
                 ],
                 "epoch": opened.epoch,
                 "left over": sorted(str(path.relative_to(folder)) for path in folder.rglob(".*")),
             }
-    except StoreDamaged as wrong:
+    except StoreDamagedError as wrong:
         return {"damaged": str(wrong.path.relative_to(folder)), "why": str(wrong)}
 
 
 def kill_at_every_line(what: str, kind: type[Store], folder: Path) -> None:
-    global left
-    founded(folder / "before", 2, NUMEL).close()
+    global lines_until_kill
+    create_store(folder / "before", 2, NUMEL).close()
     here = folder / "run"
     for line in range(1, 10_000):
-        left = line
+        lines_until_kill = line
         shutil.rmtree(here, ignore_errors=True)
         shutil.copytree(folder / "before", here)
-        _, status = os.waitpid(forked(lambda: KINDS[what](kind, here)), 0)
+        _, status = os.waitpid(fork_child(lambda: KINDS[what](kind, here)), 0)
         assert status in (0, signal.SIGKILL), status
-        print(json.dumps({"line": line, "killed": status == signal.SIGKILL} | found(here)), flush=True)
+        print(json.dumps({"line": line, "killed": status == signal.SIGKILL} | reopen_and_report(here)), flush=True)
         if status == 0:
             return
 
@@ -149,16 +165,16 @@ def kill_anywhere(count: int, kind: type[Store], folder: Path) -> None:
     rng = random.Random(0)
     for number in range(count):
         here = folder / f"run{number}"
-        founded(here, 0, NUMEL).close()
+        create_store(here, 0, NUMEL).close()
         told, tell = os.pipe()
 
         def write_on(here: Path = here, tell: int = tell) -> None:
             with kind.open(here) as opened:
                 for number in range(1, 1000):
-                    opened.write(version(0, number), tensors(number, NUMEL))
+                    opened.write(make_version(0, number), make_tensors(number, NUMEL))
                     os.write(tell, b".")
 
-        child = forked(write_on)
+        child = fork_child(write_on)
         os.close(tell)
         durable_versions = 0
         for _ in range(rng.randrange(1, 6)):
@@ -170,7 +186,7 @@ def kill_anywhere(count: int, kind: type[Store], folder: Path) -> None:
         durable_versions += len(os.read(told, 1000))
         os.close(told)
         row = {"killed": status == signal.SIGKILL, "told": durable_versions, "unfinished": len([*here.rglob(".*")])}
-        print(json.dumps(row | found(here)), flush=True)
+        print(json.dumps(row | reopen_and_report(here)), flush=True)
         shutil.rmtree(here)
 
 
@@ -180,7 +196,7 @@ RACERS = 6
 def race(count: int, kind: type[Store], folder: Path) -> None:
     for number in range(count):
         here = folder / f"race{number}"
-        founded(here, 1, NUMEL).close()
+        create_store(here, 1, NUMEL).close()
         go, start = os.pipe()
         go_on, restart = os.pipe()
         told, tell = os.pipe()
@@ -188,19 +204,19 @@ def race(count: int, kind: type[Store], folder: Path) -> None:
         def take_and_write(here: Path = here, go: int = go, go_on: int = go_on, tell: int = tell) -> int:
             os.read(go, 1)
             try:
-                store = kind.open(here, take_over=True)
-            except (Fenced, InUse):
+                store = kind.open(here, is_takeover=True)
+            except (FencedError, StoreInUseError):
                 return 1
             finally:
                 os.write(tell, b".")
             os.read(go_on, 1)
             try:
-                store.write(version(0, 2, store.epoch), tensors(2, NUMEL))
-            except (Fenced, ValueError):
+                store.write(make_version(0, 2, store.epoch), make_tensors(2, NUMEL))
+            except (FencedError, ValueError):
                 return 1
             return 0
 
-        children = [forked(take_and_write) for _ in range(RACERS)]
+        children = [fork_child(take_and_write) for _ in range(RACERS)]
         os.write(start, b"." * RACERS)
         for _ in children:
             os.read(told, 1)
@@ -209,7 +225,7 @@ def race(count: int, kind: type[Store], folder: Path) -> None:
         for pipe in (go, start, go_on, restart, told, tell):
             os.close(pipe)
         row: dict[str, Any] = {"codes": codes}
-        print(json.dumps(row | found(here, any_epoch=True)), flush=True)
+        print(json.dumps(row | reopen_and_report(here, any_epoch=True)), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_killed_at_a_file_operation_nothing_is_lost_or_damaged(power):
 
 
 @pytest.mark.parametrize(
-    ("store", "power"), [pytest.param("InPlace", False, marks=pytest.mark.long), ("NameFirst", True)]
+    ("store", "power"), [pytest.param("InPlaceStore", False, marks=pytest.mark.long), ("NameFirstStore", True)]
 )
 def test_a_store_that_is_careless_is_caught(store, power):
     assert [outcome for outcome in outcomes(store, power) if outcome["problem"]]

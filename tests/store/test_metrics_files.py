@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from atoll.files import UNFINISHED
-from atoll.store.metrics_files import MetricsReader, MetricsWriter, join_old, old_files
+from atoll.files import TEMPORARY_SUFFIX
+from atoll.store.metrics_files import MetricsReader, MetricsWriter, compact_rotated_files, list_rotated_files
 
 LOG = logging.getLogger("atoll.test")
 SMALL = 2_000
@@ -34,14 +34,14 @@ def write(run: Path, times: range, joined: bool = True) -> MetricsWriter:
         writer.write(line("merge", 1, at))
         if at % 2 == 0:
             writer.write(line("learner", 1, at))
-        writer.wait()  # a file takes much longer to fill than others to be joined
+        writer.wait_for_compaction()  # a file takes much longer to fill than others to be joined
     writer.close()
     return writer
 
 
 def read(run: Path) -> list[dict[str, Any]]:
     reader = MetricsReader(run)
-    found = list(reader.lines())
+    found = list(reader.read_lines())
     reader.close()
     return found
 
@@ -83,16 +83,16 @@ def test_joining_that_was_killed_is_done_again(tmp_path):
     write(tmp_path, range(200), joined=False)
     folder = tmp_path / "metrics"
     whole = read(tmp_path)
-    assert len(old_files(folder)) >= 4
-    kept = {file.path.name: file.path.read_bytes() for file in old_files(folder)}
-    join_old(folder)
+    assert len(list_rotated_files(folder)) >= 4
+    kept = {file.path.name: file.path.read_bytes() for file in list_rotated_files(folder)}
+    compact_rotated_files(folder)
     joined, names = read(tmp_path), {path.name for path in folder.iterdir()}
     assert len(joined) < len(whole)
     for name, data in kept.items():
         (folder / name).write_bytes(data)
-    (folder / f".syncer-000001-000002.jsonl.1{UNFINISHED}").write_bytes(b"half of")
+    (folder / f".syncer-000001-000002.jsonl.1{TEMPORARY_SUFFIX}").write_bytes(b"half of")
     assert read(tmp_path) == joined
-    join_old(folder)
+    compact_rotated_files(folder)
     assert read(tmp_path) == joined
     assert {path.name for path in folder.iterdir()} == names
 
@@ -100,15 +100,15 @@ def test_joining_that_was_killed_is_done_again(tmp_path):
 def test_a_reader_misses_nothing_while_files_change_their_names(tmp_path):
     writer = KeepsAll(tmp_path, LOG, SMALL)
     reader = MetricsReader(tmp_path)
-    assert list(reader.lines()) == []
+    assert list(reader.read_lines()) == []
     found = []
     for at in range(500):
         writer.write(line("merge", 0, at))
         if at % 7 == 0:
-            found += list(reader.lines())
-    found += list(reader.lines())
+            found += list(reader.read_lines())
+    found += list(reader.read_lines())
     assert [each["at"] for each in found] == list(range(500))
-    assert len(old_files(tmp_path / "metrics")) > 3
+    assert len(list_rotated_files(tmp_path / "metrics")) > 3
     assert [each["at"] for each in read(tmp_path)] == list(range(500)), "so does one that comes later"
     reader.close()
     writer.close()

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import fully_shard
 
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
-from atoll.island.optimizer_state_io import cut_for, receive_tensors, send_tensors
+from atoll.island.optimizer_state_io import cut_for_rank, receive_tensors, send_tensors
 from atoll.island.stats import LearnerStatus
-from atoll.island.topology import meet
-from atoll.store.optimizer_state_files import StateFile, packed
+from atoll.island.topology import rendezvous
+from atoll.store.optimizer_state_files import StateFile, pack_to_file
 from atoll.tensors import optimizer_state
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.plan import describe_tensors, make_plan
 from tests.learner.runs import LIMIT_S, Child, _begin
 from tests.learner.small_models import work
 
@@ -46,11 +46,11 @@ def trained(model: str = "mixed") -> Any:
 
 def test_what_is_packed_in_a_file_is_what_is_packed_in_memory(tmp_path):
     job = trained()
-    taken = optimizer_state.take(job.optimizer, job.model)
-    file = packed(taken, tmp_path)
+    taken = optimizer_state.copy_state(job.optimizer, job.model)
+    file = pack_to_file(taken, tmp_path)
     assert file._handle is not None, "it has a file"
     assert [*tmp_path.iterdir()] == [], "it has no name that somebody would have to remove"
-    ours, theirs = optimizer_state.read(file.view), optimizer_state.read(optimizer_state.pack_taken(taken))
+    ours, theirs = optimizer_state.read(file.view), optimizer_state.read(optimizer_state.pack_copy(taken))
     assert ours[0] == theirs[0]
     assert ours[1].keys() == theirs[1].keys()
     about, lazily = file.read()
@@ -64,7 +64,7 @@ def test_what_is_packed_in_a_file_is_what_is_packed_in_memory(tmp_path):
 
 def test_without_room_on_disk_it_is_held_in_memory(tmp_path):
     job = trained()
-    file = packed(optimizer_state.take(job.optimizer, job.model), tmp_path / "is not there")
+    file = pack_to_file(optimizer_state.copy_state(job.optimizer, job.model), tmp_path / "is not there")
     assert file._handle is None, "it has no file"
     assert file.read()[0]["optimizer"] == "AdamW"
 
@@ -79,7 +79,7 @@ def test_a_file_of_a_hostile_peer_is_a_value_error(tmp_path, data):
 
 def test_a_file_whose_header_says_more_than_there_is_a_value_error(tmp_path):
     job = trained()
-    whole = optimizer_state.pack_taken(optimizer_state.take(job.optimizer, job.model))
+    whole = optimizer_state.pack_copy(optimizer_state.copy_state(job.optimizer, job.model))
     file = StateFile(len(whole) - 100, tmp_path)
     file.view[:] = whole[:-100]
     with pytest.raises(ValueError, match="no safetensors file of ours"):
@@ -103,7 +103,7 @@ def island_child(directory: Path, rank: int, log: Path, pipe: Connection) -> Non
             parameter.grad = torch.full_like(parameter, number + 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        ranks = meet(model)
+        ranks = rendezvous(model)
         assert ranks is not None
         if rank == 0:
             leader = Leader(ranks, model, SimpleNamespace(), logging.getLogger())
@@ -111,9 +111,9 @@ def island_child(directory: Path, rank: int, log: Path, pipe: Connection) -> Non
         else:
             unused = SimpleNamespace()  # no rank sends or fetches rows of its own here
             follower = Follower(ranks, model, optimizer, LearnerStatus(), unused, lambda: 0, logging.getLogger())
-            follower._plan, follower._generation = make_plan(tensors_of(model), 2, "balanced"), 1
+            follower._plan, follower._generation = make_plan(describe_tensors(model), 2, "balanced"), 1
             for _ in range(4):
-                follower._on_give()
+                follower._on_copy_state()
             follower._thread.start()
             tensors = receive_tensors(ranks.control[0])
             moments = [tensor for tensor in tensors.values() if tensor.dim()]
@@ -127,46 +127,48 @@ def island_child(directory: Path, rank: int, log: Path, pipe: Connection) -> Non
 
 def _lead(leader: Leader, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, int]:
     """How many bytes it held more, at most, while it did what."""
-    boundary = leader.boundary(model, optimizer, [], 0.0)
+    boundary = leader.make_boundary(model, optimizer, [], 0.0)
     more = {}
-    leader.parcel = 1
-    packed(boundary.take_inner(), directory)  # a rehearsal: libraries take memory for themselves when first called
+    leader.staged_count = 1
+    pack_to_file(
+        boundary.take_optimizer_state(), directory
+    )  # a rehearsal: libraries take memory for themselves when first called
 
-    leader.parcel = 2
-    taken = boundary.take_inner()  # as all below kept to the end: what is free again would be used unseen
+    leader.staged_count = 2
+    taken = boundary.take_optimizer_state()  # as all below kept to the end: what is free again would be used unseen
     with Peak() as peak:
-        given = packed(taken, directory)
+        given = pack_to_file(taken, directory)
     more["gives from a file"] = peak.more
 
     with Peak() as peak:
         about, tensors = given.read()
         prepared = optimizer_state.prepare(about, tensors, optimizer, model)
-        send_tensors(leader.ranks.control[0], cut_for(leader.ranks, 1, about, tensors))
+        send_tensors(leader.ranks.control[0], cut_for_rank(leader.ranks, 1, about, tensors))
     more["takes from a file"] = peak.more
-    for parameter, held in prepared.made.items():
+    for parameter, held in prepared.state.items():
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(held[key].to_local(), optimizer.state[parameter][key].to_local())
 
-    leader.parcel = 3
-    saved = boundary.take_inner()
+    leader.staged_count = 3
+    saved = boundary.take_optimizer_state()
     with Peak() as peak:
-        assert saved.spread is not None
-        notes = saved.spread(saved, directory)
+        assert saved.write_shards is not None
+        notes = saved.write_shards(saved, directory)
     more["saves"] = peak.more
     assert notes is not None
     assert all(sum(file["bytes"] for file in note["files"].values()) > STATE_BYTES // 2 for note in notes)
 
-    leader.parcel = 4
-    again = boundary.take_inner()
+    leader.staged_count = 4
+    again = boundary.take_optimizer_state()
     with Peak() as peak:
-        data = optimizer_state.pack_taken(again)
+        data = optimizer_state.pack_copy(again)
     more["gives from memory"] = peak.more
     with Peak() as peak:
         in_memory = optimizer_state.read(memoryview(data))
         also = optimizer_state.prepare(*in_memory, optimizer, model)
     more["takes from memory"] = peak.more
     assert taken.tensors
-    assert also.made
+    assert also.state
     return more
 
 

@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from atoll.checkpoint import restore
 from atoll.core.types import Limits
 from atoll.store.learner_parts import list_parts, part_bytes, part_path, read_part, shards_path
-from atoll.store.sharded_parts import Shards
+from atoll.store.sharded_parts import ShardedTensors
 from atoll.store.snapshots import list_snapshots
 from tests.island.rank_runs import IslandSpec, RankedIsland, same
-from tests.learner.planted import struck
+from tests.learner.fault_injection import struck
 from tests.learner.runs import Run, endless
 from tests.syncer.test_snapshots import PATIENT, damage
 from tests.syncer.test_snapshots import taken as snapshot_of
 
-UNHURRIED = Limits(first_wait_s=60.0, least_wait_s=30.0, backoff_first_s=0.05, backoff_most_s=0.5)
+UNHURRIED = Limits(initial_wait_s=60.0, min_wait_s=30.0, initial_backoff_s=0.05, max_backoff_s=0.5)
 """Who waits for a peer's state on a busy machine waits for it, and does not start without."""
 
 
@@ -71,7 +71,9 @@ def test_an_island_of_any_shape_starts_with_the_very_bits_that_another_shape_has
         path = part_path(tmp_path, 1, number)
         part = read_part(path)
         assert part.shards is not None
-        assert not {*part.inner_here()} & {*part.shards.note["tensors"]}, "what ranks have written is there twice"
+        assert not {*part.local_optimizer_tensors()} & {*part.shards.note["tensors"]}, (
+            "what ranks have written is there twice"
+        )
         assert all(shard_file(tmp_path, number, rank).stat().st_size for rank in (0, 1))
         written = sum(file["bytes"] for file in part.shards.note["files"].values())
         assert (part_bytes(path) or 0) > path.stat().st_size + written, "with the metadata"
@@ -103,7 +105,7 @@ def test_an_island_of_any_shape_starts_with_the_very_bits_that_another_shape_has
         island.kill_all()
 
 
-def assert_other_tools_read_it(shards: Shards) -> None:
+def assert_other_tools_read_it(shards: ShardedTensors) -> None:
     """As it is, with torch's own reader and planner."""
     mine = shards.load(dict.fromkeys(shards.note["tensors"]))
     theirs = {number: torch.zeros_like(tensor) for number, tensor in mine.items()}
@@ -243,7 +245,7 @@ def test_a_part_of_ranks_is_restored_into_a_new_run_and_its_beginning(tmp_path):
     assert restore._write_parts(source, new, "another", words.append) == [1]
     assert f"{second:09d}.safetensors: the digest of __1_0.distcp is wrong" in words[0]
     before = read_part(part_path(old, 1, first))
-    for place in (new, new / restore.BEGINNING):
+    for place in (new, new / restore.INITIAL_FOLDER):
         assert list_parts(place) == {1: [first]}
         assert {path.name for path in (place / "parts/learner-1").iterdir()} == {
             f"{first:09d}.dcp",
@@ -251,4 +253,4 @@ def test_a_part_of_ranks_is_restored_into_a_new_run_and_its_beginning(tmp_path):
         }
         part = read_part(part_path(place, 1, first))
         assert part.note["run"] == "another"
-        assert same(dict(part.inner_tensors()), dict(before.inner_tensors()))
+        assert same(dict(part.optimizer_tensors()), dict(before.optimizer_tensors()))

@@ -21,10 +21,19 @@ from typing import Any
 
 import pytest
 
-from atoll.files import UNFINISHED
-from atoll.store.tensor_file import read_tensors, tensor_file
-from atoll.store.version_store import Fenced, Store
-from tests.store.store_samples import InPlace, NameFirst, founded, members, same, snapshot, tensors, version
+from atoll.files import TEMPORARY_SUFFIX
+from atoll.store.tensor_file import encode_tensor_file, read_tensors
+from atoll.store.version_store import FencedError, Store
+from tests.store.store_samples import (
+    InPlaceStore,
+    NameFirstStore,
+    create_store,
+    has_sample_tensors,
+    make_members,
+    make_snapshot,
+    make_tensors,
+    make_version,
+)
 from tests.store.test_version_store import ROOT, files, raise_epoch
 
 LARGE = 2**20  # 4 MiB per tensor
@@ -32,7 +41,7 @@ LONG = pytest.mark.long
 
 
 def unfinished(directory: Path) -> list[Path]:
-    return [*directory.rglob(f".*{UNFINISHED}")]
+    return [*directory.rglob(f".*{TEMPORARY_SUFFIX}")]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -51,19 +60,19 @@ def small_files_only() -> Iterator[None]:
 
 
 def test_a_write_that_fails_half_way_leaves_the_old_version_and_can_be_repeated(tmp_path):
-    with founded(tmp_path, 1, LARGE) as store:
+    with create_store(tmp_path, 1, LARGE) as store:
         before = files(tmp_path)
         with small_files_only(), pytest.raises(OSError, match=r"000000002\.safetensors") as caught:
-            store.write(version(0, 2), tensors(2, LARGE))
+            store.write(make_version(0, 2), make_tensors(2, LARGE))
         assert caught.value.errno == errno.EFBIG
         assert files(tmp_path) == before
-        assert store.newest(0)[0] == 1
+        assert store.read_newest(0)[0] == 1
         with small_files_only():
-            store.write(members(2))  # what is small still fits
-        store.write(version(0, 2), tensors(2, LARGE))
-        assert same(store.newest(0)[2], 2, LARGE)
+            store.write(make_members(2))  # what is small still fits
+        store.write(make_version(0, 2), make_tensors(2, LARGE))
+        assert has_sample_tensors(store.read_newest(0)[2], 2, LARGE)
     with Store.open(tmp_path) as store:
-        assert store.newest(0)[0] == 2
+        assert store.read_newest(0)[0] == 2
 
 
 @pytest.fixture
@@ -79,24 +88,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_said_and_goes_on_when_there_is_room(small_disk):
-    with founded(small_disk, 1, 2**15) as store:
+    with create_store(small_disk, 1, 2**15) as store:
         filling = small_disk / "filling"
         with open(filling, "wb", buffering=0) as file:  # others fill the disk up
             while file.write(bytes(2**20)) == 2**20:
                 pass
         for _ in range(3):
             with pytest.raises(OSError, match=r"000000002\.safetensors") as caught:
-                store.write(version(0, 2), tensors(2, 2**19))
+                store.write(make_version(0, 2), make_tensors(2, 2**19))
             assert caught.value.errno == errno.ENOSPC
             assert unfinished(small_disk) == []
-            assert store.newest(0)[:2] == (1, version(0, 1))
+            assert store.read_newest(0)[:2] == (1, make_version(0, 1))
         filling.unlink()
-        store.write(version(0, 2), tensors(2, 2**19))
-        assert same(store.newest(0)[2], 2, 2**19)
+        store.write(make_version(0, 2), make_tensors(2, 2**19))
+        assert has_sample_tensors(store.read_newest(0)[2], 2, 2**19)
 
 
 def test_a_disk_that_turns_read_only_is_said(small_disk):
-    with founded(small_disk, 1):
+    with create_store(small_disk, 1):
         pass
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], timeout=300, check=True)
     with pytest.raises(OSError, match="lock") as caught:
@@ -122,16 +131,16 @@ def test_a_directory_that_may_not_be_written_is_said():
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         directory.chmod(0o755)
-        with founded(directory, 1) as store:
+        with create_store(directory, 1) as store:
             folders = [path for path in directory.rglob("*") if path.is_dir()]
             for folder in [directory, *folders]:
                 folder.chmod(0o555)
             before = files(directory)
             with as_nobody():
                 for write, where in (
-                    (lambda: store.write(version(0, 2), tensors(2)), "000000002.safetensors"),
-                    (lambda: store.write(members(2)), "members.json"),
-                    (lambda: store.write(snapshot(1, 1, 1)), "snapshots/000000001"),
+                    (lambda: store.write(make_version(0, 2), make_tensors(2)), "000000002.safetensors"),
+                    (lambda: store.write(make_members(2)), "members.json"),
+                    (lambda: store.write(make_snapshot(1, 1, 1)), "snapshots/000000001"),
                     (lambda: Store.open(directory / "new"), "new"),
                 ):
                     with pytest.raises(PermissionError, match=where):
@@ -139,15 +148,15 @@ def test_a_directory_that_may_not_be_written_is_said():
             assert files(directory) == before
             for folder in [directory, *folders]:
                 folder.chmod(0o755)
-            store.write(version(0, 2), tensors(2))
-            assert store.newest(0)[0] == 2
+            store.write(make_version(0, 2), make_tensors(2))
+            assert store.read_newest(0)[0] == 2
 
 
 def test_a_directory_that_vanishes_is_said(tmp_path):
-    with founded(tmp_path / "store", 1) as store:
+    with create_store(tmp_path / "store", 1) as store:
         shutil.rmtree(tmp_path / "store")
         with pytest.raises(FileNotFoundError, match="store/epoch"):
-            store.write(members(2))
+            store.write(make_members(2))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -211,7 +220,7 @@ def test_killed_anywhere_the_last_version_that_was_told_is_found():
     [pytest.param("version", "fragments/001/000000003.safetensors", marks=LONG), ("members", "members.json")],
 )
 def test_a_store_that_writes_in_place_is_caught(kind, file):
-    rows = kills("lines", kind, "InPlace")
+    rows = kills("lines", kind, "InPlaceStore")
     assert {row["damaged"] for row in rows if "damaged" in row} == {file}
     assert rows[-1]["killed"] is False
     assert "damaged" not in rows[-1]
@@ -258,21 +267,23 @@ def careless(calls: list[str]) -> str | None:
 
 
 def write_version(store: Store) -> None:
-    store.write(version(0, 2), tensors(2))
+    store.write(make_version(0, 2), make_tensors(2))
 
 
-@pytest.mark.parametrize("kind", [Store, NameFirst, InPlace])
-@pytest.mark.parametrize("write", [write_version, lambda store: store.write(members(2))], ids=["version", "members"])
+@pytest.mark.parametrize("kind", [Store, NameFirstStore, InPlaceStore])
+@pytest.mark.parametrize(
+    "write", [write_version, lambda store: store.write(make_members(2))], ids=["version", "members"]
+)
 def test_a_file_is_durable_before_it_has_its_name_and_the_name_before_it_is_told(tmp_path, kind, write):
-    founded(tmp_path, 1).close()
+    create_store(tmp_path, 1).close()
     with kind.open(tmp_path) as store:
         seen: list[str] = []
         with calls_of_the_system(seen):
             write(store)
     wrong = {
         Store: None,
-        NameFirst: "a name before the contents are durable",
-        InPlace: "no file got a name",
+        NameFirstStore: "a name before the contents are durable",
+        InPlaceStore: "no file got a name",
     }
     assert careless(seen) == wrong[kind], seen
 
@@ -283,13 +294,13 @@ def test_a_file_is_durable_before_it_has_its_name_and_the_name_before_it_is_told
 
 @pytest.mark.parametrize("moment", ["write", "fsync", "link"])
 def test_who_is_overtaken_in_the_middle_of_a_write_does_not_call_it_durable(tmp_path, moment):
-    with founded(tmp_path, 1) as store:
+    with create_store(tmp_path, 1) as store:
         with (
             calls_of_the_system([], {moment: lambda: raise_epoch(tmp_path)}),
-            pytest.raises(Fenced, match="epoch 9"),
+            pytest.raises(FencedError, match="epoch 9"),
         ):
             write_version(store)
-        assert store.newest(0)[0] == 1
+        assert store.read_newest(0)[0] == 1
         assert unfinished(tmp_path) == []
         named = (tmp_path / "fragments/000/000000002.safetensors").exists()
         assert named == (moment == "link")  # whole, and never told to anybody
@@ -297,9 +308,9 @@ def test_who_is_overtaken_in_the_middle_of_a_write_does_not_call_it_durable(tmp_
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_who_is_overtaken_while_it_replaces_a_file_does_not_call_it_durable(tmp_path, moment):
-    with founded(tmp_path, 1) as store:
-        with calls_of_the_system([], {moment: lambda: raise_epoch(tmp_path)}), pytest.raises(Fenced):
-            store.write(members(2))
+    with create_store(tmp_path, 1) as store:
+        with calls_of_the_system([], {moment: lambda: raise_epoch(tmp_path)}), pytest.raises(FencedError):
+            store.write(make_members(2))
         assert unfinished(tmp_path) == []
 
 
@@ -310,39 +321,42 @@ def test_the_version_of_a_later_syncer_is_never_replaced(tmp_path):
 
     def take_over() -> None:
         raise_epoch(tmp_path)
-        path.write_bytes(b"".join(tensor_file("", tensors(77))))
+        path.write_bytes(b"".join(encode_tensor_file("", make_tensors(77))))
 
-    with founded(tmp_path, 1) as store:
-        with calls_of_the_system([], {"link": take_over}), pytest.raises(Fenced):
+    with create_store(tmp_path, 1) as store:
+        with calls_of_the_system([], {"link": take_over}), pytest.raises(FencedError):
             write_version(store)
-        assert same(read_tensors(path)[1], 77)
+        assert has_sample_tensors(read_tensors(path)[1], 77)
         assert unfinished(tmp_path) == []
 
 
 def test_a_version_of_our_own_that_got_its_name_and_failed_is_written_again(tmp_path):
     """As when the folder could not be made durable: the file is there, and nobody was told."""
-    with founded(tmp_path, 1) as store:
+    with create_store(tmp_path, 1) as store:
         path = tmp_path / "fragments/000/000000002.safetensors"
         path.write_bytes(b"of an earlier try")
         write_version(store)
-        assert same(store.newest(0)[2], 2)
+        assert has_sample_tensors(store.read_newest(0)[2], 2)
 
 
 def test_leftovers_are_removed_and_strangers_are_not(tmp_path):
-    founded(tmp_path, 1).close()
-    left = [tmp_path / f".members.json{UNFINISHED}", tmp_path / f"fragments/000/.000000002.safetensors{UNFINISHED}"]
+    create_store(tmp_path, 1).close()
+    left = [
+        tmp_path / f".members.json{TEMPORARY_SUFFIX}",
+        tmp_path / f"fragments/000/.000000002.safetensors{TEMPORARY_SUFFIX}",
+    ]
     strangers = [tmp_path / "notes.txt", tmp_path / "fragments/000/mine.safetensors", tmp_path / "fragments/readme"]
     for path in [*left, *strangers]:
         path.write_text("half")
     with Store.open(tmp_path) as store:
-        assert store.newest(0)[0] == 1
+        assert store.read_newest(0)[0] == 1
         assert [path.exists() for path in left] == [False, False]
         assert [path.exists() for path in strangers] == [True, True, True]
 
 
 def test_an_unfinished_file_that_is_a_second_name_of_a_finished_one_is_not_written_over(tmp_path):
-    with founded(tmp_path, 1) as store:
+    with create_store(tmp_path, 1) as store:
         path = tmp_path / "fragments/000/000000001.safetensors"
-        os.link(path, path.with_name(f".000000002.safetensors{UNFINISHED}"))  # left between name and removal
+        os.link(path, path.with_name(f".000000002.safetensors{TEMPORARY_SUFFIX}"))  # left between name and removal
         write_version(store)
-        assert same(read_tensors(path)[1], 1)
+        assert has_sample_tensors(read_tensors(path)[1], 1)

@@ -17,12 +17,35 @@ from safetensors.torch import load_file
 
 from atoll.core.protocol import VersionRecord
 from atoll.core.syncer.core import SyncerCore
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import RunConfig
 from atoll.files import write_file
-from atoll.store.tensor_file import read_tensor_file, read_tensors, small_file, small_file_text, tensor_file
-from atoll.store.version_store import LOST_EPOCHS, Fenced, Store, StoreDamaged, complete_snapshots, snapshot_record
-from tests.store.store_samples import FRAGMENTS, MANIFEST, founded, leases, members, same, snapshot, tensors, version
+from atoll.store.tensor_file import (
+    decode_small_file,
+    decode_tensor_file,
+    encode_small_file,
+    encode_tensor_file,
+    read_tensors,
+)
+from atoll.store.version_store import (
+    LOST_EPOCH_MARGIN,
+    FencedError,
+    Store,
+    StoreDamagedError,
+    list_complete_snapshots,
+    read_snapshot_record,
+)
+from tests.store.store_samples import (
+    FRAGMENTS,
+    MANIFEST,
+    create_store,
+    has_sample_tensors,
+    make_leases,
+    make_members,
+    make_snapshot,
+    make_tensors,
+    make_version,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -38,98 +61,100 @@ def files(directory: Path) -> set[str]:
 def test_a_new_directory_is_empty_and_has_epoch_1(tmp_path):
     with Store.open(tmp_path / "deep" / "store") as store:
         assert store.epoch == 1
-        assert store.settings() is None
-        assert store.restored() == Restored()
+        assert store.read_settings() is None
+        assert store.read_restored() == RestoredState()
         assert store.fragments() == ()
         with pytest.raises(ValueError, match="not founded"):
-            store.newest(0)
+            store.read_newest(0)
 
 
 def test_the_next_process_finds_what_was_written(tmp_path):
-    with founded(tmp_path) as store:
-        store.write(version(0, 1), tensors(1))
-        store.write(version(0, 2), tensors(2))
-        store.write(version(1, 1), tensors(1))
-        store.write(members(2))
-        store.write(leases(1))
-        store.write(leases(2))
+    with create_store(tmp_path) as store:
+        store.write(make_version(0, 1), make_tensors(1))
+        store.write(make_version(0, 2), make_tensors(2))
+        store.write(make_version(1, 1), make_tensors(1))
+        store.write(make_members(2))
+        store.write(make_leases(1))
+        store.write(make_leases(2))
         store.write(MANIFEST)
     with Store.open(tmp_path) as store:
         assert store.epoch == 2
-        assert store.settings() == {"run": "sample", "lr": 0.4}
-        assert store.restored() == Restored({0: version(0, 2), 1: version(1, 1)}, members(2), MANIFEST, leases(2))
+        assert store.read_settings() == {"run": "sample", "lr": 0.4}
+        assert store.read_restored() == RestoredState(
+            {0: make_version(0, 2), 1: make_version(1, 1)}, make_members(2), MANIFEST, make_leases(2)
+        )
         assert store.fragments() == (0, 1)
-        number, record, values = store.newest(0)
-        assert (number, record) == (2, version(0, 2))
+        number, record, values = store.read_newest(0)
+        assert (number, record) == (2, make_version(0, 2))
         assert isinstance(record, VersionRecord)
-        assert same(values, 2)
+        assert has_sample_tensors(values, 2)
 
 
 def test_what_is_written_is_found_by_the_same_process_too(tmp_path):
-    with founded(tmp_path) as store:
-        assert store.newest(1)[:2] == (0, None)
-        store.write(version(1, 1), tensors(1))
-        assert store.newest(1)[:2] == (1, version(1, 1))
-        assert same(store.newest(1)[2], 1)
+    with create_store(tmp_path) as store:
+        assert store.read_newest(1)[:2] == (0, None)
+        store.write(make_version(1, 1), make_tensors(1))
+        assert store.read_newest(1)[:2] == (1, make_version(1, 1))
+        assert has_sample_tensors(store.read_newest(1)[2], 1)
 
 
 def test_a_syncer_starts_from_what_is_restored(tmp_path):
-    with founded(tmp_path, 3) as store:
-        core = SyncerCore(RunConfig(fragments=FRAGMENTS), store.epoch, store.restored())
+    with create_store(tmp_path, 3) as store:
+        core = SyncerCore(RunConfig(fragments=FRAGMENTS), store.epoch, store.read_restored())
         assert [fragment.version for fragment in core.state.fragments.values()] == [3, 3]
 
 
 def test_the_newest_few_versions_are_kept(tmp_path):
-    with founded(tmp_path, 7, keep=3):
+    with create_store(tmp_path, 7, keep=3):
         kept = {f"fragments/001/{number:09d}.safetensors" for number in (5, 6, 7)}
         assert {name for name in files(tmp_path) if name.startswith("fragments/001")} == kept
-    with Store.open(tmp_path, keep=1) as store:
+    with Store.open(tmp_path, keep_versions=1) as store:
         assert {name for name in files(tmp_path) if name.startswith("fragments/001")} == {max(kept)}
-        assert store.newest(1)[0] == 7
+        assert store.read_newest(1)[0] == 7
     with pytest.raises(ValueError, match="at least 1"):
-        Store.open(tmp_path, keep=0)
+        Store.open(tmp_path, keep_versions=0)
 
 
 def test_founding_may_be_repeated_until_the_first_merge(tmp_path):
-    with founded(tmp_path) as store:
-        store.write_initial(0, tensors(0, 99))
-        assert same(store.newest(0)[2], 0, 99)
-        store.write(version(0, 1), tensors(1))
+    with create_store(tmp_path) as store:
+        store.write_initial(0, make_tensors(0, 99))
+        assert has_sample_tensors(store.read_newest(0)[2], 0, 99)
+        store.write(make_version(0, 1), make_tensors(1))
         with pytest.raises(ValueError, match="founded long ago"):
-            store.write_initial(0, tensors(0))
+            store.write_initial(0, make_tensors(0))
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_versions_rise_by_one(tmp_path, number):
-    with founded(tmp_path, 2) as store, pytest.raises(AssertionError, match=f"{number} written after 2"):
-        store.write(version(0, number), tensors(number))
+    with create_store(tmp_path, 2) as store, pytest.raises(AssertionError, match=f"{number} written after 2"):
+        store.write(make_version(0, number), make_tensors(number))
 
 
 def test_a_snapshot_keeps_its_values_when_they_are_long_gone(tmp_path):
-    with founded(tmp_path, 2) as store:
-        store.write(snapshot(1, 2, 1))
+    with create_store(tmp_path, 2) as store:
+        store.write(make_snapshot(1, 2, 1))
         for number in (3, 4, 5, 6):
-            store.write(version(0, number), tensors(number))
+            store.write(make_version(0, number), make_tensors(number))
         _, values = read_tensors(tmp_path / "snapshots/000000001/000.safetensors")
-        assert same(values, 2)
-        assert complete_snapshots(store.directory) == (1,)
-        assert snapshot_record(store.directory, 1) == snapshot(1, 2, 1)
+        assert has_sample_tensors(values, 2)
+        assert list_complete_snapshots(store.directory) == (1,)
+        assert read_snapshot_record(store.directory, 1) == make_snapshot(1, 2, 1)
         with pytest.raises(FileNotFoundError, match="no longer kept"):
-            store.write(snapshot(2, 2, 2))
+            store.write(make_snapshot(2, 2, 2))
         for number in (3, 4, 5):
-            store.write(snapshot(number, 6, 2))
-        assert complete_snapshots(store.directory) == (3, 4, 5)
+            store.write(make_snapshot(number, 6, 2))
+        assert list_complete_snapshots(store.directory) == (3, 4, 5)
     (tmp_path / "snapshots/000000005/record.json").unlink()  # as if killed before the record was written
     with Store.open(tmp_path) as store:
-        assert complete_snapshots(store.directory) == (3, 4)
+        assert list_complete_snapshots(store.directory) == (3, 4)
         assert not (tmp_path / "snapshots/000000005").exists()
         assert not (tmp_path / "snapshots/000000002").exists()
 
 
 def test_files_are_plain_safetensors_and_json(tmp_path):
-    with founded(tmp_path, 1):
+    with create_store(tmp_path, 1):
         path = tmp_path / "fragments/000/000000001.safetensors"
-        assert same(load_file(path), 1)
+        assert has_sample_tensors(load_file(path), 1)
         with safe_open(path, "pt") as file:
             assert json.loads(file.metadata()["record"])[0] == "VersionRecord"
         assert json.loads((tmp_path / "run.json").read_text())["value"] == {"run": "sample", "lr": 0.4}
@@ -137,9 +162,9 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
 
 
 def test_no_file_is_there_that_the_page_does_not_name(tmp_path):
-    with founded(tmp_path, 1) as store:
+    with create_store(tmp_path, 1) as store:
         store.write(MANIFEST)
-        store.write(snapshot(1, 1, 1))
+        store.write(make_snapshot(1, 1, 1))
     assert {name for name in files(tmp_path) if not name.startswith("fragments/")} == {
         *("lock", "epoch", "claims/000000001", "run.json", "members.json", "manifest.json"),
         *(
@@ -167,7 +192,7 @@ def test_tensors_of_every_kind_come_back(note, parts):
         name: torch.arange(2 * torch.Size(shape).numel())[::2].reshape(shape).to(dtype)
         for name, (dtype, shape) in parts.items()
     }
-    found_note, found = read_tensor_file(bytearray(b"".join(tensor_file(note, written))))
+    found_note, found = decode_tensor_file(bytearray(b"".join(encode_tensor_file(note, written))))
     assert found_note == note
     assert found.keys() == written.keys()
     for name, tensor in written.items():
@@ -178,7 +203,7 @@ def test_tensors_of_every_kind_come_back(note, parts):
 
 def test_tensors_that_have_no_name_in_a_file_are_refused():
     with pytest.raises(ValueError, match="complex64"):
-        tensor_file("", {"value": torch.zeros(2, dtype=torch.complex64)})
+        encode_tensor_file("", {"value": torch.zeros(2, dtype=torch.complex64)})
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -201,18 +226,18 @@ def damaged(path: Path) -> list[bytes]:
     ("name", "read"),
     [
         ("epoch", lambda store: store.check_epoch()),
-        ("run.json", lambda store: store.settings()),
-        ("members.json", lambda store: store.restored()),
-        ("manifest.json", lambda store: store.manifest()),
-        ("snapshots/000000001/record.json", lambda store: snapshot_record(store.directory, 1)),
-        ("fragments/001/000000003.safetensors", lambda store: store.newest(1)),
-        ("fragments/001/000000003.safetensors", lambda store: store.restored()),
+        ("run.json", lambda store: store.read_settings()),
+        ("members.json", lambda store: store.read_restored()),
+        ("manifest.json", lambda store: store.read_manifest()),
+        ("snapshots/000000001/record.json", lambda store: read_snapshot_record(store.directory, 1)),
+        ("fragments/001/000000003.safetensors", lambda store: store.read_newest(1)),
+        ("fragments/001/000000003.safetensors", lambda store: store.read_restored()),
     ],
 )
 def test_a_damaged_file_is_named_and_no_older_one_is_taken(tmp_path, name, read):
-    with founded(tmp_path, 3) as store:
+    with create_store(tmp_path, 3) as store:
         store.write(MANIFEST)
-        store.write(snapshot(1, 3, 3))
+        store.write(make_snapshot(1, 3, 3))
         path = tmp_path / name
         whole = path.read_bytes()
         cases = damaged(path)
@@ -220,7 +245,7 @@ def test_a_damaged_file_is_named_and_no_older_one_is_taken(tmp_path, name, read)
         for data in cases:
             path.unlink()  # a snapshot shares its values with the fragments
             path.write_bytes(data)
-            with pytest.raises(StoreDamaged, match=name) as caught:
+            with pytest.raises(StoreDamagedError, match=name) as caught:
                 read(store)
             assert caught.value.path == path
             assert caught.value.advice
@@ -229,48 +254,50 @@ def test_a_damaged_file_is_named_and_no_older_one_is_taken(tmp_path, name, read)
 
 
 def test_a_file_that_cannot_be_read_is_damaged(tmp_path):
-    with founded(tmp_path, 2) as store:
+    with create_store(tmp_path, 2) as store:
         for path in (tmp_path / "fragments/000/000000002.safetensors", tmp_path / "members.json"):
             whole = path.read_bytes()
             path.unlink()
             path.mkdir()
-            with pytest.raises(StoreDamaged, match=f"{path.name}.*directory"):
-                store.restored()
+            with pytest.raises(StoreDamagedError, match=f"{path.name}.*directory"):
+                store.read_restored()
             path.rmdir()
             shutil.copyfile(tmp_path / "fragments/001/000000002.safetensors", path)
-            with pytest.raises(StoreDamaged, match=path.name):  # whole, but not what its name says
-                store.restored()
+            with pytest.raises(StoreDamagedError, match=path.name):  # whole, but not what its name says
+                store.read_restored()
             path.unlink()
             path.write_bytes(whole)
 
 
 def test_the_advice_says_what_going_back_means(tmp_path):
-    with founded(tmp_path, 2) as store:
+    with create_store(tmp_path, 2) as store:
         path = tmp_path / "fragments/000/000000002.safetensors"
         path.write_bytes(b"")
-        with pytest.raises(StoreDamaged, match="move it away to go back to version 1, which learners may have passed"):
-            store.newest(0)
+        with pytest.raises(
+            StoreDamagedError, match="move it away to go back to version 1, which learners may have passed"
+        ):
+            store.read_newest(0)
     path.rename(tmp_path / "away")
     with Store.open(tmp_path) as store:
-        assert store.newest(0)[0] == 1
+        assert store.read_newest(0)[0] == 1
 
 
 def test_a_damaged_epoch_keeps_everybody_out_and_a_lost_one_is_left_far_behind(tmp_path):
-    founded(tmp_path, 1).close()
+    create_store(tmp_path, 1).close()
     epoch = tmp_path / "epoch"
     epoch.write_bytes(epoch.read_bytes().replace(b'"value":1', b'"value":7'))
-    with pytest.raises(StoreDamaged, match="remove it while no syncer runs here"):
+    with pytest.raises(StoreDamagedError, match="remove it while no syncer runs here"):
         Store.open(tmp_path)
     epoch.unlink()
     with Store.open(tmp_path) as store:  # the lock was let go when opening failed
-        assert store.epoch == 1 + LOST_EPOCHS + 1
-        assert store.restored().versions == {0: version(0, 1), 1: version(1, 1)}
+        assert store.epoch == 1 + LOST_EPOCH_MARGIN + 1
+        assert store.read_restored().versions == {0: make_version(0, 1), 1: make_version(1, 1)}
 
 
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_refused_as_a_file(data):
     for start in (b"", b'{"digest":"' + b"0" * 32 + b'","value":', (60).to_bytes(8, "little") + b'{"__metadata__":'):
-        for read in (lambda raw: small_file_text(bytes(raw)), read_tensor_file):
+        for read in (lambda raw: decode_small_file(bytes(raw)), decode_tensor_file):
             with pytest.raises(ValueError, match=r"."):
                 read(bytearray(start + data))
 
@@ -312,26 +339,26 @@ def test_one_process_cannot_open_it_twice(tmp_path):
 
 def raise_epoch(directory: Path, epoch: int = 9) -> None:
     """What a syncer on another machine does, where locks mean nothing."""
-    write_file(directory / "epoch", small_file(str(epoch)))
+    write_file(directory / "epoch", encode_small_file(str(epoch)))
 
 
 @pytest.mark.parametrize(
     "write",
     [
-        lambda store: store.write(version(0, 2), tensors(2)),
-        lambda store: store.write(members(2)),
+        lambda store: store.write(make_version(0, 2), make_tensors(2)),
+        lambda store: store.write(make_members(2)),
         lambda store: store.write(MANIFEST),
-        lambda store: store.write(snapshot(1, 1, 1)),
+        lambda store: store.write(make_snapshot(1, 1, 1)),
         lambda store: store.write_settings({}),
         lambda store: store.check_epoch(),
     ],
     ids=["version", "members", "manifest", "snapshot", "settings", "check_epoch"],
 )
 def test_who_is_fenced_writes_nothing(tmp_path, write):
-    with founded(tmp_path, 1) as store:
+    with create_store(tmp_path, 1) as store:
         raise_epoch(tmp_path)
         before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
-        with pytest.raises(Fenced, match="epoch 9; this one, epoch 1, has to stop") as caught:
+        with pytest.raises(FencedError, match="epoch 9; this one, epoch 1, has to stop") as caught:
             write(store)
         assert caught.value.epoch == 9
         assert {name: (tmp_path / name).read_bytes() for name in files(tmp_path)} == before
@@ -342,5 +369,5 @@ def test_an_epoch_that_went_back_is_damage(tmp_path):
         pass
     with Store.open(tmp_path) as store:
         raise_epoch(tmp_path, 1)
-        with pytest.raises(StoreDamaged, match="says epoch 1 while epoch 2 runs here"):
-            store.write(members(1))
+        with pytest.raises(StoreDamagedError, match="says epoch 1 while epoch 2 runs here"):
+            store.write(make_members(1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import aiohttp
 
-from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
+from atoll.tensors.plan import FragmentPlan, describe_tensors, make_plan
 from atoll.transport.tls import ClientTls
 from tests.learner.runs import LIMIT_S, Run
 from tests.learner.small_models import work
@@ -16,7 +16,7 @@ from tests.syncer.scripted_learner import ScriptedLearner
 
 def plan_of(run: Run) -> FragmentPlan:
     """Of the `plain` model, which is that of most runs."""
-    return make_plan(tensors_of(work("plain").model), run.settings.config.fragments, run.settings.numerics.plan)
+    return make_plan(describe_tensors(work("plain").model), run.settings.config.fragments, run.settings.numerics.plan)
 
 
 class Stranger(ScriptedLearner):
@@ -25,16 +25,16 @@ class Stranger(ScriptedLearner):
     def __init__(
         self, run: Run, learner: int, incarnation: int = 1, session: int = 1, keys: Path | None = None
     ) -> None:
-        tls = ClientTls(keys).context() if keys is not None else None
+        tls = ClientTls(keys).make_context() if keys is not None else None
         super().__init__(run.address, run.settings, plan_of(run), learner, incarnation, session, run.token, tls)
 
     def connections(self) -> aiohttp.ClientSession:
         self._others = _watched()
         return super().connections()
 
-    async def let_go(self) -> None:
+    async def close_session(self) -> None:
         """Until its own connections are gone: those with TLS say goodbye to each other first."""
-        await super().let_go()
+        await super().close_session()
         async with asyncio.timeout(LIMIT_S):
             while _watched() > self._others:
                 turn = asyncio.Event()

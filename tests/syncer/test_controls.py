@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from atoll.core.protocol import ControlRequested, Held, MergeRound, Say, Send, SnapshotRequested, StepTaken
-from atoll.core.states import Stage
+from atoll.core.protocol import ControlRequested, LogReason, MergeRound, PausedAck, Send, SnapshotRequested, StepTaken
+from atoll.core.states import RunStage
 from atoll.core.types import SYNCER
 from atoll.store.run_settings import RunSettings
-from atoll.store.tensor_file import StoreDamaged
+from atoll.store.tensor_file import StoreDamagedError
 from atoll.store.version_store import Store
 from atoll.syncer import controls
-from atoll.syncer.controls import Wishes
+from atoll.syncer.controls import ControlState
 from atoll.syncer.process import SyncerProcess
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Actor
@@ -32,7 +32,7 @@ from tests.syncer.test_snapshots import taken, under_way
 
 def control(run: Run, what: str, value: object = None, who: str = "ada@desk", **headers: str) -> tuple[int, str]:
     code, body = run.ask(
-        "POST", "/v1/control", json.dumps({"what": what, "value": value, "who": who}).encode(), **headers
+        "POST", "/v1/control", json.dumps({"kind": what, "value": value, "requested_by": who}).encode(), **headers
     )
     told = json.loads(body)
     return code, told.get("done") or told["error"]
@@ -132,9 +132,9 @@ def test_a_pause_is_no_step_and_nobody_is_suspected_for_it(tmp_path):
             effect.reason.code
             for entry in syncer_entries(tmp_path)
             for effect in entry.effects
-            if isinstance(effect, Say)
+            if isinstance(effect, LogReason)
         }
-        assert not said & {"member-suspected", "member-lost", "member-disconnected"}
+        assert not said & {"member-suspected", "member-timed-out", "member-disconnected"}
 
 
 def test_a_learner_that_joins_a_paused_run_stands_still_before_its_first_step(tmp_path):
@@ -167,7 +167,7 @@ def test_a_paused_run_that_is_asked_to_finish_comes_to_its_end(tmp_path):
 
 def kept_controls(directory: Path) -> dict[str, Any]:
     with Store.open(directory / "store") as store:
-        return store.controls() or {}
+        return store.read_controls() or {}
 
 
 def test_a_paused_learner_can_be_interrupted_and_leaves(tmp_path):
@@ -207,7 +207,7 @@ def test_a_syncer_that_is_killed_while_paused_is_paused_when_it_is_back(tmp_path
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         run.assert_clean()
-        again = [event.what for epoch, event in controls_on_tape(tmp_path) if epoch == 2]
+        again = [event.kind for epoch, event in controls_on_tape(tmp_path) if epoch == 2]
         assert sorted(again) == ["grace", "pause", "quorum", "resume"]
 
 
@@ -233,9 +233,9 @@ def test_a_learner_used_as_a_library_is_paused_and_resumed(tmp_path):
             effect.envelope.body
             for entry in RunTapes(tmp_path).readers[Actor(1, 1)]
             for effect in entry.effects
-            if isinstance(effect, Send) and isinstance(effect.envelope.body, Held)
+            if isinstance(effect, Send) and isinstance(effect.envelope.body, PausedAck)
         ]
-        assert told == [Held(1, True), Held(2, False)]
+        assert told == [PausedAck(1, True), PausedAck(2, False)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -351,7 +351,12 @@ def test_what_cannot_be_done_is_refused_with_a_sentence(tmp_path):
         for what, value in WRONG:
             code, sentence = control(run, what, value)
             assert code == 400, (what, value, sentence)
-        for raw in (b"[]", b'{"what": "pause"}', b'{"what": "pause", "who": ""}', b'{"what":"pause","who":"a","x":1}'):
+        for raw in (
+            b"[]",
+            b'{"kind": "pause"}',
+            b'{"kind": "pause", "requested_by": ""}',
+            b'{"kind":"pause","requested_by":"a","x":1}',
+        ):
             assert run.ask("POST", "/v1/control", raw)[0] == 400
         assert control(run, "pause", who="x" * 201)[0] == 400
         assert control(run, "pause", who="a\nb")[0] == 400
@@ -386,33 +391,33 @@ WRONG: list[tuple[Any, Any]] = [
     [
         [],
         {"pause": 1},
-        {"pause": {"what": "pause", "value": None}},
-        {"quorum": {"what": "quorum", "value": 0, "who": "a", "at": 0.0}},
-        {"drain": {"what": "drain", "value": 1, "who": "a", "at": 0.0}},
+        {"pause": {"kind": "pause", "value": None}},
+        {"quorum": {"kind": "quorum", "value": 0, "requested_by": "a", "at": 0.0}},
+        {"drain": {"kind": "drain", "value": 1, "requested_by": "a", "at": 0.0}},
     ],
 )
 def test_a_file_that_no_syncer_has_written_is_refused(kept, tmp_path):
-    with pytest.raises(StoreDamaged, match="remove it"):
-        Wishes.checked(kept, tmp_path / "controls.json", QUICK)
+    with pytest.raises(StoreDamagedError, match="remove it"):
+        ControlState.from_json(kept, tmp_path / "controls.json", QUICK)
 
 
 def test_a_wish_that_waited_behind_the_end_of_the_run_is_declined(tmp_path):
     """It was checked while the run went on; by its turn the run ends, and a yes would be a lie."""
 
-    async def scene() -> controls.Answer:
+    async def scene() -> controls.HttpReply:
         syncer: Any = SyncerProcess(tmp_path, RunSettings(endless(), Numerics()))
-        syncer.core = SimpleNamespace(state=SimpleNamespace(stage=Stage.RUNNING, paused=False))
+        syncer.core = SimpleNamespace(state=SimpleNamespace(stage=RunStage.RUNNING, paused=False))
         async with syncer._controlling:  # as `finish` holds it
-            wish = asyncio.create_task(controls.control(syncer, {"what": "pause", "who": "ada"}))
+            wish = asyncio.create_task(controls.handle_control(syncer, {"kind": "pause", "requested_by": "ada"}))
             await asyncio.wait((wish,), timeout=0)  # it is checked, and waits for its turn
-            syncer.core.state.stage = Stage.FINISHING
+            syncer.core.state.stage = RunStage.FINISHING
         answer = await wish
-        assert syncer.wishes.kept == {}
+        assert syncer.controls.controls == {}
         syncer.core = None
         await syncer.stop()
         return answer
 
-    assert asyncio.run(scene()) == controls.ENDS
+    assert asyncio.run(scene()) == controls.RUN_ENDED
 
 
 def test_a_snapshot_is_on_the_tape_with_who_asked(tmp_path):
@@ -420,8 +425,14 @@ def test_a_snapshot_is_on_the_tape_with_who_asked(tmp_path):
         learners = run.joined(1)
         run.go(*learners)
         run.until(run.merges(1), "the learner trains")
-        assert run.ask("POST", "/v1/snapshot", json.dumps({"who": "ada@desk"}).encode())[0] == 202
-        wrongs: tuple[Any, ...] = ({"who": "a\nb"}, {"who": 3}, {"whom": "ada"}, [], {"who": "x" * 201})
+        assert run.ask("POST", "/v1/snapshot", json.dumps({"requested_by": "ada@desk"}).encode())[0] == 202
+        wrongs: tuple[Any, ...] = (
+            {"requested_by": "a\nb"},
+            {"requested_by": 3},
+            {"whom": "ada"},
+            [],
+            {"requested_by": "x" * 201},
+        )
         for wrong in wrongs:
             code, body = run.ask("POST", "/v1/snapshot", json.dumps(wrong).encode())
             assert (code, "who asks" in json.loads(body)["error"]) == (400, True)
@@ -429,5 +440,5 @@ def test_a_snapshot_is_on_the_tape_with_who_asked(tmp_path):
         run.finish(*learners)
     wanted = [entry for entry in syncer_entries(tmp_path) if isinstance(entry.event, SnapshotRequested)]
     assert [entry.event.who for entry in wanted] == ["ada@desk"]
-    said = [str(effect.reason) for entry in wanted for effect in entry.effects if isinstance(effect, Say)]
+    said = [str(effect.reason) for entry in wanted for effect in entry.effects if isinstance(effect, LogReason)]
     assert any(sentence.endswith(" of 1 learners, asked for by ada@desk") for sentence in said)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import atoll
-from atoll.checkpoint.published import learners_without_end
+from atoll.checkpoint.published_model import learners_missing_end
 from atoll.reference.job_settings import JobSettings
-from atoll.store.run_settings import CONFIG
+from atoll.store.run_settings import CONFIG_FILE
 from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import Child, LearnerSpec, Run, endless
@@ -33,7 +33,7 @@ def stopped_at_the_end(run: Run) -> Iterator[Child]:
         run.until(run.merges(3), "the run is under way")
         two.send(signal.SIGSTOP)
         relay.reset()  # at once what a silence of many seconds leads to
-        run.until(run.learner(2, standing="away"), "learner 2 is away")
+        run.until(run.learner(2, standing="disconnected"), "learner 2 is away")
         run.end()
         assert one.hear("ended")["finished"]
         assert one.ended() == 0
@@ -62,7 +62,7 @@ def test_syncer_stops_serving_the_end_after_the_time_given_and_on_ctrl_c(tmp_pat
 def test_resume_on_a_finished_run_serves_the_end_until_every_learner_has_received_it(tmp_path):
     settings = JobSettings()
     with Run(tmp_path, endless(), extra=settings.to_json()) as run, stopped_at_the_end(run) as two:
-        settings.save(tmp_path / CONFIG)
+        settings.save(tmp_path / CONFIG_FILE)
         assert run.syncer.hear("ended") is True
         assert run.syncer.ended() == 0
         two.send(signal.SIGCONT)
@@ -73,16 +73,18 @@ def test_resume_on_a_finished_run_serves_the_end_until_every_learner_has_receive
         assert "its end has not reached learners 2." in again.stdout
         assert two.hear("ended")["finished"]
         assert two.ended() == 0
-        assert learners_without_end(tmp_path) == [], "another --resume would wait for nobody"
+        assert learners_missing_end(tmp_path) == [], "another --resume would wait for nobody"
 
 
 def test_learner_without_a_syncer_raises_after_away_timeout_s_and_keeps_model_and_tape(tmp_path):
     job = work()
     with Run(tmp_path, endless()) as run:
-        with learner_of(run, job, 1, away_timeout_s=0.2) as learner:
+        with learner_of(run, job, 1, disconnect_timeout_s=0.2) as learner:
             train(learner, job, 10)
             run.syncer.kill()
-            with pytest.raises(atoll.SyncerUnreachable, match=r"since \d{4}-.* away_timeout_s = 0\.2: .*--resume"):
+            with pytest.raises(
+                atoll.SyncerUnreachableError, match=r"since \d{4}-.* disconnect_timeout_s = 0\.2: .*--resume"
+            ):
                 train(learner, job, 10**9)
         job.step(0)
         assert all(bool(torch.isfinite(value).all()) for value in values(job.model).values())
@@ -91,21 +93,21 @@ def test_learner_without_a_syncer_raises_after_away_timeout_s_and_keeps_model_an
 
 def test_paused_learner_without_a_syncer_raises_after_away_timeout_s(tmp_path):
     with Run(tmp_path, endless()) as run:
-        (one,) = run.joined(LearnerSpec(1, away_timeout_s=0.2))
+        (one,) = run.joined(LearnerSpec(1, disconnect_timeout_s=0.2))
         run.go(one)
-        assert run.ask("POST", "/v1/control", b'{"what": "pause", "value": null, "who": "test"}')[0] == 200
+        assert run.ask("POST", "/v1/control", b'{"kind": "pause", "value": null, "requested_by": "test"}')[0] == 200
         run.until(run.learner(1, reason="stands still: the run is paused"), "learner 1 stands still")
         run.syncer.kill()
-        assert one.hear("failed")[0] == "SyncerUnreachable"
+        assert one.hear("failed")[0] == "SyncerUnreachableError"
 
 
 def test_away_timeout_s_that_is_no_time_is_refused(monkeypatch):
     job = work()
     for wrong in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="away_timeout_s is how long to train without a syncer"):
-            atoll.Learner(job.model, job.optimizer, "127.0.0.1:1", away_timeout_s=wrong)
-    monkeypatch.setenv("ATOLL_AWAY_TIMEOUT_S", "soon")
-    with pytest.raises(ValueError, match=r"ATOLL_AWAY_TIMEOUT_S is how long .*; it says 'soon'"):
+        with pytest.raises(ValueError, match="disconnect_timeout_s is how long to train without a syncer"):
+            atoll.Learner(job.model, job.optimizer, "127.0.0.1:1", disconnect_timeout_s=wrong)
+    monkeypatch.setenv("ATOLL_DISCONNECT_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match=r"ATOLL_DISCONNECT_TIMEOUT_S is how long .*; it says 'soon'"):
         atoll.Learner(job.model, job.optimizer, "127.0.0.1:1")
-    monkeypatch.setenv("ATOLL_AWAY_TIMEOUT_S", "inf")
+    monkeypatch.setenv("ATOLL_DISCONNECT_TIMEOUT_S", "inf")
     atoll.Learner(job.model, job.optimizer, "127.0.0.1:1")

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import pytest
 
-from atoll.transport.listener import MOST_UNPROVEN
-from benchmarks.hostile import ATTACKS, CUT, Prey, Storm
+from atoll.transport.listener import MAX_PENDING
+from benchmarks.hostile import ATTACKS, DISCONNECTED, AttackProcess, AttackTarget
 from tests.learner.runs import LearnerSpec, Run, endless, processes
 from tests.syncer.stranger import plan_of
-from tests.transport.key_rings import Ring
+from tests.transport.key_rings import KeyRing
 from tests.transport.recorder import Recorder
 
 TOKEN = "correct horse battery staple"
@@ -27,10 +27,10 @@ SPARE_FILES = 64
 """Of the honest and of the syncer's own, besides those of strangers."""
 
 SILENT_MIB = 24.0
-SPEAKING_MIB = 0.5 * MOST_UNPROVEN
+SPEAKING_MIB = 0.5 * MAX_PENDING
 """A connection in TLS has buffers of a third of a MiB, one that waits for its first byte has none."""
 
-VISITS = {"wild values": 2, "slow-loris": MOST_UNPROVEN + 44, "oversize": 60}
+VISITS = {"wild values": 2, "slow-loris": MAX_PENDING + 44, "oversize": 60}
 REFUSED = {
     "no token": {"token", "no-key"},
     "wrong key": {"authority"},
@@ -44,26 +44,26 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def rings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ring, Ring]:
+def rings(tmp_path_factory: pytest.TempPathFactory) -> tuple[KeyRing, KeyRing]:
     """Of the run, and of somebody else."""
-    ring = Ring(tmp_path_factory.mktemp("keys") / "keys")
+    ring = KeyRing(tmp_path_factory.mktemp("keys") / "keys")
     ring.authority.add("bad", (9,))
-    return ring, Ring(tmp_path_factory.mktemp("others") / "keys")
+    return ring, KeyRing(tmp_path_factory.mktemp("others") / "keys")
 
 
 class Attacked(NamedTuple):
     run: Run
-    prey: Prey
+    prey: AttackTarget
 
 
-def prey_of(run: Run, rings: tuple[Ring, Ring], records: tuple[bytes, ...] = ()) -> Prey:
+def prey_of(run: Run, rings: tuple[KeyRing, KeyRing], records: tuple[bytes, ...] = ()) -> AttackTarget:
     ring, other = rings
     known = ring["authority.pem"], ring["bad"], 9, 1, other["one"]
-    return Prey(run.address, TOKEN, run.settings, plan_of(run), *known, records)
+    return AttackTarget(run.address, TOKEN, run.settings, plan_of(run), *known, records)
 
 
 @pytest.fixture(scope="module")
-def shipped(rings: tuple[Ring, Ring], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+def shipped(rings: tuple[KeyRing, KeyRing], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """Learner 1 trains. Learner 2 was there before, and somebody has listened to it."""
     ring, settings = rings[0], endless(fragments=2, every_steps=2)
     with Run(tmp_path_factory.mktemp("run"), settings, token=TOKEN, keys=ring.syncer) as run:
@@ -89,7 +89,7 @@ def shipped(rings: tuple[Ring, Ring], tmp_path_factory: pytest.TempPathFactory) 
         run.verdict()
 
 
-def spec(ring: Ring, name: str, number: int) -> LearnerSpec:
+def spec(ring: KeyRing, name: str, number: int) -> LearnerSpec:
     return LearnerSpec(number, pace_s=0.005, keys=ring[name], token=TOKEN)
 
 
@@ -109,35 +109,35 @@ def held(run: Run) -> Held:
 
 
 def unbounded(before: Held, after: Held, most_mib: float) -> Iterator[str]:
-    if after.files > before.files + MOST_UNPROVEN + SPARE_FILES:
+    if after.files > before.files + MAX_PENDING + SPARE_FILES:
         yield f"{after.files} open files, {before.files} before"
     if after.mib > before.mib + most_mib:
         yield f"{after.mib:.0f} MiB, {before.mib:.0f} before"
 
 
-def refused_for(run: Run, codes: set[str]) -> int:
+def refused_incarnation(run: Run, codes: set[str]) -> int:
     counts: dict[str, int] = run.status()["refused"]
     return sum(counts.get(code, 0) for code in codes)
 
 
-def storm(prey: Prey, name: str, per_s: float, held: int) -> Storm:
-    return Storm(processes(), prey, name, per_s, held)
+def storm(prey: AttackTarget, name: str, per_s: float, held: int) -> AttackProcess:
+    return AttackProcess(processes(), prey, name, per_s, held)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "half-open"])
 def test_nobody_is_hurt_by(shipped, name):
     run, prey = shipped
-    before, refused, merges = held(run), refused_for(run, REFUSED[name]), run.status()["merges"]
+    before, refused, merges = held(run), refused_incarnation(run, REFUSED[name]), run.status()["merges"]
     count, lines = VISITS.get(name, 30), len(run.log_lines(run.syncer, "was refused"))
-    left = MOST_UNPROVEN if name == "slow-loris" else 0  # those for which there is room stay for half a minute
+    left = MAX_PENDING if name == "slow-loris" else 0  # those for which there is room stay for half a minute
     with storm(prey, name, 400.0, 1 if name == "wild values" else count) as strangers:
         run.until(lambda _: strangers.tally().ends.total() >= count - left, "each of them has had its answer")
         assert list(unbounded(before, held(run), SPEAKING_MIB)) == []
         run.until(run.merges(merges + 2), "the run goes on")
         tally = strangers.tally()
-    assert set(tally.ends) <= ATTACKS[name].ends | {CUT}, tally.ends
-    assert ATTACKS[name].ends <= set(tally.ends), tally.ends
-    assert not REFUSED[name] or refused_for(run, REFUSED[name]) > refused
+    assert set(tally.ends) <= ATTACKS[name].expected_outcomes | {DISCONNECTED}, tally.ends
+    assert ATTACKS[name].expected_outcomes <= set(tally.ends), tally.ends
+    assert not REFUSED[name] or refused_incarnation(run, REFUSED[name]) > refused
     assert len(run.log_lines(run.syncer, "was refused")) - lines < 12, "the log is filled by strangers"
     one = run.until(run.learner(1), "learner 1 is shown")
     assert (one["standing"], one["link"], one["incarnation"]) == ("live", "up", 1)
@@ -149,21 +149,21 @@ def test_nobody_is_hurt_by(shipped, name):
 # Half-open by the thousand
 
 
-def half_open(run: Run, prey: Prey, meanwhile: Callable[[], None]) -> Held:
+def half_open(run: Run, prey: AttackTarget, meanwhile: Callable[[], None]) -> Held:
     """What the syncer holds while thousands of connections that say nothing come, and go on coming."""
     with storm(prey, "half-open", 3000.0, HALF_OPEN) as strangers:
         run.until(lambda _: strangers.tally().begun >= HALF_OPEN, "thousands have come")
         found = held(run)
         meanwhile()
         tally = strangers.tally()
-    assert set(tally.ends) <= ATTACKS["half-open"].ends | {CUT}, tally.ends
+    assert set(tally.ends) <= ATTACKS["half-open"].expected_outcomes | {DISCONNECTED}, tally.ends
     return found
 
 
 @pytest.mark.long
 def test_half_open_connections_by_the_thousand_cost_little_and_keep_nobody_out(shipped, rings):
     run, prey = shipped
-    before, refused = held(run), refused_for(run, {"unfinished"})
+    before, refused = held(run), refused_incarnation(run, {"unfinished"})
 
     def meanwhile() -> None:
         run.until(run.merges(run.status()["merges"] + 2), "the run goes on")
@@ -176,7 +176,7 @@ def test_half_open_connections_by_the_thousand_cost_little_and_keep_nobody_out(s
 
     found = half_open(run, prey, meanwhile)
     assert list(unbounded(before, found, SILENT_MIB)) == []
-    assert refused_for(run, {"unfinished"}) - refused >= HALF_OPEN - MOST_UNPROVEN
+    assert refused_incarnation(run, {"unfinished"}) - refused >= HALF_OPEN - MAX_PENDING
 
 
 @pytest.mark.long

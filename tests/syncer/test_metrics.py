@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.core.types import Accepted, RoundId
+from atoll.core.types import AcceptedContribution, RoundId
 from atoll.store.metrics_files import MetricsReader
 from atoll.syncer.status import SyncerMetrics
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.settings import Numerics
 from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.learner.runs import Run, endless, versions_by_epoch
-from tests.tensors.drawn import normal, plan_of
+from tests.tensors.tensor_samples import make_single_fragment_plan, random_tensor
 
 MERGE = {
     *("kind", "fragment", "at", "wall", "version", "epoch", "contributions", "weights", "norms"),
@@ -28,7 +28,7 @@ MERGE = {
 
 def lines(directory: Path, kind: str) -> list[dict[str, Any]]:
     reader = MetricsReader(directory)
-    found = [line for line in reader.lines() if line["kind"] == kind]
+    found = [line for line in reader.read_lines() if line["kind"] == kind]
     reader.close()
     return found
 
@@ -77,18 +77,18 @@ def test_every_durable_version_has_its_line_also_after_the_syncer_was_killed(tmp
 
 def test_the_line_of_a_merge_is_what_was_merged(tmp_path):
     numel = 400
-    plan = plan_of(("weight", numel))
+    plan = make_single_fragment_plan(("weight", numel))
     held = SyncerFragment(plan, 0, Numerics(up="int8", down="int4", norm_clip=0.0), 0, torch.zeros(numel))
     metrics = SyncerMetrics(tmp_path, logging.getLogger("atoll.test"))
-    coder, round_id = codec("int8"), RoundId(0, 0, 1, 1)
-    deltas = [normal(seed, numel) for seed in range(3)]
+    coder, round_id = get_codec("int8"), RoundId(0, 0, 1, 1)
+    deltas = [random_tensor(seed, numel) for seed in range(3)]
     for place, delta in enumerate(deltas):
-        accepted = Accepted(place + 1, 1, 10, 5, 100, 100, 0, weight=1.0 + place)
+        accepted = AcceptedContribution(place + 1, 1, 10, 5, 100, 100, 0, weight=1.0 + place)
         held.accumulate(round_id, accepted, coder.encode(delta), "int8")
     held.merge(round_id, 3)
-    held.now_durable()
+    held.mark_durable()
     assert held.stats is not None
-    metrics.merged(2.0, 1, held.id, held.served.version, held.stats)
+    metrics.record_merge(2.0, 1, held.id, held.served.version, held.stats)
     metrics.close()
     (found,) = lines(tmp_path, "merge")
     assert (found["fragment"], found["version"], found["epoch"], found["at"]) == (0, 1, 1, 2.0)
@@ -97,7 +97,7 @@ def test_the_line_of_a_merge_is_what_was_merged(tmp_path):
     mean = (deltas[0] + 2 * deltas[1] + 3 * deltas[2]) / 6
     assert found["delta_norm"] == pytest.approx(float(mean.norm()), rel=1e-2)
     assert found["step_norm"] == pytest.approx(float(held.served.value.norm()), rel=1e-4)
-    left = float((held.outer.value - held.served.value).norm() / held.served.value.norm())
+    left = float((held.outer_optimizer.value - held.served.value).norm() / held.served.value.norm())
     assert found["quantisation_error"] == pytest.approx(left, rel=1e-4)
     assert found["momentum_norm"] is None
 
@@ -105,9 +105,9 @@ def test_the_line_of_a_merge_is_what_was_merged(tmp_path):
 def test_a_learner_that_talks_too_much_is_written_once_a_second_and_shown_as_it_is(tmp_path):
     metrics = SyncerMetrics(tmp_path, logging.getLogger("atoll.test"))
     for tenth in range(35):
-        metrics.told(tenth / 10, 4, 1, {"loss": float(tenth)})
+        metrics.record_learner(tenth / 10, 4, 1, {"loss": float(tenth)})
     metrics.close()
-    assert metrics.of(4) == {"loss": 34.0}
+    assert metrics.learner_metrics(4) == {"loss": 34.0}
     assert [line["loss"] for line in lines(tmp_path, "learner")] == [0.0, 9.0, 18.0, 27.0]
 
 

@@ -16,11 +16,19 @@ from hypothesis import strategies as st
 from atoll.core.protocol import Pull
 from atoll.core.types import RoundId
 from atoll.learner.api import Learner
-from atoll.syncer.fragment_endpoints import ArrivalKey, Arrivals, MemoryGate
+from atoll.syncer.fragment_endpoints import MemoryGate, PartialUploads, UploadKey
 from atoll.tensors.settings import Numerics
-from atoll.transport.buffers import ByteBuffers, Spans, StreamingBuffer
-from atoll.transport.pacing import BURST_S, FIRST_SLICE, MAX_SLICE, Direction, Pace, check_streams, rate_of
-from atoll.transport.wire import Kind, SliceHeader, WireError, frame_head
+from atoll.transport.buffers import BufferPool, Spans, StreamingBuffer
+from atoll.transport.pacing import (
+    FIRST_SLICE_BYTES,
+    MAX_BURST_S,
+    MAX_SLICE_BYTES,
+    RateLimiter,
+    TransferDirection,
+    check_streams,
+    parse_rate,
+)
+from atoll.transport.wire import FrameKind, SliceHeader, WireError, encode_frame_head
 from tests.chaos.relays import relay_to
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.learner.small_models import work
@@ -45,7 +53,7 @@ def test_spans_are_a_set_of_bytes(steps, most):
         assert all(b < e for b, e in listed)
         assert all(one[1] < other[0] for one, other in itertools.pairwise(listed)), "neighbours are joined"
         assert spans.bytes == len(known)
-        assert spans.holds(begin, end) is (begin < end and set(range(begin, end)) <= known) or begin >= end
+        assert spans.contains(begin, end) is (begin < end and set(range(begin, end)) <= known) or begin >= end
     taken: list[int] = []
     while (span := spans.take(most)) is not None:
         assert span[1] - span[0] <= most
@@ -62,24 +70,24 @@ def test_spans_are_a_set_of_bytes(steps, most):
     [("2gbit", 2.5e8), ("500 Mbit", 6.25e7), ("10MB/s", 1e7), ("1e3kbit/s", 1.25e5), ("8bit", 1.0), (".5GB/s", 5e8)],
 )
 def test_rates_are_read(text, bytes_per_s):
-    assert rate_of(text) == bytes_per_s
+    assert parse_rate(text) == bytes_per_s
 
 
 @pytest.mark.parametrize("text", ["", "2", "fast", "-1gbit", "0gbit", "1e999bit", "2 gbits", "nan bit"])
 def test_what_is_no_rate_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="as 2gbit, 500mbit or 10MB/s"):
-        rate_of(text)
+        parse_rate(text)
 
 
 def test_a_pace_is_kept_and_standing_still_saves_up_no_more_than_a_burst():
     now = [100.0]
-    pace = Pace(1000.0, clock=lambda: now[0])
+    pace = RateLimiter(1000.0, clock=lambda: now[0])
     for _ in range(50):
-        now[0] += pace.let_through(100)
-    assert now[0] - 100.0 == pytest.approx(5.0, abs=2 * BURST_S)
+        now[0] += pace.reserve(100)
+    assert now[0] - 100.0 == pytest.approx(5.0, abs=2 * MAX_BURST_S)
     now[0] += 3600.0
-    assert pace.let_through(1000) == pytest.approx(1.0 - BURST_S)
-    assert Pace(None).let_through(10**12) == 0.0
+    assert pace.reserve(1000) == pytest.approx(1.0 - MAX_BURST_S)
+    assert RateLimiter(None).reserve(10**12) == 0.0
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -102,16 +110,16 @@ def test_a_learner_hands_on_how_many_streams_are_wanted():
 
 def test_slices_are_what_a_connection_carries_in_a_second():
     async def scene(size: int) -> int:
-        direction = Direction(None, "up", streams=2)
+        direction = TransferDirection(None, "up", streams=2)
 
         async def move(begin: int, end: int) -> None:
-            direction.moved += end - begin
+            direction.moved_bytes += end - begin
 
-        await direction.carry(Spans([(0, size)]), move)
+        await direction.transfer(Spans([(0, size)]), move)
         return direction.slice_bytes()
 
-    assert asyncio.run(scene(2**20)) == FIRST_SLICE, "a small transfer says nothing"
-    assert asyncio.run(scene(64 * 2**20)) == MAX_SLICE
+    assert asyncio.run(scene(2**20)) == FIRST_SLICE_BYTES, "a small transfer says nothing"
+    assert asyncio.run(scene(64 * 2**20)) == MAX_SLICE_BYTES
 
 
 def test_what_fails_is_missing_again_and_nothing_else():
@@ -123,13 +131,13 @@ def test_what_fails_is_missing_again_and_nothing_else():
             raise ConnectionError("broken")
         moved.append((begin, end))
 
-    direction, missing = Direction(None, "up", streams=3), Spans([(0, 40 * 2**20)])
+    direction, missing = TransferDirection(None, "up", streams=3), Spans([(0, 40 * 2**20)])
     with pytest.raises(ConnectionError, match="broken"):
-        asyncio.run(direction.carry(missing, move))
+        asyncio.run(direction.transfer(missing, move))
     for begin, end in moved:
         assert not any(b < end and begin < e for b, e in missing)
     assert missing.bytes + sum(end - begin for begin, end in moved) == 40 * 2**20
-    assert missing.holds(10 * 2**20, 10 * 2**20 + 1)
+    assert missing.contains(10 * 2**20, 10 * 2**20 + 1)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -137,34 +145,34 @@ def test_what_fails_is_missing_again_and_nothing_else():
 
 
 def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not_the_links_time():
-    size, first = 3 * FIRST_SLICE + 5, FIRST_SLICE + 1000
+    size, first = 3 * FIRST_SLICE_BYTES + 5, FIRST_SLICE_BYTES + 1000
     moved: list[tuple[int, int]] = []
     sent = threading.Event()
 
     def write(growing: StreamingBuffer) -> None:
-        growing.begins(torch.zeros(size, dtype=torch.uint8))
-        growing.written([(0, 10), (500, first)])  # as scales and integers are: with a gap
+        growing.set_buffer(torch.zeros(size, dtype=torch.uint8))
+        growing.mark_written([(0, 10), (500, first)])  # as scales and integers are: with a gap
         if sent.wait(300):
-            growing.written([(10, 500), (first, size)])
-            growing.ended(None)
+            growing.mark_written([(10, 500), (first, size)])
+            growing.finish(None)
         else:
-            growing.ended(AssertionError("what is written waits for what is not"))
+            growing.finish(AssertionError("what is written waits for what is not"))
 
     async def move(begin: int, end: int) -> None:
         moved.append((begin, end))
         sent.set()
 
-    async def scene() -> Direction:
-        direction = Direction(None, "up")
+    async def scene() -> TransferDirection:
+        direction = TransferDirection(None, "up")
         growing = StreamingBuffer(size)
         writing = asyncio.create_task(asyncio.to_thread(write, growing))
-        await direction.carry(growing.missing, move, growing)
+        await direction.transfer(growing.missing, move, growing)
         await writing
         return direction
 
     direction = asyncio.run(scene())
-    assert moved[0] == (500, 500 + FIRST_SLICE), "a whole slice; what is smaller waits until all is written"
-    assert Spans(moved).holds(0, size)
+    assert moved[0] == (500, 500 + FIRST_SLICE_BYTES), "a whole slice; what is smaller waits until all is written"
+    assert Spans(moved).contains(0, size)
     assert sum(end - begin for begin, end in moved) == size
     assert direction.idle_s > 0
 
@@ -174,10 +182,10 @@ def test_what_goes_wrong_with_the_writer_is_raised_where_bytes_are_sent():
         raise AssertionError("nothing was written")
 
     async def scene() -> None:
-        growing = StreamingBuffer(2 * FIRST_SLICE)
-        direction = Direction(None, "up", streams=3)
-        asyncio.get_running_loop().call_later(0.01, growing.ended, MemoryError("no room"))
-        await direction.carry(growing.missing, move, growing)
+        growing = StreamingBuffer(2 * FIRST_SLICE_BYTES)
+        direction = TransferDirection(None, "up", streams=3)
+        asyncio.get_running_loop().call_later(0.01, growing.finish, MemoryError("no room"))
+        await direction.transfer(growing.missing, move, growing)
 
     with pytest.raises(MemoryError, match="no room"):
         asyncio.run(scene())
@@ -187,18 +195,18 @@ def test_a_transfer_that_moves_is_not_idle_though_another_one_waits():
     """Of two that share a link one is still encoded: what the other one takes is the link's time."""
 
     async def scene() -> float:
-        direction = Direction(None, "up")
-        growing, other = StreamingBuffer(2 * FIRST_SLICE), Spans([(0, 10)])
+        direction = TransferDirection(None, "up")
+        growing, other = StreamingBuffer(2 * FIRST_SLICE_BYTES), Spans([(0, 10)])
         turn = asyncio.Event()
 
         async def slowly(begin: int, end: int) -> None:
-            growing.ended(None)
+            growing.finish(None)
             await turn.wait()
 
         async def nothing(begin: int, end: int) -> None: ...
 
-        moving = asyncio.create_task(direction.carry(other, slowly))
-        waiting = asyncio.create_task(direction.carry(growing.missing, nothing, growing))
+        moving = asyncio.create_task(direction.transfer(other, slowly))
+        waiting = asyncio.create_task(direction.transfer(growing.missing, nothing, growing))
         await waiting
         idle_s = direction.idle_s
         turn.set()
@@ -212,20 +220,20 @@ def test_a_transfer_that_moves_is_not_idle_though_another_one_waits():
 # Put together at the syncer
 
 
-def key(learner: int = 1, fragment: int = 0, attempt: int = 1, incarnation: int = 1) -> ArrivalKey:
-    return ArrivalKey(learner, incarnation, RoundId(fragment, 3, 1, attempt))
+def key(learner: int = 1, fragment: int = 0, attempt: int = 1, incarnation: int = 1) -> UploadKey:
+    return UploadKey(learner, incarnation, RoundId(fragment, 3, 1, attempt))
 
 
 @pytest.fixture
 def arrivals(tmp_path):
-    return Arrivals(tmp_path, ByteBuffers(), MemoryGate(100))
+    return PartialUploads(tmp_path, BufferPool(), MemoryGate(100))
 
 
-def bring(arrivals: Arrivals, of: ArrivalKey, begin: int, end: int, size: int) -> None:
-    claim = arrivals.claim(of, begin, end, size)
+def bring(arrivals: PartialUploads, of: UploadKey, begin: int, end: int, size: int) -> None:
+    claim = arrivals.begin_slice(of, begin, end, size)
     assert claim is not None
     claim.memory[:] = bytes(range(begin, end))
-    arrivals.arrived(claim)
+    arrivals.finish_slice(claim)
 
 
 def in_loop(scene: Any) -> Any:
@@ -242,9 +250,9 @@ def test_a_contribution_has_one_size(arrivals):
         bring(arrivals, key(), 0, 10, 20)
         for size in (10, 40):
             for ask in (
-                lambda size=size: arrivals.claim(key(), 5, size, size),
+                lambda size=size: arrivals.begin_slice(key(), 5, size, size),
                 lambda size=size: arrivals.missing(key(), size),
-                lambda size=size: arrivals.take(key(), size),
+                lambda size=size: arrivals.take_complete(key(), size),
             ):
                 with pytest.raises(WireError, match=f"{size} bytes of a contribution that was begun with 20"):
                     ask()
@@ -257,16 +265,16 @@ def test_a_contribution_has_one_size(arrivals):
 @pytest.mark.parametrize("size", [80, 200], ids=["in memory", "in a file"])
 def test_slices_in_any_order_become_the_whole(arrivals, size):
     def scene() -> None:
-        other = arrivals.claim(key(learner=2), 0, 1, 60)  # leaves no room for the large one
+        other = arrivals.begin_slice(key(learner=2), 0, 1, 60)  # leaves no room for the large one
         assert other is not None
         bring(arrivals, key(), 50, size, size)
         assert arrivals.missing(key(), size) == [(0, 50)]
-        assert arrivals.take(key(), size) is None
+        assert arrivals.take_complete(key(), size) is None
         bring(arrivals, key(), 0, 50, size)
-        whole = arrivals.take(key(), size)
+        whole = arrivals.take_complete(key(), size)
         assert bytes(whole.data.numpy()) == bytes(range(size))
-        assert (whole.held_bytes > 0) is (size <= 100 - 60)
-        arrivals.give_back(whole)
+        assert (whole.reserved_bytes > 0) is (size <= 100 - 60)
+        arrivals.release(whole)
         arrivals.close()
 
     in_loop(scene)
@@ -274,12 +282,12 @@ def test_slices_in_any_order_become_the_whole(arrivals, size):
 
 def test_a_slice_that_is_brought_again_replaces_the_one_on_its_way_and_never_what_has_arrived(arrivals):
     def scene() -> None:
-        first = arrivals.claim(key(), 0, 10, 30)
-        second = arrivals.claim(key(), 5, 15, 30)
+        first = arrivals.begin_slice(key(), 0, 10, 30)
+        second = arrivals.begin_slice(key(), 5, 15, 30)
         assert (first.is_wanted, second.is_wanted) == (False, True)
-        arrivals.arrived(second)
-        assert arrivals.claim(key(), 5, 15, 30) is None
-        assert arrivals.claim(key(), 14, 16, 30) is None, "bytes of it are here, and must stay as they are"
+        arrivals.finish_slice(second)
+        assert arrivals.begin_slice(key(), 5, 15, 30) is None
+        assert arrivals.begin_slice(key(), 14, 16, 30) is None, "bytes of it are here, and must stay as they are"
         arrivals.close()
 
     in_loop(scene)
@@ -287,16 +295,16 @@ def test_a_slice_that_is_brought_again_replaces_the_one_on_its_way_and_never_wha
 
 def test_what_is_begun_and_left_is_forgotten(arrivals):
     def scene() -> None:
-        arrivals.claim(key(attempt=1), 0, 10, 30)
-        newer = arrivals.claim(key(attempt=2), 0, 10, 30)
+        arrivals.begin_slice(key(attempt=1), 0, 10, 30)
+        newer = arrivals.begin_slice(key(attempt=2), 0, 10, 30)
         assert arrivals.missing(key(attempt=1), 30) == [(0, 30)]
         for fragment in range(1, 100):
-            arrivals.claim(key(fragment=fragment), 0, 10, 30)
+            arrivals.begin_slice(key(fragment=fragment), 0, 10, 30)
         assert newer.is_wanted, "one who leaves brings all fragments at once"
-        arrivals.claim(key(incarnation=2), 0, 10, 30)
-        assert len(arrivals._begun) == 1, "what an older incarnation began never comes"
+        arrivals.begin_slice(key(incarnation=2), 0, 10, 30)
+        assert len(arrivals._uploads) == 1, "what an older incarnation began never comes"
         arrivals.close()
-        assert arrivals._gate.held_bytes == 0
+        assert arrivals._gate.reserved_bytes == 0
 
     in_loop(scene)
 
@@ -378,12 +386,12 @@ def test_a_link_that_gets_thin_has_coarser_values_and_one_that_is_wide_again_fin
     ):
         far = wide(run, 1, relay.address, "telling")
         far.hear("joined")
-        relay.thin(1e6)
+        relay.throttle(1e6)
         far.order("go")
         up, down = "contributions go in int", "updates go in int"
         run.until(lambda _: run.log_lines(far, up), "contributions are coarser")
         run.until(lambda _: run.log_lines(run.syncer, down), "updates are coarser")
-        relay.thin(None)
+        relay.throttle(None)
         up, down = "contributions go in bf16 from here on", "updates go in bf16 from here on"
         run.until(lambda _: run.log_lines(far, up), "contributions are fine again")
         run.until(lambda _: run.log_lines(run.syncer, down), "updates are fine again")
@@ -417,7 +425,7 @@ def test_a_bounded_rate_is_kept(tmp_path):
 
 def slice_frame(stranger: Stranger, said: SliceHeader, payload: bytes) -> bytes:
     header = said.encode()
-    return frame_head(Kind.SLICE, 0, header, payload) + header + payload
+    return encode_frame_head(FrameKind.SLICE, 0, header, payload) + header + payload
 
 
 def test_slices_that_do_not_fit_are_refused_and_what_is_missing_is_told(tmp_path):
@@ -430,7 +438,7 @@ def test_slices_that_do_not_fit_are_refused_and_what_is_missing_is_told(tmp_path
                 size = len(stranger.values(0).numpy())
                 good = SliceHeader(9, 1, 1, RoundId(0, 0, stranger.epoch, 1), 0, size)
                 wrong = {
-                    "another size": (good._replace(of=size + 1), b"x"),
+                    "another size": (good._replace(total_bytes=size + 1), b"x"),
                     "beyond the end": (good._replace(begin=size - 1), b"xx"),
                     "nothing": (good, b""),
                     "no such fragment": (good._replace(round=RoundId(99, 0, 1, 1)), b"x"),

@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.core.protocol import Delivered, Envelope, Pong, Published, Resync
-from atoll.core.types import Accepted, Limits, RoundId
+from atoll.core.protocol import Envelope, Pong, PublishAck, Published, Resync
+from atoll.core.types import AcceptedContribution, Limits, RoundId
 from atoll.store.run_settings import RunSettings
 from atoll.syncer import http_api
 from atoll.syncer.fragment_endpoints import MemoryGate
-from atoll.syncer.http_api import Spool
+from atoll.syncer.http_api import StateSpool
 from atoll.syncer.main import serve_syncer
 from atoll.syncer.process import SyncerLink
-from atoll.tensors.codecs import codec
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.codecs import get_codec
+from atoll.tensors.plan import describe_tensors, make_plan
 from atoll.tensors.settings import Numerics
-from atoll.tensors.syncer_fragment import MAX_OLD_VERSIONS, SyncerFragment
-from atoll.transport.websocket import MAX_WAITING, WebSocketConnection
-from atoll.transport.wire import Kind, decode_message, frame_head
+from atoll.tensors.syncer_fragment import MAX_PINNED_VERSIONS, SyncerFragment
+from atoll.transport.websocket import MAX_QUEUED_MESSAGES, WebSocketConnection
+from atoll.transport.wire import FrameKind, decode_message, encode_frame_head
 from tests.learner.runs import LIMIT_S, Run, config, endless
 from tests.syncer.stranger import Stranger
 
@@ -50,7 +50,7 @@ def test_before_a_model_came_the_syncer_says_that_it_waits_for_one(tmp_path):
 def test_a_founder_that_dies_half_way_leaves_the_run_to_the_next_one(tmp_path):
     with Run(tmp_path, config(budget_merges=3)) as run:
         plan = json.dumps(Stranger(run, 1).plan.to_json()).encode()
-        head = frame_head(Kind.MODEL, 0, b"{}", plan) + b"{}" + plan
+        head = encode_frame_head(FrameKind.MODEL, 0, b"{}", plan) + b"{}" + plan
         host, _, port = run.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=LIMIT_S) as dying:
             dying.sendall(b"PUT /v1/model HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + head)
@@ -108,7 +108,7 @@ def test_numbers_are_given_out_once(tmp_path):
 
 def test_a_finished_run_ends_again_by_itself(tmp_path):
     """Started once more on a finished directory: who missed the end may come for it; then there is nothing to do."""
-    with Run(tmp_path, config(budget_merges=3, limits=Limits(first_wait_s=0.5))) as run:
+    with Run(tmp_path, config(budget_merges=3, limits=Limits(initial_wait_s=0.5))) as run:
         (one,) = run.joined(1)
         run.go(one)
         published = run.finish(one)
@@ -126,15 +126,15 @@ def test_a_finished_run_ends_again_by_itself(tmp_path):
 
 def held_fragment() -> SyncerFragment:
     model = nn.Linear(4, 4)
-    plan = make_plan(tensors_of(model), 1, "balanced")
+    plan = make_plan(describe_tensors(model), 1, "balanced")
     return SyncerFragment(plan, 0, Numerics(up="f32", down="f32"), 0, torch.arange(20.0))
 
 
 def merged(held: SyncerFragment) -> None:
     """One more version, up to the moment before it is durable."""
     round_id = RoundId(0, held.served.version, 1, 1)
-    data = codec("f32").encode(torch.full((20,), 0.5))
-    held.accumulate(round_id, Accepted(1, 1, 1, 1, 16, 16, 0, 256.0), data, "f32")
+    data = get_codec("f32").encode(torch.full((20,), 0.5))
+    held.accumulate(round_id, AcceptedContribution(1, 1, 1, 1, 16, 16, 0, 256.0), data, "f32")
     held.merge(round_id, 1)
 
 
@@ -143,7 +143,7 @@ def test_what_is_served_changes_at_the_moment_it_is_durable():
     before = held.served
     merged(held)
     assert held.served is before
-    held.now_durable()
+    held.mark_durable()
     assert (held.served.version, held.served.base) == (1, 0)
     assert not torch.equal(held.served.value, before.value)
 
@@ -151,37 +151,37 @@ def test_what_is_served_changes_at_the_moment_it_is_durable():
 def test_a_version_that_is_being_fetched_stays_as_it_is_however_many_come_after_it():
     """On a thin link the next two versions come sooner than the last byte of this one."""
     held = held_fragment()
-    slow = held.hold(0)
+    slow = held.pin(0)
     assert slow is held.served
     kept = slow.value.clone()
     for _ in range(4):
-        held.hold(held.served.version)  # somebody quicker
+        held.pin(held.served.version)  # somebody quicker
         merged(held)
-        held.now_durable()
-        held.release(held.served.version - 1)
+        held.mark_durable()
+        held.unpin(held.served.version - 1)
     assert torch.equal(slow.value, kept)
     assert held.served.version == 4
-    assert held.hold(0) is slow
-    held.release(0)
-    held.release(0)
-    assert held.hold(0) is None
+    assert held.pin(0) is slow
+    held.unpin(0)
+    held.unpin(0)
+    assert held.pin(0) is None
     buffers = set()
     for _ in range(6):
         merged(held)
-        held.now_durable()
+        held.mark_durable()
         buffers.add(held.served.value.data_ptr())
     assert len(buffers) == 2, "when nobody is slow two buffers take turns"
 
 
 def test_how_many_old_versions_are_kept_for_the_slow_is_bounded():
     held = held_fragment()
-    for version in range(MAX_OLD_VERSIONS + 3):
-        held.hold(version)
+    for version in range(MAX_PINNED_VERSIONS + 3):
+        held.pin(version)
         merged(held)
-        held.now_durable()
-    assert [version for version in range(MAX_OLD_VERSIONS + 4) if held.hold(version) is not None] == [3, 4, 5, 6, 7]
-    held.release(0)  # who was told of it long ago gives up
-    held.release(1)
+        held.mark_durable()
+    assert [version for version in range(MAX_PINNED_VERSIONS + 4) if held.pin(version) is not None] == [3, 4, 5, 6, 7]
+    held.unpin(0)  # who was told of it long ago gives up
+    held.unpin(1)
 
 
 def test_sums_that_differ_from_what_was_sealed_fail_the_merge_and_publish_nothing():
@@ -192,7 +192,7 @@ def test_sums_that_differ_from_what_was_sealed_fail_the_merge_and_publish_nothin
     merged(held)
     held.discard(round_id)
     with pytest.raises(AssertionError, match="durable before it was merged"):
-        held_fragment().now_durable()
+        held_fragment().mark_durable()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_newer_version_takes_the_place_of_an_older_notice_and_nothing_else_is_
             link.post(to_learner(Pong(version)))
         reader.reads.set()
         link.connection.close("that was all")
-        await link.connection.closed()
+        await link.connection.wait_closed()
         assert [body for body in reader.got if type(body) is Pong] == [Pong(serial) for serial in range(200)]
         notices = [(body.fragment, body.version) for body in reader.got if type(body) is Published]
         assert notices == [(0, 198), (1, 199)]
@@ -266,47 +266,47 @@ def test_a_learner_is_told_of_one_version_at_a_time_which_is_kept_until_it_has_i
         link.post(published())
         for _ in range(3):
             merged(held)
-            held.now_durable()
+            held.mark_durable()
             link.post(published())
             await others()
         assert [body.version for body in reader.got] == [0]
-        assert held.hold(0) is not None
-        held.release(0)
-        link.heard(Delivered(0, -1))  # of something before
+        assert held.pin(0) is not None
+        held.unpin(0)
+        link.acknowledge(PublishAck(0, -1))  # of something before
         await others()
         assert [body.version for body in reader.got] == [0]
-        link.heard(Delivered(0, 0))
+        link.acknowledge(PublishAck(0, 0))
         await others()
         assert [body.version for body in reader.got] == [0, 3]
-        assert held.hold(0) is None
+        assert held.pin(0) is None
         link.post(published())  # once more, because it takes so long
-        link.heard(Delivered(0, 3))
+        link.acknowledge(PublishAck(0, 3))
         await others()
         assert [body.version for body in reader.got] == [0, 3], "it has it, and need not be told again"
         link.post(published())
         await others()
         link.post(published())
-        link.heard(Resync(0, 2))
+        link.acknowledge(Resync(0, 2))
         await others()
         assert [body.version for body in reader.got] == [0, 3, 3, 3]
         link.abandon()
         merged(held)
-        held.now_durable()
-        assert held.hold(3) is None, "a link that is gone keeps nothing"
+        held.mark_durable()
+        assert held.pin(3) is None, "a link that is gone keeps nothing"
 
     on_a_link(test, {0: held})
 
 
 def test_a_learner_that_never_reads_is_cut_off_and_what_waits_for_it_is_bounded(monkeypatch):
-    monkeypatch.setattr("atoll.transport.websocket.CLOSING_S", 0.05)
+    monkeypatch.setattr("atoll.transport.websocket.CLOSE_TIMEOUT_S", 0.05)
 
     async def test(link: SyncerLink, reader: Reader) -> None:
-        for serial in range(MAX_WAITING + 2):
+        for serial in range(MAX_QUEUED_MESSAGES + 2):
             link.post(to_learner(Pong(serial)))
-        await link.connection.closed()
+        await link.connection.wait_closed()
         assert reader.aborted
         assert reader.got == []
-        assert len(link.connection) <= MAX_WAITING + 1
+        assert len(link.connection) <= MAX_QUEUED_MESSAGES + 1
 
     on_a_link(test)
 
@@ -326,7 +326,7 @@ async def others() -> None:
 
 async def taken(gate: MemoryGate, size: int) -> asyncio.Task[None]:
     """Somebody who asks for this much; it has either got it or waits."""
-    task = asyncio.ensure_future(gate.take(size))
+    task = asyncio.ensure_future(gate.acquire(size))
     await others()
     return task
 
@@ -336,10 +336,10 @@ def test_the_gate_lets_in_what_fits_in_the_order_of_coming():
         gate = MemoryGate(100)
         first, second, third, fourth = [await taken(gate, size) for size in (60, 50, 30, 10)]
         assert [task.done() for task in (first, second, third, fourth)] == [True, False, False, False]
-        gate.give(60)  # 30 would have fitted before, but 50 came first
+        gate.release(60)  # 30 would have fitted before, but 50 came first
         await others()
         assert [task.done() for task in (second, third, fourth)] == [True, True, True]
-        assert gate.held_bytes == 90
+        assert gate.used_bytes == 90
 
     asyncio.run(test())
 
@@ -349,10 +349,10 @@ def test_what_is_larger_than_the_gate_passes_alone():
         gate = MemoryGate(100)
         small, huge, later = [await taken(gate, size) for size in (10, 500, 10)]
         assert [task.done() for task in (small, huge, later)] == [True, False, False]
-        gate.give(10)
+        gate.release(10)
         await others()
-        assert (huge.done(), later.done(), gate.held_bytes) == (True, False, 500)
-        gate.give(500)
+        assert (huge.done(), later.done(), gate.used_bytes) == (True, False, 500)
+        gate.release(500)
         await others()
         assert later.done()
 
@@ -366,14 +366,14 @@ def test_who_gives_up_waiting_holds_nothing_and_lets_the_next_one_in(when):
         first, impatient, small = [await taken(gate, size) for size in (60, 90, 30)]
         assert not small.done()
         if when == "at the moment of its turn":
-            gate.give(60)
+            gate.release(60)
             impatient.cancel()
             await others()
-            assert gate.held_bytes == 30
+            assert gate.used_bytes == 30
         else:
             impatient.cancel()
             await others()
-            assert gate.held_bytes == 90
+            assert gate.used_bytes == 90
         assert first.done()
         assert impatient.cancelled()
         assert small.done()
@@ -396,18 +396,18 @@ def test_the_gate_never_holds_more_than_it_may_and_never_forgets_anybody(seed):
             elif choice < 0.6 and waiting:
                 waiting.pop(rng.randrange(len(waiting)))[1].cancel()
             elif held:
-                gate.give(held.pop(rng.randrange(len(held))))
+                gate.release(held.pop(rng.randrange(len(held))))
             await others()
             held += [size for size, task in waiting if task.done()]
             waiting = [(size, task) for size, task in waiting if not task.done()]
-            assert gate.held_bytes == sum(held)
+            assert gate.used_bytes == sum(held)
             assert sum(held) <= 100 or len(held) == 1
         while held or waiting:
-            gate.give(held.pop())
+            gate.release(held.pop())
             await others()
             held += [size for size, task in waiting if task.done()]
             waiting = [(size, task) for size, task in waiting if not task.done()]
-        assert gate.held_bytes == 0
+        assert gate.used_bytes == 0
 
     asyncio.run(test())
 
@@ -416,11 +416,11 @@ def test_the_gate_never_holds_more_than_it_may_and_never_forgets_anybody(seed):
 # Inner state on its way
 
 
-def spooled(spool: Spool, key: tuple[int, int], payload: bytes) -> Path:
-    file = spool.file(key, b"header", len(payload))
+def spooled(spool: StateSpool, key: tuple[int, int], payload: bytes) -> Path:
+    file = spool.create_file(key, b"header", len(payload))
     file.payload[:] = payload
-    file.fill_in()
-    file.keep()
+    file.write_head()
+    file.publish()
     file.close()
     found = spool.path(key)
     assert found is not None
@@ -428,12 +428,13 @@ def spooled(spool: Spool, key: tuple[int, int], payload: bytes) -> Path:
 
 
 def test_inner_state_waits_as_a_whole_frame_and_the_newest_of_one_learner_counts(tmp_path):
-    spool = Spool(tmp_path)
+    spool = StateSpool(tmp_path)
     first = spooled(spool, (3, 1), b"first")
     second = spooled(spool, (3, 1), b"the second one")
     assert not first.exists()
     assert (
-        second.read_bytes() == frame_head(Kind.INNER_STATE, 0, b"header", b"the second one") + b"headerthe second one"
+        second.read_bytes()
+        == encode_frame_head(FrameKind.OPTIMIZER_STATE, 0, b"header", b"the second one") + b"headerthe second one"
     )
     assert spool.path((3, 2)) is None
     spool.clear()
@@ -441,22 +442,22 @@ def test_inner_state_waits_as_a_whole_frame_and_the_newest_of_one_learner_counts
 
 
 def test_two_files_for_one_learner_share_no_memory(tmp_path):
-    spool = Spool(tmp_path)
-    large, small = spool.file((3, 1), b"header", 2**20), spool.file((3, 1), b"header", 10)
+    spool = StateSpool(tmp_path)
+    large, small = spool.create_file((3, 1), b"header", 2**20), spool.create_file((3, 1), b"header", 10)
     large.payload[:] = b"x" * 2**20  # memory of a file that somebody cut would end the process
     small.close()
-    large.fill_in()
-    large.keep()
+    large.write_head()
+    large.publish()
     large.close()
     assert [path.suffix for path in tmp_path.iterdir()] == [".state"]
 
 
 def test_the_oldest_makes_room_and_leftovers_are_removed(tmp_path):
     (tmp_path / "learner-1-i1-1.part").write_bytes(b"of a syncer that was killed")
-    spool = Spool(tmp_path)
+    spool = StateSpool(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    for learner in range(1, http_api.MOST_FILES + 3):
+    for learner in range(1, http_api.MAX_STATE_FILES + 3):
         spooled(spool, (learner, 1), b"state")
-    assert len(list(tmp_path.iterdir())) == http_api.MOST_FILES
+    assert len(list(tmp_path.iterdir())) == http_api.MAX_STATE_FILES
     assert spool.path((1, 1)) is None
     assert spool.path((3, 1)) is not None

@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from atoll import __version__
-from atoll.core.states import Stage, Standing
+from atoll.core.states import MemberState, RunStage
 from atoll.syncer.prometheus import METRICS
 from tests.learner.runs import Run, endless
 
@@ -155,7 +155,7 @@ def test_every_metric_and_label_of_the_alerting_rules_exists():
         assert expr.count("(") == expr.count(")")
         for name, label, values in re.findall(r'(\w+)\{(\w+)=~?"([^"]+)"\}', expr):
             assert label in METRICS[name].labels
-            assert set(values.split("|")) <= ({*Stage} if label == "stage" else {*Standing})
+            assert set(values.split("|")) <= ({*RunStage} if label == "stage" else {*MemberState})
         (subject,) = re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]) or [None]
         assert subject in (None, "instance", *METRICS[re.findall(r"atoll_\w+", expr)[0]].labels)
 
@@ -164,7 +164,7 @@ def test_every_alert_of_the_page_that_metrics_can_express_has_a_rule():
     page = (ROOT / "docs/dash.md").read_text(encoding="utf-8").partition("## Alerts\n")[2].partition("\n## ")[0]
     on_page = dict(re.findall(r"^\| `([\w-]+)` \|[^|]*\| (\w+) \|", page, re.MULTILINE))
     assert len(on_page) == 8
-    del on_page["island-alone"]
+    del on_page["learner-disconnected"]
     assert {each["labels"]["rule"]: each["labels"]["severity"] for each in alerting_rules()} == on_page
 
 

@@ -29,12 +29,12 @@ def every_code_is_told(text: str) -> Iterator[str]:
 
 
 def limits_are_those_of_the_code(text: str) -> Iterator[str]:
-    mib = process.RECEIVING_BYTES // 2**20
+    mib = process.MAX_RECEIVING_BYTES // 2**20
     for row in (
-        f"said nothing yet, at once | {listener.MOST_UNPROVEN}; one more",
-        f"who they are, at once | {listener.MOST_UNPROVEN}; the same",
-        f"for a handshake | {listener.HANDSHAKE_S:g} s |",
-        f"is let in | {listener.UNPROVEN_S:g} s |",
+        f"said nothing yet, at once | {listener.MAX_PENDING}; one more",
+        f"who they are, at once | {listener.MAX_PENDING}; the same",
+        f"for a handshake | {listener.HANDSHAKE_TIMEOUT_S:g} s |",
+        f"is let in | {listener.AUTHENTICATION_TIMEOUT_S:g} s |",
         f"being received | {mib} MiB,",
     ):
         if row not in text:
@@ -42,8 +42,15 @@ def limits_are_those_of_the_code(text: str) -> Iterator[str]:
 
 
 def names_and_files_are_those_of_the_code(text: str) -> Iterator[str]:
-    names = (f"{auth.LEARNER}{auth.ANY}", auth.OPERATOR, auth.OF_SYNCER)
-    for word in (*names, tls.CERTIFICATE, tls.KEY, tls.AUTHORITY, tls.REVOKED, *auth.OPERATORS_ONLY):
+    names = (f"{auth.LEARNER_URI_PREFIX}{auth.ANY_LEARNER}", auth.OPERATOR_URI, auth.SYNCER_URI)
+    for word in (
+        *names,
+        tls.CERTIFICATE_FILE,
+        tls.KEY_FILE,
+        tls.AUTHORITY_FILE,
+        tls.REVOKED_FILE,
+        *auth.OPERATOR_PATHS,
+    ):
         if f"`{word}`" not in text:
             yield f"{word} is not told"
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from atoll.core.protocol import CopyFragment, MergeRound, Persisted, Say, ShardBack, ShardLost
+from atoll.core.protocol import CopyFragment, LogReason, MergeRound, Persisted, ShardLost, ShardReconnected
 from atoll.core.reasons import Reason
 from atoll.core.types import SYNCER
 from atoll.syncer.shards.process import serve_shard
 from atoll.tape.files import RunTapes
-from atoll.transport.endpoint import place
+from atoll.transport.endpoint import parse_endpoint
+from tests.learner.run_tapes import entries
 from tests.learner.runs import LearnerSpec, Run, endless
-from tests.learner.tapes_of_runs import entries
 
 
 def syncer_entries(run: Run) -> list[Any]:
@@ -57,8 +57,8 @@ def test_codecs_change_under_way_and_all_hold_the_same_values(tmp_path, shards, 
         assert set(codecs_up(run, 1)) == {None, "int4"}
         assert set(codecs_up(run, 2)) == ({None} if thin == 1 else {None, "int4"})
         assert set(codecs_down(run)) == ({None} if thin == 1 else {None, "int4"})
-        assert [reason.code for reason in said_by(run, 1)].count("codec-coarser") == 1
-        assert [reason.code for reason in said_by(run, SYNCER)].count("versions-coarser") == thin - 1
+        assert [reason.code for reason in said_by(run, 1)].count("contribution-codec-coarser") == 1
+        assert [reason.code for reason in said_by(run, SYNCER)].count("update-codec-coarser") == thin - 1
         run.assert_clean()
 
 
@@ -71,7 +71,7 @@ def codecs_up(run: Run, learner: int) -> list[str | None]:
 
 
 def said_by(run: Run, learner: int) -> list[Reason]:
-    return [e.reason for entry in entries(run, learner) for e in entry.effects if type(e) is Say]
+    return [e.reason for entry in entries(run, learner) for e in entry.effects if type(e) is LogReason]
 
 
 def where(run: Run) -> list[str | None]:
@@ -103,7 +103,7 @@ def test_a_shard_that_is_killed_stops_its_own_fragments_and_comes_back(tmp_path)
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         told = [type(entry.event) for entry in syncer_entries(run)]
-        assert (told.count(ShardLost), told.count(ShardBack)) == (1, 1)
+        assert (told.count(ShardLost), told.count(ShardReconnected)) == (1, 1)
         run.assert_clean()
 
 
@@ -153,7 +153,7 @@ def test_a_shard_without_its_fragments_is_refused_with_a_sentence(tmp_path):
         run.until(lambda _: run.log_lines(wrong, "holds no run"), "it is refused")
         assert run.status()["stage"] == "running"
         with pytest.raises(ValueError, match="is not that of shard 1 of 2"):
-            serve_shard(tmp_path / "shards" / "0", 1, 2, place(run.address))
+            serve_shard(tmp_path / "shards" / "0", 1, 2, parse_endpoint(run.address))
 
 
 def test_without_its_shards_a_run_is_not_founded(tmp_path):

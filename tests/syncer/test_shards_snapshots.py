@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from atoll.store.snapshots import snapshot_info, version_of_snapshot
+from atoll.store.snapshots import read_snapshot_info, snapshot_version_path
 from atoll.store.tensor_file import read_tensors
-from tests.learner.planted import struck
+from tests.learner.fault_injection import struck
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.syncer.test_shards import versions
 
@@ -36,11 +36,11 @@ def durable(run: Run, number: int) -> dict[str, Any]:
 
 def assert_whole(directory: Path, number: int) -> None:
     """Every fragment is there, in the directory of its shard, with the version that the record names."""
-    info = snapshot_info(directory, number)
+    info = read_snapshot_info(directory, number)
     assert info is not None
     assert info.record is not None
     for p, version in enumerate(info.record.versions):
-        path = version_of_snapshot(directory, number, p)
+        path = snapshot_version_path(directory, number, p)
         assert path.parts[-5] == str(p % 2), "at its shard"
         note, tensors = read_tensors(path)
         assert json.loads(note)[2] == version if version else not note
@@ -99,7 +99,7 @@ def test_a_shard_that_dies_while_a_snapshot_is_written_leaves_none_and_the_next_
         run.shards[1].ended()
         run.until(lambda _: state(run, number)["state"] == "abandoned", "nobody waits for it")
         assert "shard 1 went away" in state(run, number)["said"]
-        assert snapshot_info(tmp_path, number) is None
+        assert read_snapshot_info(tmp_path, number) is None
         (tmp_path / "shards" / "1" / "die").unlink()
         run.shards[1] = run.start_shard(1)
         run.until(lambda status: not any(each["away"] for each in status["fragments"]), "it is back")

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from atoll.core.protocol import ManifestRecord, ShardBack
+from atoll.core.protocol import ManifestRecord, ShardReconnected
 from atoll.core.types import Limits, RunConfig
-from atoll.store.tensor_file import small_file_text
+from atoll.store.tensor_file import decode_small_file
 from atoll.store.version_store import Store
 from atoll.tape.format import decode
-from tests.learner.planted import struck
+from tests.learner.fault_injection import struck
 from tests.learner.runs import Child, Run, endless
-from tests.store.store_samples import tensors, version
+from tests.store.store_samples import make_tensors, make_version
 from tests.syncer.test_shards import syncer_entries, versions
 
-SOON = Limits(first_wait_s=1.0, most_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
+SOON = Limits(initial_wait_s=1.0, max_wait_s=2.0, initial_backoff_s=0.05, max_backoff_s=0.5)
 """A run that ends without a shard does so soon."""
 
 
 def manifest(run: Run) -> tuple[int, ...]:
-    found = decode(small_file_text((run.directory / "store" / "manifest.json").read_bytes()))
+    found = decode(decode_small_file((run.directory / "store" / "manifest.json").read_bytes()))
     assert isinstance(found, ManifestRecord)
     return found.versions
 
@@ -72,8 +72,8 @@ def test_a_version_that_the_end_does_not_name_is_forgotten_when_its_shard_is_bac
         assert run.syncer.hear("ended") is True
         run.assert_same(load_file(tmp_path / "published.safetensors"), 1, 2)
         assert on_disk(run, 1)[fragment][-1] == number - 1
-        back = [entry.event for entry in syncer_entries(run) if type(entry.event) is ShardBack][-1]
-        assert dict(back.held)[fragment] == number - 1
+        back = [entry.event for entry in syncer_entries(run) if type(entry.event) is ShardReconnected][-1]
+        assert dict(back.versions)[fragment] == number - 1
         run.assert_clean()
 
 
@@ -194,13 +194,13 @@ def test_a_shard_that_has_served_a_syncer_serves_no_older_one(tmp_path):
 
 def test_only_the_newest_version_is_forgotten_and_for_good(tmp_path):
     with Store.open(tmp_path) as store:
-        store.write_initial(0, tensors(0))
+        store.write_initial(0, make_tensors(0))
         for number in (1, 2, 3):
-            store.write(version(0, number), tensors(number))
+            store.write(make_version(0, number), make_tensors(number))
         with pytest.raises(AssertionError, match="cannot go back to 1"):
-            store.go_back(0, 1)
-        record, _ = store.go_back(0, 2)
-        assert record == version(0, 2)
-        store.write(version(0, 3), tensors(9))
+            store.roll_back(0, 1)
+        record, _ = store.roll_back(0, 2)
+        assert record == make_version(0, 2)
+        store.write(make_version(0, 3), make_tensors(9))
     with Store.open(tmp_path) as store:
-        assert store.newest(0)[0] == 3
+        assert store.read_newest(0)[0] == 3

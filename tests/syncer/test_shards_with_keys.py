@@ -10,18 +10,18 @@ import aiohttp
 import pytest
 
 from atoll.cli.main import main
-from atoll.syncer.shards.messages import HeadHello, ShardHello, heard, word
+from atoll.syncer.shards.messages import ShardHello, SyncerHello, decode, encode
 from atoll.transport.tls import ClientTls
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
-from tests.transport.key_rings import Ring, days_ago
+from tests.transport.key_rings import KeyRing, days_ago
 
 FRAGMENTS = 4
 
 
 @pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
+def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
     """With `expired`, which was a key of the syncer until yesterday."""
-    ring = Ring(tmp_path_factory.mktemp("keys") / "keys")
+    ring = KeyRing(tmp_path_factory.mktemp("keys") / "keys")
     ring.authority.add("boss", is_operator=True)
     with days_ago(3):
         ring.authority.renew("syncer", days=2)
@@ -31,15 +31,15 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory, ring: Ring) -> Ring:
+def other(tmp_path_factory: pytest.TempPathFactory, ring: KeyRing) -> KeyRing:
     """Keys of somebody else, who trusts our authority."""
-    other = Ring(tmp_path_factory.mktemp("others") / "keys")
+    other = KeyRing(tmp_path_factory.mktemp("others") / "keys")
     shutil.copy(ring["syncer"] / "authority.pem", other["syncer"] / "authority.pem")
     return other
 
 
 @pytest.fixture(scope="module")
-def run(ring: Ring, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(ring: KeyRing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """One run for all of it: it trains from the first test to the last, and must not notice any of them."""
     directory, settings = tmp_path_factory.mktemp("run"), endless(fragments=FRAGMENTS, every_steps=2)
     with Run(directory, settings, keys=ring.syncer, shards=2, planted="hurried-listener") as run:
@@ -127,14 +127,14 @@ def test_the_link_of_a_key_that_is_revoked_is_closed(run, ring):
     """One that has said that it is shard 0, and not yet what it holds: the one that is here stays."""
 
     async def knock() -> tuple[str, str]:
-        connector = aiohttp.TCPConnector(ssl=ClientTls(ring["boss"]).context())
+        connector = aiohttp.TCPConnector(ssl=ClientTls(ring["boss"]).make_context())
         async with aiohttp.ClientSession(f"https://{run.address}", connector=connector) as http:
             settings = await (await http.get("/v1/run")).json()
             async with http.ws_connect("/v1/head") as socket:
                 hello = ShardHello(0, 2, "127.0.0.1:1", run.settings.config.run_id, settings["founded_at"], True)
-                await socket.send_str(word(hello))
-                answer = heard((await socket.receive(LIMIT_S)).data, "head")
-                assert type(answer) is HeadHello
+                await socket.send_str(encode(hello))
+                answer = decode((await socket.receive(LIMIT_S)).data, "syncer")
+                assert type(answer) is SyncerHello
                 ring.authority.revoke("boss")
                 last = await socket.receive(LIMIT_S)
             await let_go(http)
@@ -149,7 +149,7 @@ def test_learners_do_not_speak_to_a_shard_that_is_no_syncer(run, ring):
     shard = run.start_shard(0, "posing", keys=ring["one"])
 
     async def knock() -> None:
-        connector = aiohttp.TCPConnector(ssl=ClientTls(ring["two"]).context())
+        connector = aiohttp.TCPConnector(ssl=ClientTls(ring["two"]).make_context())
         async with aiohttp.ClientSession(connector=connector) as http:
             with pytest.raises(aiohttp.ClientConnectorCertificateError, match="unsuitable certificate purpose"):
                 await http.get(f"https://{shard.address}/v1/fragment/0/0")

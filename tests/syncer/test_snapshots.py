@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.checkpoint.restore import find_source, restore
+from atoll.checkpoint.restore import parse_restore_source, restore_run
 from atoll.cli.main import main
 from atoll.core.types import Limits
 from atoll.files import write_file
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.supervisor import run_of
-from atoll.store.learner_parts import KEEP, find_inner_state, list_parts, part_path, read_part
-from atoll.store.run_settings import CONFIG
+from atoll.reference.supervisor import run_settings_for
+from atoll.store.learner_parts import MAX_PARTS, find_optimizer_state, list_parts, part_path, read_part
+from atoll.store.run_settings import CONFIG_FILE
 from atoll.store.snapshots import list_snapshots
-from atoll.store.tensor_file import tensor_file
+from atoll.store.tensor_file import encode_tensor_file
 from atoll.tensors import optimizer_state
+from tests.learner.fault_injection import struck
 from tests.learner.in_process import driver_of, learner_of, train
-from tests.learner.planted import struck
 from tests.learner.runs import QUICK, Child, LearnerSpec, Run, config, endless
 from tests.learner.small_models import work
 
-PATIENT = Limits(first_wait_s=5.0, least_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
+PATIENT = Limits(initial_wait_s=5.0, min_wait_s=2.0, initial_backoff_s=0.05, max_backoff_s=0.5)
 
 
 def taken(run: Run) -> dict[str, Any]:
@@ -82,8 +82,10 @@ def test_a_snapshot_on_request_is_durable_when_it_is_said_to_be(tmp_path):
             assert (part.note["step"], part.note["trained"]) == (said.step, said.trained)
             assert tuple(part.note["versions"]) == said.versions
             assert all(v <= cut for v, cut in zip(said.versions, info.record.versions, strict=True))
-            assert float(part.inner_tensors()["0"].flatten()[0]) == float(part.inner_tensors()["0"].flatten()[0])
-            steps = {int(t) for name, t in part.inner_tensors().items() if t.dim() == 0}
+            assert float(part.optimizer_tensors()["0"].flatten()[0]) == float(
+                part.optimizer_tensors()["0"].flatten()[0]
+            )
+            steps = {int(t) for name, t in part.optimizer_tensors().items() if t.dim() == 0}
             assert steps == {said.step}, "the optimizer was copied at another step than the counters"
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
@@ -101,7 +103,7 @@ def test_the_copy_is_of_one_step_boundary_whatever_the_learner_does_next(tmp_pat
             held: dict[int, dict[str, torch.Tensor]] = {}
             for number in range(before, before + 5000):
                 loss = job.step(number)
-                if driver_of(learner).core.state.cut_due:
+                if driver_of(learner).core.state.snapshot_due:
                     held[learner.stats().steps + 1] = {n: p.detach().clone() for n, p in job.model.named_parameters()}
                 learner.step(tokens=16, loss=loss)
                 if list_parts(tmp_path):
@@ -123,10 +125,10 @@ def test_the_number_of_snapshots_and_of_parts_is_bounded(tmp_path):
         (one,) = run.joined(1)
         under_way(run, one, merges=60)
         durable = len(run.log_lines(run.syncer, "is durable"))
-        assert durable > KEEP + 2
+        assert durable > MAX_PARTS + 2
         run.end()
         run.finish(one)
-        assert len(list_parts(tmp_path)[1]) == KEEP
+        assert len(list_parts(tmp_path)[1]) == MAX_PARTS
         assert len(list_snapshots(tmp_path)) == 3
         run.assert_clean()
 
@@ -169,9 +171,9 @@ def test_snapshot_is_taken_and_restored_when_no_learner_has_a_run_directory(tmp_
             assert not run.log_lines(child, "WARNING")
         assert not run.log_lines(run.syncer, "left out")
     settings = JobSettings(numerics=run.settings.numerics)
-    settings.save(old / CONFIG)
+    settings.save(old / CONFIG_FILE)
     lines: list[str] = []
-    assert restore(find_source(str(old)), new, run_of(settings, "new"), lines.append) > 0
+    assert restore_run(parse_restore_source(str(old)), new, run_settings_for(settings, "new"), lines.append) > 0
     assert "learners start with fresh inner state" in lines[-1]
     with Run(new, endless(limits=PATIENT)) as run:
         (again,) = run.joined(LearnerSpec(1, keeps=False))
@@ -285,7 +287,7 @@ def test_a_syncer_that_is_killed_during_a_snapshot_leaves_none_and_the_next_one_
 def test_a_part_that_takes_too_long_does_not_pile_up(tmp_path):
     """The next snapshot comes while the part of the one before is still being written."""
     hold = tmp_path / "hold"
-    short = Limits(first_wait_s=1.0, least_wait_s=0.1, most_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
+    short = Limits(initial_wait_s=1.0, min_wait_s=0.1, max_wait_s=2.0, initial_backoff_s=0.05, max_backoff_s=0.5)
     with Run(tmp_path, endless(limits=short)) as run:
         one, two = run.joined(LearnerSpec(1, planted="held-parts"), LearnerSpec(2, planted="held-parts"))
         under_way(run, one, two)
@@ -391,7 +393,7 @@ def test_parts_of_another_run_or_another_optimizer_are_not_taken(tmp_path):
     ours = config(run_id="test", fingerprint=fingerprint)
 
     def found(settings: Any, optimizer: Any) -> bool:
-        return find_inner_state(tmp_path, settings, 1, optimizer, job.model, said.append) is not None
+        return find_optimizer_state(tmp_path, settings, 1, optimizer, job.model, said.append) is not None
 
     assert found(ours, job.optimizer)
     assert not found(config(run_id="other", fingerprint=fingerprint), job.optimizer)
@@ -408,8 +410,8 @@ def test_inner_state_that_was_prepared_changes_nothing_until_it_is_installed():
     job, other = work("plain", 1), work("plain", 2)
     for number in range(3):
         job.step(number)
-    taken_state = optimizer_state.take(job.optimizer, job.model)
-    prepared = optimizer_state.prepare(taken_state.about, taken_state.tensors, other.optimizer, other.model)
+    taken_state = optimizer_state.copy_state(job.optimizer, job.model)
+    prepared = optimizer_state.prepare(taken_state.metadata, taken_state.tensors, other.optimizer, other.model)
     assert not other.optimizer.state
     prepared.install()
     assert {float(s["step"]) for s in other.optimizer.state.values()} == {3.0}
@@ -441,6 +443,6 @@ def test_an_extra_state_that_fails_costs_the_part_and_nothing_else(tmp_path):
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"format": 2}', "not JSON"])
 def test_a_file_that_is_no_part_is_refused(tmp_path, text):
     path = tmp_path / "000000001.safetensors"
-    write_file(path, tensor_file(text, {"a": torch.zeros(2)}))
+    write_file(path, encode_tensor_file(text, {"a": torch.zeros(2)}))
     with pytest.raises(ValueError, match=r"not the part of a learner|Expecting value"):
         read_part(path)

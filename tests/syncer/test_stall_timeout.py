@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from atoll.syncer.fragment_endpoints import StandStill
+from atoll.syncer.fragment_endpoints import StallTimeout
 
 LIMIT_S = 0.02
 
@@ -22,7 +22,7 @@ def test_a_transfer_that_stands_still_is_given_up():
         loop = asyncio.get_running_loop()
         began = loop.time()
         with pytest.raises(TimeoutError):
-            async with StandStill(LIMIT_S):
+            async with StallTimeout(LIMIT_S):
                 await loop.create_future()
         return loop.time() - began
 
@@ -33,9 +33,9 @@ def test_one_that_moves_goes_on_for_as_long_as_it_takes():
     async def transfer():
         loop = asyncio.get_running_loop()
         end = loop.time() + 5 * LIMIT_S
-        async with StandStill(LIMIT_S) as still:
+        async with StallTimeout(LIMIT_S) as still:
             while loop.time() < end:
-                still.moved += 1
+                still.progress += 1
                 await until(loop.time())
 
     asyncio.run(transfer())
@@ -43,8 +43,8 @@ def test_one_that_moves_goes_on_for_as_long_as_it_takes():
 
 def test_one_that_stops_after_it_has_moved_is_given_up_too():
     async def transfer():
-        async with StandStill(LIMIT_S) as still:
-            still.moved += 1
+        async with StallTimeout(LIMIT_S) as still:
+            still.progress += 1
             await asyncio.get_running_loop().create_future()
 
     with pytest.raises(TimeoutError):
@@ -54,19 +54,19 @@ def test_one_that_stops_after_it_has_moved_is_given_up_too():
 def test_a_pause_is_nobodys_silence():
     async def transfer():
         loop = asyncio.get_running_loop()
-        async with StandStill(LIMIT_S) as still:
+        async with StallTimeout(LIMIT_S) as still:
             still.pause()
             await until(loop.time() + 3 * LIMIT_S)
-            still.go_on()
+            still.resume()
 
     asyncio.run(transfer())
 
 
 def test_after_a_pause_it_may_be_silent_no_longer_than_before():
     async def transfer():
-        async with StandStill(LIMIT_S) as still:
+        async with StallTimeout(LIMIT_S) as still:
             still.pause()
-            still.go_on()
+            still.resume()
             await asyncio.get_running_loop().create_future()
 
     with pytest.raises(TimeoutError):
@@ -75,11 +75,11 @@ def test_after_a_pause_it_may_be_silent_no_longer_than_before():
 
 def test_other_errors_and_cancellations_pass_through():
     async def fails():
-        async with StandStill(LIMIT_S):
+        async with StallTimeout(LIMIT_S):
             raise KeyError("mine")
 
     async def is_cancelled(begun):
-        async with StandStill(60.0):
+        async with StallTimeout(60.0):
             begun.set()
             await asyncio.get_running_loop().create_future()
 

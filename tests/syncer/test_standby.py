@@ -17,14 +17,21 @@ import pytest
 from atoll.core.types import Limits
 from atoll.files import write_file
 from atoll.store import fencing
-from atoll.store.fencing import Heartbeat, TakeoverDecision, Watcher, read_heartbeat, this_machine, write_heartbeat
-from atoll.store.version_store import Fenced, InUse, Store
-from atoll.transport.endpoint import addresses, read_address_file
+from atoll.store.fencing import (
+    Heartbeat,
+    HeartbeatWatcher,
+    TakeoverDecision,
+    machine_id,
+    read_heartbeat,
+    write_heartbeat,
+)
+from atoll.store.version_store import FencedError, Store, StoreInUseError
+from atoll.transport.endpoint import parse_addresses, read_address_file
 from tests.learner.runs import Run, config, endless, versions_by_epoch
-from tests.store.store_samples import NoClaims, founded, members, tensors, version
+from tests.store.store_samples import NoClaimsStore, create_store, make_members, make_tensors, make_version
 from tests.store.test_store_faults import kills
 
-BRISK = Limits(first_wait_s=1.0, least_wait_s=0.25, backoff_first_s=0.05, backoff_most_s=0.5)
+BRISK = Limits(initial_wait_s=1.0, min_wait_s=0.25, initial_backoff_s=0.05, max_backoff_s=0.5)
 AFTER_S = 2.5
 
 
@@ -53,7 +60,7 @@ def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes
         first = run.syncer
         first.send(signal.SIGSTOP)
         turn = run.took_over(standby)
-        assert turn.by_force
+        assert turn.is_forced
         assert f"has shown no sign of life for {AFTER_S:g} s" in turn.reason
         assert run.address == f"127.0.0.1:{port}"
         status = run.until(lambda status: status if status["alive"] == 2 else None, "the learners have come over")
@@ -64,7 +71,7 @@ def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes
         first.expected_to_end = True
         first.send(signal.SIGCONT)
         kind, sentence = first.hear("failed")
-        assert kind == "Superseded"
+        assert kind == "SupersededError"
         assert sentence.endswith("belongs to a syncer of epoch 2; this one, epoch 1, has to stop")
         assert first.ended() == 0
         assert read_heartbeat(tmp_path / "store") is not None, "it has removed the sign of its successor"
@@ -175,34 +182,34 @@ class Clock:
 
 def test_a_standby_counts_by_its_own_clock_and_from_the_last_change(tmp_path):
     clock = Clock()
-    with founded(tmp_path) as store:
-        watcher = Watcher(tmp_path, 10.0, clock)
+    with create_store(tmp_path) as store:
+        watcher = HeartbeatWatcher(tmp_path, 10.0, clock)
         for _ in range(5):
             clock.now += 9.0
-            store.beat()
+            store.send_heartbeat()
             assert watcher.poll() is None
         clock.now += 9.9
         assert watcher.poll() is None
         clock.now += 0.2
         turn = watcher.poll()
         assert turn is not None
-        assert turn.by_force
+        assert turn.is_forced
 
 
 def test_who_is_gone_on_this_machine_is_known_at_once_and_on_another_not(tmp_path, monkeypatch):
     clock = Clock()
-    founded(tmp_path).close()
+    create_store(tmp_path).close()
     assert read_heartbeat(tmp_path) is None, "an orderly end leaves no sign"
-    assert Watcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
+    assert HeartbeatWatcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
     write_heartbeat(tmp_path, 1, 1)  # as one that was killed leaves it
-    assert Watcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
-    monkeypatch.setattr(fencing, "this_machine", lambda: "other/boot")
-    watcher = Watcher(tmp_path, 10.0, clock)
+    assert HeartbeatWatcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
+    monkeypatch.setattr(fencing, "machine_id", lambda: "other/boot")
+    watcher = HeartbeatWatcher(tmp_path, 10.0, clock)
     assert watcher.poll() is None
     clock.now += 10.0
     turn = watcher.poll()
     assert turn is not None
-    assert turn.by_force
+    assert turn.is_forced
 
 
 @pytest.mark.parametrize("text", ["", "x", "a b c d", "host/boot 1 2", "host/boot 1 2 3 4", "\x00" * 200])
@@ -213,7 +220,7 @@ def test_a_sign_that_is_no_sign(tmp_path, text):
 
 def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monkeypatch):
     """As on a network file system without locks between machines."""
-    founded(tmp_path, 1).close()
+    create_store(tmp_path, 1).close()
     monkeypatch.setattr(fencing, "HEARTBEAT_INTERVAL_S", 0.1)
     over = threading.Event()
 
@@ -228,15 +235,15 @@ def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monk
     try:
         while read_heartbeat(tmp_path) is None:
             pass
-        with pytest.raises(InUse, match=r"in use by the process 77 on elsewhere: .* --standby"):
+        with pytest.raises(StoreInUseError, match=r"in use by the process 77 on elsewhere: .* --standby"):
             Store.open(tmp_path)
     finally:
         over.set()
         living.join()
-    monkeypatch.setattr(fencing, "ELSEWHERE_S", 0.3)
+    monkeypatch.setattr(fencing, "REMOTE_HEARTBEAT_WAIT_S", 0.3)
     with Store.open(tmp_path) as store:  # it is gone, and its sign stands still
         sign = read_heartbeat(tmp_path)
-        assert sign == Heartbeat(this_machine(), os.getpid(), store.epoch, 1)
+        assert sign == Heartbeat(machine_id(), os.getpid(), store.epoch, 1)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -254,10 +261,10 @@ def test_of_many_who_take_over_at_once_at_most_one_is_left():
     assert sum(0 in row["codes"] for row in rows) > 0
 
 
-@pytest.mark.parametrize(("kind", "left"), [(Store, 1), (NoClaims, 2)])
+@pytest.mark.parametrize(("kind", "left"), [(Store, 1), (NoClaimsStore, 2)])
 def test_two_who_have_read_the_same_epoch_do_not_share_the_next(tmp_path, kind, left):
-    """The second starts and ends its start between what the first reads and what it takes. NoClaims is wrong."""
-    founded(tmp_path, 1).close()
+    """The second starts and ends its start between what the first reads and what it takes. NoClaimsStore is wrong."""
+    create_store(tmp_path, 1).close()
     stores: list[Store] = []
 
     class Slow(kind):  # type: ignore[misc, valid-type]
@@ -272,7 +279,7 @@ def test_two_who_have_read_the_same_epoch_do_not_share_the_next(tmp_path, kind, 
         try:
             store.check_epoch()
             may_write.append(store.epoch)
-        except Fenced:
+        except FencedError:
             continue
     assert len(may_write) == left
     for store in stores:
@@ -283,28 +290,28 @@ def test_two_who_have_read_the_same_epoch_do_not_share_the_next(tmp_path, kind, 
 def test_a_write_that_had_its_last_look_before_the_take_over_finds_its_file_gone(tmp_path, kind):
     """1. The old syncer looks at the epoch for the last time and stands still. 2. Another takes over and reads. 3. The
     old one comes back and gives its file the name."""
-    old = founded(tmp_path, 1)
+    old = create_store(tmp_path, 1)
     successors: list[Store] = []
     name = tmp_path / ("fragments/000/000000002.safetensors" if kind == "version" else "members.json")
     before = name.read_bytes() if name.exists() else None
-    record = version(0, 2) if kind == "version" else members(2)
+    record = make_version(0, 2) if kind == "version" else make_members(2)
     look, looks = old.check_epoch, []
 
     def and_then_stand_still() -> None:
         look()
         looks.append(1)
         if [*tmp_path.rglob(".*.unfinished")] and not successors:
-            successors.append(Store.open(tmp_path, take_over=True))
+            successors.append(Store.open(tmp_path, is_takeover=True))
 
     old.check_epoch = and_then_stand_still  # type: ignore[method-assign]
-    with pytest.raises(Fenced):
-        old.write(record, tensors(2) if kind == "version" else None)
+    with pytest.raises(FencedError):
+        old.write(record, make_tensors(2) if kind == "version" else None)
     assert len(successors) == 1, "nobody took over in the middle of the write"
     assert (name.read_bytes() if name.exists() else None) == before
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         look()
-    successors[0].write(version(0, 2, 2), tensors(5))
-    assert successors[0].newest(0)[0] == 2
+    successors[0].write(make_version(0, 2, 2), make_tensors(5))
+    assert successors[0].read_newest(0)[0] == 2
     successors[0].close()
     old.close()
 
@@ -316,31 +323,31 @@ def test_two_processes_never_share_an_unfinished_file(tmp_path):
     def look() -> None:
         names.extend(path.name for path in tmp_path.glob(".*"))
 
-    write_file(tmp_path / "x", [b"ours"], before_naming=look)
+    write_file(tmp_path / "x", [b"ours"], before_rename=look)
     child = os.fork()
     if child == 0:
-        write_file(tmp_path / "x", [b"theirs"], before_naming=look)
+        write_file(tmp_path / "x", [b"theirs"], before_rename=look)
         os.write(2, b"")
         os._exit(0 if len(set(names)) == 2 else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_several_addresses():
-    assert addresses("head:7400") == "head:7400"
-    assert addresses(" a:1 , b:2,a:1") == "a:1,b:2"
+    assert parse_addresses("head:7400") == "head:7400"
+    assert parse_addresses(" a:1 , b:2,a:1") == "a:1,b:2"
     for wrong in ("", ",", "a:1,b", "a:1,:2", "a:1,b:99999"):
         with pytest.raises(ValueError, match=r"give host:port"):
-            addresses(wrong)
+            parse_addresses(wrong)
 
 
 def test_the_lock_of_a_frozen_process_is_replaced_and_not_shared(tmp_path):
-    with founded(tmp_path, 1) as frozen:
-        with pytest.raises(InUse):
+    with create_store(tmp_path, 1) as frozen:
+        with pytest.raises(StoreInUseError):
             Store.open(tmp_path)
-        with Store.open(tmp_path, take_over=True) as taken:
-            with pytest.raises(InUse, match=f"process {os.getpid()}"):
+        with Store.open(tmp_path, is_takeover=True) as taken:
+            with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
                 Store.open(tmp_path)
             assert taken.epoch == frozen.epoch + 1
-            with pytest.raises(Fenced):
-                frozen.beat()
+            with pytest.raises(FencedError):
+                frozen.send_heartbeat()
             assert Path(tmp_path / "alive").exists()

@@ -9,7 +9,7 @@ from atoll.core.types import Limits
 from atoll.tensors.settings import Numerics
 from tests.learner.runs import Run, endless
 
-PATIENT = Limits(first_wait_s=5.0, least_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
+PATIENT = Limits(initial_wait_s=5.0, min_wait_s=2.0, initial_backoff_s=0.05, max_backoff_s=0.5)
 ROUNDS = 3 * 6  # of three fragments
 FAR = 1_000_000
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from atoll.chaos.judge import Ending, judge
 from atoll.chaos.plan import Plan
+from atoll.chaos.verdict import RunOutcome, evaluate_run
 from atoll.cli.main import main
 from atoll.core.protocol import StepTaken
-from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.view import picture_at
+from atoll.dashboard.run_history import RunHistory
+from atoll.dashboard.view import view_at
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.report import Judged, decoupled_report
+from atoll.reference.report import ModelEvaluation, decoupled_report
 from atoll.tape.timeline import read_timeline
 from tests.tiny_run import STEP_S, TinyRun
 
@@ -26,35 +26,35 @@ JOINED_AT, LEFT_AT, END = 200.0, 260.0, 400.0
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """Learner 1 is stopped, learner 2 killed, learner 4 joins and is drained, then the run ends."""
-    tiny = TinyRun().until(40.5)
-    tiny.stop(1, STOPPED_S)
-    tiny.until(100.0)
+    tiny = TinyRun().run_until(40.5)
+    tiny.suspend(1, STOPPED_S)
+    tiny.run_until(100.0)
     tiny.kill(2)
-    tiny.until(100.0 + AWAY_S)
+    tiny.run_until(100.0 + AWAY_S)
     tiny.start(2)
-    tiny.until(JOINED_AT)
+    tiny.run_until(JOINED_AT)
     tiny.start(4)
-    tiny.until(LEFT_AT)
-    tiny.ask("drain", 4, "mira@head")
-    tiny.until(END)
+    tiny.run_until(LEFT_AT)
+    tiny.request_control("drain", 4, "mira@head")
+    tiny.run_until(END)
     tiny.finish()
-    saved = tiny.until(END + 60.0).save(tmp_path_factory.mktemp("run") / "run")
+    saved = tiny.run_until(END + 60.0).save(tmp_path_factory.mktemp("run") / "run")
     (saved / "config.json").write_text(json.dumps({"learners": 3}), encoding="utf-8")
     return saved
 
 
 @pytest.fixture(scope="module")
 def picture(run):
-    found = RunPicture(run)
-    while found.grow():
+    found = RunHistory(run)
+    while found.update():
         pass
     return found
 
 
 def test_all_of_them_tell_the_same_goodput_and_uptime(run, picture, capsys):
-    report = decoupled_report(run, JobSettings(learners=3), Judged(2.0, 1, 5.0, "", 1), 0.0)
-    verdict = judge(run, Plan("tiny", "A test.", 7, 60.0, 3, (), 0), {}, Ending("relays"), 0.0)
-    shown = picture_at(picture)
+    report = decoupled_report(run, JobSettings(learners=3), ModelEvaluation(2.0, 1, 5.0, "", 1), 0.0)
+    verdict = evaluate_run(run, Plan("tiny", "A test.", 7, 60.0, 3, (), 0), {}, RunOutcome("relays"), 0.0)
+    shown = view_at(picture)
     assert main(["watch", str(run), "--json"]) == 0
     watched = json.loads(capsys.readouterr().out)
     for name in ("goodput", "uptime"):
@@ -68,19 +68,19 @@ def test_all_of_them_tell_the_same_goodput_and_uptime(run, picture, capsys):
 
 
 def test_a_learner_that_joined_late_is_asked_for_the_time_from_then_on(picture):
-    late = picture.shares(4, END)
+    late = picture.reported_time_shares(4, END)
     assert late is not None
     assert late.allocated_s == pytest.approx(LEFT_AT - JOINED_AT, abs=3.0)
     assert late.goodput > 0.9
 
 
 def test_what_a_stopped_process_did_not_do_is_no_step(picture):
-    shares = picture.shares(1, END)
+    shares = picture.reported_time_shares(1, END)
     assert shares.stopped_s == pytest.approx(STOPPED_S, abs=STEP_S)  # less what was left of the step under way
     lost_s = STOPPED_S + AWAY_S
-    known = sum(picture.shares(n, END).allocated_s for n in (1, 2, 3, 4))
+    known = sum(picture.reported_time_shares(n, END).allocated_s for n in (1, 2, 3, 4))
     assert picture.goodput(END) == pytest.approx(1.0 - lost_s / known, abs=0.01)
-    split = picture_at(picture, END)["islands"][0]["split"]
+    split = view_at(picture, END)["islands"][0]["time_split"]
     assert split["paused"] == shares.stopped_s
     assert sum(split.values()) == pytest.approx(shares.allocated_s)
     assert picture.goodput(60.0) < 0.9, "also in the middle of it"
@@ -89,7 +89,7 @@ def test_what_a_stopped_process_did_not_do_is_no_step(picture):
 def test_an_island_that_never_came_is_lost_time_if_somebody_asked_for_it(run):
     books = read_timeline(run)
     with_three = books.goodput()
-    books.asked_for = 8  # 1 to 4 came
+    books.expected_learners = 8  # 1 to 4 came
     with_eight = books.goodput()
     assert with_three is not None
     assert with_eight is not None
@@ -99,7 +99,7 @@ def test_an_island_that_never_came_is_lost_time_if_somebody_asked_for_it(run):
 def test_steps_that_become_slow_for_good_are_steps(tmp_path):
     """Three times as long as before is unusual for some steps, and then the usual."""
     books = read_timeline(run_with_steps(tmp_path, [0.5] * 200 + [3.0] * 200))
-    shares = books.split(1)
+    shares = books.time_shares(1)
     assert shares is not None
     assert 0.0 < shares.stopped_s <= 32 * 2.5
     assert shares.in_steps_s + shares.stopped_s == pytest.approx(700.0, abs=1.0)
@@ -107,7 +107,7 @@ def test_steps_that_become_slow_for_good_are_steps(tmp_path):
 
 def run_with_steps(where: Path, times_s: list[float]) -> Path:
     """One learner whose steps take so long, in the entries of a real one."""
-    tiny = TinyRun(learners=1, quorum=1).until(len(times_s) * STEP_S + 1.0)
+    tiny = TinyRun(learners=1, quorum=1).run_until(len(times_s) * STEP_S + 1.0)
     ends, at = [], 1.0
     for took_s in times_s:
         at += took_s

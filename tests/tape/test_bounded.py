@@ -11,27 +11,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.dashboard.picture import RunPicture, story_until
-from atoll.dashboard.view import picture_at, timeline
-from atoll.tape.bounded_logs import Downsampler, Merge, MergeLog, TimeSeries
+from atoll.dashboard.run_history import RunHistory, read_story
+from atoll.dashboard.view import timeline, view_at
+from atoll.tape.bounded_logs import Downsampler, MergeLog, MergeRow, TimeSeries
 from atoll.tape.learner_processes import LearnerProcess
-from atoll.tape.time_shares import shares_of
+from atoll.tape.time_shares import compute_time_shares
 from tests.tiny_run import TinyRun
 
 KEEP = 64
 
 
-def merge_at(at: float) -> Merge:
+def merge_at(at: float) -> MergeRow:
     who = ((1, 1), (2, 1)) if int(at) % 3 else ((1, 1),)
     weights = (0.75, 0.25) if len(who) == 2 else (1.0,)
-    return Merge(at, 1, int(at) % 7, int(at), 3, 3, len(who), who, weights, 10.0, 0.2, 0.5 if int(at) % 2 else None)
+    return MergeRow(at, 1, int(at) % 7, int(at), 3, 3, len(who), who, weights, 10.0, 0.2, 0.5 if int(at) % 2 else None)
 
 
 def life_of(steps: int) -> LearnerProcess:
     process = LearnerProcess(1, 0.0, 0.0, 0.0, KEEP)
     for number in range(1, steps + 1):
         process.add_step(1.0 * number, 0.9, 1, 100)
-    process.last = float(steps)
+    process.last_entry_at = float(steps)
     return process
 
 
@@ -56,10 +56,10 @@ def test_a_hundred_times_as_many_steps_are_hardly_more_rows_and_the_same_sums():
     assert len(long.log) < 3 * len(short.log) < 20 * KEEP
     for process, count in ((short, 2_000), (long, 200_000)):
         assert (process.steps, process.tokens) == (count, 100 * count)
-        shares = shares_of(1, [process], (0.0, float(count)))
+        shares = compute_time_shares(1, [process], (0.0, float(count)))
         assert shares.in_steps_s == pytest.approx(0.9 * count)
         assert shares.stepping_s + shares.between_s == pytest.approx(count)
-    assert len(long.spells) == 1
+    assert len(long.stepping_spans) == 1
 
 
 def test_a_moment_of_the_old_part_is_coarser_and_not_wrong():
@@ -68,7 +68,7 @@ def test_a_moment_of_the_old_part_is_coarser_and_not_wrong():
         coarse = max(2.0, 4 * (200_000 - at) / KEEP)
         assert process.log.steps_until(at) == pytest.approx(at, abs=coarse)
         assert process.log.tokens_until(at) == pytest.approx(100 * at, abs=100 * coarse)
-        shares = shares_of(1, [process], (0.0, at))
+        shares = compute_time_shares(1, [process], (0.0, at))
         assert shares.stepping_s + shares.between_s + shares.away_s == pytest.approx(at)
         assert shares.in_steps_s == pytest.approx(0.9 * at, abs=coarse)
     known = [process.log.tokens_until(at) for at in range(0, 200_000, 500)]
@@ -83,24 +83,24 @@ def test_merges_are_joined_by_their_means_and_counted_exactly():
     assert len(log.rows) < 12 * KEEP < len(whole.rows)
     assert log.total == whole.total == 20_000
     assert log.contributions == whole.contributions
-    assert sum(row.merged * row.stands_for for row in log.rows) == pytest.approx(log.contributions)
+    assert sum(row.merged * row.merge_count for row in log.rows) == pytest.approx(log.contributions)
     assert all(sum(row.weights) == pytest.approx(1.0) for row in log.rows)
     assert all(before.at < after.at for before, after in pairwise(log.rows))
     assert log.newest(20_000.0, 5) == whole.newest(20_000.0, 5), "the newest are exact"
     old = log.newest(3_000.0, 21)
-    assert sum(each.stands_for for each in old) >= 21
+    assert sum(each.merge_count for each in old) >= 21
     assert log.until(3_000.0) == pytest.approx(3_000, abs=600)
 
 
 def test_curves_are_joined_and_keep_their_means_gaps_and_ends():
-    loss, sums = TimeSeries(keep=KEEP), TimeSeries(grows=True, keep=KEEP)
+    loss, sums = TimeSeries(keep=KEEP), TimeSeries(is_cumulative=True, keep=KEEP)
     for number in range(50_000):
         loss.add(float(number), math.nan if 1000 <= number < 9000 else 2.0)
         sums.add(float(number), float(number))
     assert len(loss.at) == len(sums.at) < 12 * KEEP
     assert {value for value in loss.value if value == value} == {2.0}
-    assert loss.before(5_000.0) is None
-    assert sums.before(49_999.0) == 49_999.0
+    assert loss.value_at(5_000.0) is None
+    assert sums.value_at(49_999.0) == 49_999.0
     assert sums.rate(10_000.0, 40_000.0) == pytest.approx(1.0)
 
 
@@ -108,27 +108,29 @@ def test_curves_are_joined_and_keep_their_means_gaps_and_ends():
 # Pictures
 
 
-def kept(picture: RunPicture) -> int:
+def kept(picture: RunHistory) -> int:
     processes = [
-        process for processes in (*picture.processes.values(), *picture.seen.values()) for process in processes
+        process
+        for processes in (*picture.processes.values(), *picture.untaped_processes.values())
+        for process in processes
     ]
     return (
-        sum(len(process.log) + len(process.spells) + len(process.alone) for process in processes)
+        sum(len(process.log) + len(process.stepping_spans) + len(process.disconnected) for process in processes)
         + sum(len(tenure.merges.rows) + len(tenure.log_lines) for tenure in picture.tenures)
         + sum(len(track.at) for track in picture.metrics.series.values())
-        + sum(map(len, picture.places.values()))
+        + sum(map(len, picture.seek_points.values()))
     )
 
 
 def pictured(run, keep):
-    found = RunPicture(run, keep=keep)
-    while found.grow():
+    found = RunHistory(run, keep=keep)
+    while found.update():
         pass
     return found
 
 
 def saved(where, until):
-    run = TinyRun().until(until).save(where)
+    run = TinyRun().run_until(until).save(where)
     (run / "store").mkdir()
     (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 0.0}}))
     (run / "metrics").mkdir()
@@ -147,49 +149,49 @@ def test_what_a_picture_keeps_is_bounded_and_its_totals_are_exact(tmp_path):
     thin, whole = pictured(run, 16), pictured(run, None)
     assert kept(thin) < 3 * kept(short)
     assert kept(whole) > 8 * kept(thin)
-    one, other = picture_at(thin), picture_at(whole)
+    one, other = view_at(thin), view_at(whole)
     for name in ("tokens", "goodput", "uptime", "merges", "loss", "alive"):
         assert one["headline"][name] == pytest.approx(other["headline"][name])
     for mine, theirs in zip(one["islands"], other["islands"], strict=True):
-        assert mine["split"] == pytest.approx(theirs["split"])
+        assert mine["time_split"] == pytest.approx(theirs["time_split"])
         assert (mine["step"], mine["tokens"]) == (theirs["step"], theirs["tokens"])
-    then, truth = picture_at(thin, 300.0), picture_at(whole, 300.0)
+    then, truth = view_at(thin, 300.0), view_at(whole, 300.0)
     assert then["headline"]["tokens"] == pytest.approx(truth["headline"]["tokens"], rel=0.2)
     assert then["headline"]["goodput"] == pytest.approx(truth["headline"]["goodput"], abs=0.05)
     assert {each["state"] for each in then["islands"]} == {"training"}
     assert sum(each["weight"] for each in then["islands"]) == pytest.approx(1.0)
     told = timeline(thin, None, None, 2000)["rounds"]
     assert sum(each["count"] for each in told) == one["headline"]["merges"]
-    assert story_until(thin, ("learner", 1), 300.0, 5).lines == story_until(whole, ("learner", 1), 300.0, 5).lines
+    assert read_story(thin, ("learner", 1), 300.0, 5).lines == read_story(whole, ("learner", 1), 300.0, 5).lines
 
 
 def test_a_past_epoch_gives_its_core_up(tmp_path):
-    run = TinyRun().until(20.0)
+    run = TinyRun().run_until(20.0)
     for at in (30.0, 40.0, 50.0):
         run.kill(0)
-        run.until(at - 5.0)
+        run.run_until(at - 5.0)
         run.start(0)
-        run.until(at)
+        run.run_until(at)
     picture = pictured(run.save(tmp_path), 16)
     assert [tenure.is_over for tenure in picture.tenures] == [True, True, True, False]
-    assert picture_at(picture, 35.0)["ledger"]["balanced"]
-    assert picture_at(picture)["syncer"]["epoch"] == 4
+    assert view_at(picture, 35.0)["ledger"]["balanced"]
+    assert view_at(picture)["syncer"]["epoch"] == 4
 
 
 @pytest.mark.long
 def test_metrics_of_a_month_are_read_in_slices(tmp_path):
     run = saved(tmp_path, 1000.0)
-    picture = RunPicture(run)
+    picture = RunHistory(run)
     looks = 0
-    while picture.grow(0.0):  # as little at a time as it can
-        assert picture.metrics.read <= 64 * (looks + 1)
+    while picture.update(0.0):  # as little at a time as it can
+        assert picture.metrics.lines_read <= 64 * (looks + 1)
         looks += 1
     assert looks >= 999 // 64
-    assert picture.metrics.read == 999
+    assert picture.metrics.lines_read == 999
     assert picture.metrics.value("loss", 1, 998.0) == 3.0
 
 
 def test_a_long_look_is_not_cut(tmp_path):
-    picture = RunPicture(saved(tmp_path, 300.0))
-    assert picture.metrics.look(time.monotonic() + 60.0) is False
-    assert picture.metrics.read == 299
+    picture = RunHistory(saved(tmp_path, 300.0))
+    assert picture.metrics.read_new(time.monotonic() + 60.0) is False
+    assert picture.metrics.lines_read == 299

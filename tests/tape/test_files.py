@@ -10,7 +10,7 @@ import pytest
 
 from atoll.core.protocol import StepTaken
 from atoll.core.types import RunConfig
-from atoll.tape.files import MOST_LINE_BYTES, RunTapes, TapeReader, TapeTail, TapeWriter, new_header, tape_path
+from atoll.tape.files import MAX_LINE_BYTES, RunTapes, TapeReader, TapeTail, TapeWriter, new_header, tape_path
 from atoll.tape.format import FORMAT_VERSION, Actor, Entry, TapeError, encode_entry, encode_header
 from tests.tiny_run import TinyRun, eventful_run
 
@@ -43,7 +43,7 @@ def test_what_was_written_is_read(path):
     assert reader.header == HEADER
     assert list(reader) == ENTRIES
     assert list(reader) == ENTRIES  # each iteration starts from the beginning
-    assert not reader.truncated
+    assert not reader.is_truncated
 
 
 def test_a_tape_is_never_overwritten(path):
@@ -133,7 +133,7 @@ def test_half_a_last_line_is_tolerated_at_every_byte(path):
         path.write_bytes(whole[:end])
         reader = TapeReader(path)
         assert list(reader) == ENTRIES[:-1], f"{end - before} bytes of the last line"
-        assert reader.truncated is (end > before)
+        assert reader.is_truncated is (end > before)
 
 
 def test_a_flipped_bit_is_found_at_every_byte_of_a_line(path):
@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_found_at_every_byte_of_a_line(path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(TapeError) as caught:
             list(TapeReader(path))
-        assert caught.value.place == f"{path}:3", f"byte {place - start}"
+        assert caught.value.location == f"{path}:3", f"byte {place - start}"
 
 
 def second_header_at(place: int) -> list[bytes]:
@@ -191,7 +191,7 @@ def test_damage_is_reported_with_its_place(path, name):
     path.write_bytes(b"".join(lines))
     with pytest.raises(TapeError) as caught:
         list(TapeReader(path))
-    assert caught.value.place == f"{path}:{number}"
+    assert caught.value.location == f"{path}:{number}"
     assert str(caught.value).startswith(f"{path}:{number}: {complaint}")
 
 
@@ -206,9 +206,9 @@ def test_entries_before_the_damage_are_read(path):
 def test_a_line_without_end_is_not_read_into_memory(path):
     with open(path, "wb") as file:
         file.write(LINES[0])
-        file.truncate(MOST_LINE_BYTES + 10**6)
+        file.truncate(MAX_LINE_BYTES + 10**6)
     with pytest.raises(TapeError, match=r":2: a line of more than \d+ bytes: this is no tape"):
-        list(TapeReader(path, piece_bytes=2**20))
+        list(TapeReader(path, chunk_bytes=2**20))
 
 
 def test_a_time_that_goes_back_is_no_damage(path):
@@ -221,7 +221,7 @@ def test_a_time_that_goes_back_is_no_damage(path):
 @pytest.mark.parametrize("piece_bytes", [1, 7, 64, 10**6])
 def test_the_size_of_pieces_does_not_matter(path, piece_bytes):
     path.write_bytes(b"".join(LINES))
-    assert list(TapeReader(path, piece_bytes=piece_bytes)) == ENTRIES
+    assert list(TapeReader(path, chunk_bytes=piece_bytes)) == ENTRIES
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_tape_is_readable_while_it_is_written(path):
     for written in range(1, len(whole) + 1):
         with open(path, "ab") as file:
             file.write(whole[written - 1 : written])
-        for entry in tail.new_entries():
+        for entry in tail.read_new_entries():
             seen.append(entry)
             # An entry comes out when the end of its line is there, and not later.
             assert written == sum(map(len, LINES[: entry.tick + 1]))
@@ -246,10 +246,10 @@ def test_a_tape_is_readable_while_it_is_written(path):
 def test_a_file_that_becomes_shorter_is_reported(path):
     path.write_bytes(b"".join(LINES))
     tail = TapeTail(TapeReader(path))
-    assert list(tail.new_entries()) == ENTRIES
+    assert list(tail.read_new_entries()) == ENTRIES
     path.write_bytes(b"")
     with pytest.raises(TapeError, match="the file became shorter while it was read: 0 bytes after"):
-        list(tail.new_entries())
+        list(tail.read_new_entries())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -264,21 +264,21 @@ def test_the_tapes_of_a_run_are_found_and_come_in_a_causal_order(tmp_path):
     assert tapes.config == run.config
     assert tapes.learners() == [1, 2, 3]
     assert tapes.readers[Actor(0, 2)].header == run.headers[Actor(0, 2)]
-    order = list(tapes.merged())
+    order = list(tapes.merged_entries())
     assert sorted(order, key=lambda e: (e.actor, e.tick)) == sorted(run.entries, key=lambda e: (e.actor, e.tick))
     assert tapes.bytes_read() == tapes.size_bytes()
 
 
 def test_a_process_that_died_at_once_does_not_spoil_the_run(tmp_path):
-    TinyRun().until(3.0).save(tmp_path)
+    TinyRun().run_until(3.0).save(tmp_path)
     tape_path(tmp_path, Actor(3, 2)).write_bytes(b"")
     tape_path(tmp_path, Actor(3, 3)).write_bytes(LINES[0][:99])
     with open(tape_path(tmp_path, Actor(1, 1)), "ab") as file:
         file.write(b'["0123')
     tapes = RunTapes(tmp_path)
-    assert [path.name for path in tapes.unstarted] == ["learner-3-i2.tape", "learner-3-i3.tape"]
-    assert len(list(tapes.merged())) > 0
-    assert [path.name for path in tapes.truncated()] == ["learner-1-i1.tape"]
+    assert [path.name for path in tapes.headerless] == ["learner-3-i2.tape", "learner-3-i3.tape"]
+    assert len(list(tapes.merged_entries())) > 0
+    assert [path.name for path in tapes.truncated_files()] == ["learner-1-i1.tape"]
 
 
 def test_more_tapes_than_a_process_may_have_open_files(tmp_path):
@@ -292,7 +292,7 @@ def test_more_tapes_than_a_process_may_have_open_files(tmp_path):
             writer.write(ENTRIES[0]._replace(actor=actor))
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
     try:
-        assert sum(1 for _ in RunTapes(tmp_path).merged()) == 199
+        assert sum(1 for _ in RunTapes(tmp_path).merged_entries()) == 199
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -317,20 +317,20 @@ def only_unstarted(run: Path) -> Path:
 
 
 def wrong_name(run: Path) -> Path:
-    TinyRun().until(1.0).save(run)
+    TinyRun().run_until(1.0).save(run)
     (run / "tapes/learner-three.tape").touch()
     return run
 
 
 def swapped_names(run: Path) -> Path:
-    TinyRun().until(1.0).save(run)
+    TinyRun().run_until(1.0).save(run)
     (run / "tapes/learner-1-i1.tape").rename(run / "tapes/learner-9-i1.tape")
     return run
 
 
 def two_runs(run: Path) -> Path:
-    TinyRun(learners=1, run_id="red").until(1.0).save(run)
-    blue = TinyRun(learners=2, run_id="blue").until(1.0)
+    TinyRun(learners=1, run_id="red").run_until(1.0).save(run)
+    blue = TinyRun(learners=2, run_id="blue").run_until(1.0)
     header = blue.headers[Actor(2, 1)]
     TapeWriter(tape_path(run, header.actor), header).close()
     return run

@@ -18,13 +18,24 @@ from msgspec import structs
 
 from atoll.core import ledger, protocol, reasons, types
 from atoll.core.codec import Value
-from atoll.core.protocol import Envelope, MessageArrived, Ping, Pong, Published, Pull, Report, Say, Send, StepTaken
+from atoll.core.protocol import (
+    Envelope,
+    LogReason,
+    MessageArrived,
+    Ping,
+    Pong,
+    Published,
+    Pull,
+    Report,
+    Send,
+    StepTaken,
+)
 from atoll.core.reasons import Reason
-from atoll.core.syncer.state import Restored
-from atoll.core.types import Limits, Mark, RoundId, RunConfig
+from atoll.core.syncer.state import RestoredState
+from atoll.core.types import Limits, MergedUpTo, RoundId, RunConfig
 from atoll.tape.format import (
     FORMAT_VERSION,
-    REGISTERED,
+    TAPE_TYPES,
     Actor,
     Entry,
     Header,
@@ -59,9 +70,9 @@ CONFIGS = st.builds(
     grace_margin=st.floats(0, 1, exclude_max=True),
     adopt=st.sampled_from(["carry", "overwrite", "blend"]),
     budget_tokens=st.none() | st.integers(1),
-    owned=st.none() | st.sets(st.integers(0, 7), min_size=1).map(tuple),
+    owned_fragments=st.none() | st.sets(st.integers(0, 7), min_size=1).map(tuple),
     fingerprint=st.lists(st.text(max_size=8), max_size=3).map(tuple),
-    limits=st.builds(Limits, most_wait_s=st.floats(30.0, allow_nan=False)),
+    limits=st.builds(Limits, max_wait_s=st.floats(30.0, allow_nan=False)),
 )
 
 
@@ -70,7 +81,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if hint is RunConfig:
         return CONFIGS
     if hint is Limits:
-        return st.builds(Limits, pull_tries=st.integers(1))
+        return st.builds(Limits, max_pull_attempts=st.integers(1))
     if hint in SCALARS:
         return SCALARS[hint]
     origin, args = get_origin(hint), get_args(hint)
@@ -101,7 +112,7 @@ def exact(value: Any) -> Any:
     return type(value), repr(value)
 
 
-@pytest.mark.parametrize("kind", REGISTERED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", TAPE_TYPES, ids=lambda kind: kind.__name__)
 @settings(max_examples=40)
 @given(data=st.data())
 def test_every_type_comes_back_as_it_was(kind, data):
@@ -135,7 +146,7 @@ def test_every_entry_comes_back_as_it_was(entry):
         st.just(ACTOR),
         CONFIGS,
         st.none() | st.integers(),
-        values_of(Restored | None),
+        values_of(RestoredState | None),
         st.text(),
     )
 )
@@ -155,9 +166,9 @@ def test_every_type_of_the_protocol_is_registered():
         if cls.__module__ == module.__name__ and is_value(cls)
     }
     # figures that a core shows, what a learner takes, and the books of a syncer
-    on_no_tape = {ledger.LeaseSums, ledger.Samples, ledger.Account, ledger.Holder}
-    assert ours - set(REGISTERED) == on_no_tape
-    assert len({cls.__name__ for cls in REGISTERED}) == len(REGISTERED)
+    on_no_tape = {ledger.LeaseTotals, ledger.StepSamples, ledger.TokenAccount, ledger.LeaseHolder}
+    assert ours - set(TAPE_TYPES) == on_no_tape
+    assert len({cls.__name__ for cls in TAPE_TYPES}) == len(TAPE_TYPES)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -167,15 +178,22 @@ def test_every_type_of_the_protocol_is_registered():
 def test_a_value_carries_its_name_and_so_do_those_inside():
     assert encode(Pull(RoundId(7, 3, 1, 2))) == '["Pull",["RoundId",7,3,1,2]]'
     assert (
-        encode(Published(7, 4, None, Mark(1, 3, 40, 4000, 0), 0.25))
-        == '["Published",7,4,null,["Mark",1,3,40,4000,0,0],0.25]'
+        encode(Published(7, 4, None, MergedUpTo(1, 3, 40, 4000, 0), 0.25))
+        == '["Published",7,4,null,["MergedUpTo",1,3,40,4000,0,0],0.25]'
     )
 
 
 def test_the_line_of_an_entry_is_json_with_a_checksum():
-    line = encode_entry(Entry(12.5, ACTOR, 17, StepTaken(1, 100, 0.5), (Say(("learner", 3), Reason("link-up")),)))
+    line = encode_entry(
+        Entry(12.5, ACTOR, 17, StepTaken(1, 100, 0.5), (LogReason(("learner", 3), Reason("connection-up")),))
+    )
     checksum, payload = json.loads(line)
-    assert payload == [12.5, 17, ["StepTaken", 1, 100, 0.5, 0], [["Say", ["learner", 3], ["Reason", "link-up", []]]]]
+    assert payload == [
+        12.5,
+        17,
+        ["StepTaken", 1, 100, 0.5, 0],
+        [["LogReason", ["learner", 3], ["Reason", "connection-up", []]]],
+    ]
     assert checksum == f"{zlib.crc32(json.dumps(payload, separators=(',', ':')).encode()):08x}"
 
 
@@ -184,7 +202,7 @@ def test_the_header_names_the_fields_of_every_type():
     assert fields["actor"] == ["Actor", 3, 1]
     assert fields["config"][1]["every_steps"] == 24
     assert shapes["RoundId"] == ["fragment", "base", "epoch", "attempt"]
-    assert set(shapes) == {cls.__name__ for cls in REGISTERED}
+    assert set(shapes) == {cls.__name__ for cls in TAPE_TYPES}
 
 
 def test_numbers_that_json_cannot_write_are_spelled_out():
@@ -214,27 +232,27 @@ def test_equal_fields_are_not_an_equal_type():
         ('["Pull"]', "Pull: Expected `array` of at least length 2, got 1"),
         ('["Pull",["RoundId",7,3,1,2],5]', "Pull: Expected `array` of at most length 1, got 2"),
         ('["StepTaken",1,2,0.5]', "StepTaken has 4 fields, found 3"),
-        ('["Published",7,4,null,["Mark",1,3,40,4000,0],0.25]', "Mark has 6 fields, found 5"),
-        ('["MergeRound",["RoundId",0,0,1,1],[["Accepted",1,1,1,1,1,1,0,1.0]],["Reason","x",[]],null]', "Accepted has"),
-        ('["Pull",["Mark",1,1,1,1,1]]', "Pull: Invalid value 'Mark' - at `$[1][0]`"),
+        ('["Published",7,4,null,["MergedUpTo",1,3,40,4000,0],0.25]', "MergedUpTo has 6 fields, found 5"),
+        ('["MergeRound",["RoundId",0,0,1,1],[["AcceptedContribution",1,1,1,1,1,1,0,1.0]],["Reason","x",[]],null]', "AcceptedContribution has"),
+        ('["Pull",["MergedUpTo",1,1,1,1,1]]', "Pull: Invalid value 'MergedUpTo' - at `$[1][0]`"),
         ('["Pull",["RoundId",7,3,1,"2"]]', "Pull: Expected `int`, got `str` - at `$[1][4]`"),
         ('["Pull",["RoundId",7,3,1,true]]', "Pull: Expected `int`, got `bool` - at `$[1][4]`"),
         ('["Pull",["RoundId",7,3,1,2.0]]', "Pull: Expected `int`, got `float` - at `$[1][4]`"),
         ('["StepTaken",1,2,true,0]', "StepTaken: Expected `int | float`, got `bool` - at `$[3]`"),
         ('["StepTaken",1,2,{"float":"fast"},0]', "StepTaken: Expected `int | float`, got `object` - at `$[3]`"),
         ('["StepTaken",{"float":"nan"},2,1.0,0]', "StepTaken: Expected `int`, got `float` - at `$[1]`"),
-        ('["Reason","link-up",[[]]]', "Reason: Expected `bool | int | float | str | null`, got `array` - at `$[2][0]`"),
-        ('["Say",["learner"],["Reason","link-up",[]]]', "Say: Expected `array` of length 2, got 1 - at `$[1]`"),
+        ('["Reason","connection-up",[[]]]', "Reason: Expected `bool | int | float | str | null`, got `array` - at `$[2][0]`"),
+        ('["LogReason",["learner"],["Reason","connection-up",[]]]', "LogReason: Expected `array` of length 2, got 1 - at `$[1]`"),
         ('["Send",["Envelope",1,1,1,1,1,1,1,["Dial",0,1]]]', "Send: Invalid value 'Dial' - at `$[1][8][0]`"),
         ('["AdoptFragment",1,1,"seize",true,1,1,1]', "AdoptFragment: Invalid enum value 'seize' - at `$[3]`"),
         ('["Published",1,1,[],null,0.5]', "Published: Expected `int | null`, got `array` - at `$[3]`"),
         (
-            '["Restored",{"versions":[[1]],"members":null,"manifest":null,"leases":null}]',
-            "Restored.versions: Expected `array` of length 2, got 1 - at `$[0]`",
+            '["RestoredState",{"versions":[[1]],"members":null,"manifest":null,"leases":null}]',
+            "RestoredState.versions: Expected `array` of length 2, got 1 - at `$[0]`",
         ),
         ('["Limits",{"speed":1}]', "Limits has no field 'speed'"),
-        ('["Limits",{}]', "Limits lacks its field 'first_wait_s'"),
-        ('["Line",1,1,0,[["a",1],["a",2]]]', "Line.dropped: a key stands twice"),
+        ('["Limits",{}]', "Limits lacks its field 'initial_wait_s'"),
+        ('["LedgerLine",1,1,0,[["a",1],["a",2]]]', "LedgerLine.dropped: a key stands twice"),
         ("{", "bad JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("[" * 100_000, "bad JSON"),
     ],
@@ -250,9 +268,9 @@ def test_what_does_not_fit_is_refused_with_its_place(text, complaint):
     [
         (7, "type 'int' is not registered"),
         (Entry(0.0, ACTOR, 1, StepTaken(1, 1, 1.0), ()), "type 'Entry' is not registered"),
-        (Pull(Mark(1, 1, 1, 1, 1)), "Pull: Invalid value 'Mark'"),  # type: ignore[arg-type]
+        (Pull(MergedUpTo(1, 1, 1, 1, 1)), "Pull: Invalid value 'MergedUpTo'"),  # type: ignore[arg-type]
         (Send(Envelope(1, 1, 1, 1, 1, 1, 0, StepTaken(1, 1, 1.0))), "Send: Invalid value 'StepTaken'"),  # type: ignore[arg-type]
-        (Reason("link-up", ((1, 2),)), "Reason: Expected .*, got `array`"),  # type: ignore[arg-type]
+        (Reason("connection-up", ((1, 2),)), "Reason: Expected .*, got `array`"),  # type: ignore[arg-type]
         (Ping(object()), "Ping: .*objects of type object"),  # type: ignore[arg-type]
     ],
 )
@@ -283,7 +301,8 @@ def header_with(**changes: object) -> bytes:
         (b"hello", "not a line of a tape: b'hello'"),
         (encode_entry(Entry(0.0, ACTOR, 1, StepTaken(1, 1, 1.0), ()))[:-1], "no header"),
         (sealed(["Header", 1]), "another shape than a header"),
-        (header_with(format_version=FORMAT_VERSION + 1, atoll_version="9.0"), "a newer Atoll: format 2 of Atoll 9.0"),
+        (header_with(format_version=FORMAT_VERSION + 1, atoll_version="9.0"), "a newer Atoll: format 3 of Atoll 9.0"),
+        (header_with(format_version=1, atoll_version="0.1.0"), "an older Atoll: format 1 of Atoll 0.1.0"),
         (header_with(format_version=0), "no format version 0"),
         (header_with(format_version="1"), "does not say its format version"),
         (header_with(mood="good"), "Header has no field 'mood'"),

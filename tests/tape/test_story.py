@@ -9,16 +9,18 @@ import pytest
 from atoll.cli.main import main
 from atoll.core.protocol import (
     AdoptFragment,
+    CloseConnection,
     Contribution,
     CopyFragment,
     DialFailed,
     Envelope,
     Halt,
-    Hangup,
     Hello,
-    InnerState,
+    LogReason,
     MessageArrived,
+    OptimizerState,
     Persisted,
+    ProvideState,
     Published,
     Pull,
     RecordInFlight,
@@ -27,18 +29,16 @@ from atoll.core.protocol import (
     RefuseContribution,
     Resync,
     SaveSnapshot,
-    Say,
     Send,
     SnapshotSaved,
     Started,
-    StateWanted,
     Stop,
     TimerFired,
 )
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId, RunConfig
 from atoll.tape.format import Actor, Entry
-from atoll.tape.story import RUN, story
+from atoll.tape.story import RUN, build_story
 from tests.tiny_run import TinyRun, eventful_run
 
 SYNCER, THREE = Actor(0, 1), Actor(3, 1)
@@ -47,7 +47,7 @@ ROUND = RoundId(7, 3, 1, 1)
 
 
 def told(subject, *entries, config=None) -> list[str]:
-    return [line.sentence for line in story(entries, subject, config)]
+    return [line.sentence for line in build_story(entries, subject, config)]
 
 
 def by_syncer(*effects, event=TimerFired(), tick=1) -> Entry:  # noqa: B008 - frozen
@@ -64,7 +64,7 @@ def to(learner: int, body) -> Send:
 
 def test_a_line_has_its_time_its_subject_and_its_sentence():
     opening = by_syncer(*(to(learner, Pull(ROUND)) for learner in (1, 2, 3, 4)))
-    (line,) = story([opening], ("fragment", 7), RunConfig(quorum=2))
+    (line,) = build_story([opening], ("fragment", 7), RunConfig(quorum=2))
     assert str(line) == "12.400 s  fragment 7: opened on version 3: 4 learners asked, quorum 2"
     assert (line.actor, line.tick, line.subject) == (SYNCER, 1, ("fragment", 7))
 
@@ -83,8 +83,8 @@ def test_an_opening_is_told_to_those_who_are_asked_and_an_asking_again_is_none()
 @pytest.mark.parametrize(
     ("entry", "subjects", "sentence"),
     [
-        (by_syncer(Say(F7, Reason("persisting", (4,)))), [F7], "merged; waiting for version 4 to be durable"),
-        (by_syncer(Say(L3, Reason("member-left", ("tired",)))), [L3, RUN], "left: tired"),
+        (by_syncer(LogReason(F7, Reason("persisting", (4,)))), [F7], "merged; waiting for version 4 to be durable"),
+        (by_syncer(LogReason(L3, Reason("member-left", ("tired",)))), [L3, RUN], "left: tired"),
         (by_syncer(to(3, RefuseContribution(ROUND, Reason("contribution-late")))), [F7, L3],
          "contribution of learner 3 refused: round is sealed; the progress stays with the learner"),
         (by_syncer(event=MessageArrived(Envelope(3, 1, 1, 1, 1, 0, 0, Contribution(ROUND, 9, 1, 1, 1, 0)))),
@@ -94,15 +94,15 @@ def test_an_opening_is_told_to_those_who_are_asked_and_an_asking_again_is_none()
         (by_syncer(to(3, Published(7, 4, None, None, 0.0)), to(4, Published(7, 4, None, None, 0.0)),
                    event=Persisted(RecordKey("version", 7, 4))), [F7], "version 4 is durable and sent to 2 learners"),
         (by_syncer(to(3, Published(7, 4, None, None, 0.0))), [F7, L3], "version 4 sent to learner 3"),
-        (by_syncer(Hangup(3, 1, 5, Reason("member-lost", (8.0,))), Say(L3, Reason("member-lost", (8.0,)))),
+        (by_syncer(CloseConnection(3, 1, 5, Reason("member-timed-out", (8.0,))), LogReason(L3, Reason("member-timed-out", (8.0,)))),
          [L3, RUN], "the syncer drops link 5: silent for 8 s: taken for lost"),
         (by_syncer(to(3, Refuse(Reason("refused-finished"), 1, True))), [L3], "refused: the run is finished"),
-        (by_syncer(to(3, StateWanted(4, 1, ()))), [L3, L4], "asked for its inner state, for learner 4"),
+        (by_syncer(to(3, ProvideState(4, 1, ()))), [L3, L4], "asked for its inner state, for learner 4"),
         (by_syncer(RecordInFlight(5, 3, ROUND)), [F7, L3, RUN],
          "the contribution of learner 3 was in flight at snapshot 5 and is kept"),
         (by_syncer(Halt(Reason("finish-done", (3, 4)))), [RUN, L3, F7],
          "syncer epoch 1 halts: finished: 3 of 4 learners acknowledged"),
-        (by_syncer(Say(RUN, Reason("a-code-of-tomorrow", (1, "x")))), [RUN], "a-code-of-tomorrow 1 x"),
+        (by_syncer(LogReason(RUN, Reason("a-code-of-tomorrow", (1, "x")))), [RUN], "a-code-of-tomorrow 1 x"),
         (by_learner(CopyFragment(ROUND, 40)), [L3, F7],
          "copied fragment 7 at step 40 for attempt 1 on version 3; there is no link to send it"),
         (by_learner(to(3, Contribution(ROUND, 40, 24, 2400, 4000, 0))), [L3, F7],
@@ -111,7 +111,7 @@ def test_an_opening_is_told_to_those_who_are_asked_and_an_asking_again_is_none()
          "adopted version 4 of fragment 7 (overwrite): 1 token merged, 0 pending, 20 dropped"),
         (by_learner(to(3, Resync(7, 2))), [L3, F7],
          "got an update of fragment 7 that does not fit its version 2; asks for the value"),
-        (by_learner(to(3, InnerState(3, 4, 1, 9, ()))), [L3, L4], "gives its inner state to learner 4"),
+        (by_learner(to(3, OptimizerState(3, 4, 1, 9, ()))), [L3, L4], "gives its inner state to learner 4"),
         (by_learner(SaveSnapshot(5, 40)), [L3], "saves its part of snapshot 5 at step 40"),
         (by_learner(event=SnapshotSaved(5)), [L3], "its part of snapshot 5 is saved"),
         (by_learner(event=DialFailed("no route")), [L3], "dialing failed: no route"),
@@ -143,7 +143,7 @@ def test_a_killed_process_is_told_by_the_start_of_the_next():
 
 
 def test_the_story_of_a_round_in_a_real_run():
-    run = TinyRun().until(6.0)
+    run = TinyRun().run_until(6.0)
     lines = told(("fragment", 1), *run.entries, config=run.config)
     opened = lines.index("opened on version 0: 3 learners asked, quorum 2")
     assert [line.split("; waiting 0.")[0] for line in lines[opened : opened + 11]] == [
@@ -224,7 +224,7 @@ def test_a_question_that_has_no_answer_is_one_line(saved, capsys, words, complai
 
 
 def test_a_learner_whose_tape_was_lost_has_a_story_on_the_syncers(tmp_path, capsys):
-    TinyRun().until(6.0).save(tmp_path)
+    TinyRun().run_until(6.0).save(tmp_path)
     (tmp_path / "tapes/learner-2-i1.tape").unlink()
     assert main(["story", str(tmp_path), "--learner", "2"]) == 0
     assert "contribution of learner 2 accepted" in capsys.readouterr().out

@@ -8,44 +8,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.tensors.codecs import CHUNK, CODECS, Codec, Feedback, chunks
-from atoll.tensors.outer import Applying, PublishedValue
-from tests.tensors.drawn import normal
+from atoll.tensors.codecs import CHUNK_NUMEL, CODECS, Codec, ErrorFeedback, chunk_ranges
+from atoll.tensors.outer_optimizer import PublishedValue, UpdateApplier
+from tests.tensors.tensor_samples import random_tensor
 
 codecs = pytest.mark.parametrize("coder", CODECS, ids=lambda each: each.name)
-LONG = 2 * CHUNK + 300
+LONG = 2 * CHUNK_NUMEL + 300
 
 
 @codecs
-@pytest.mark.parametrize("numel", [1, 64, 300, CHUNK, CHUNK + 1, LONG])
+@pytest.mark.parametrize("numel", [1, 64, 300, CHUNK_NUMEL, CHUNK_NUMEL + 1, LONG])
 def test_every_byte_has_one_place(coder, numel):
-    counted = torch.zeros(coder.size(numel), dtype=torch.int32)
-    for begin, end in chunks(0, numel):
-        for first, last in coder.places(numel, begin, end):
+    counted = torch.zeros(coder.encoded_size(numel), dtype=torch.int32)
+    for begin, end in chunk_ranges(0, numel):
+        for first, last in coder.byte_ranges(numel, begin, end):
             counted[first:last] += 1
     assert bool((counted == 1).all())
 
 
-class Early(Feedback):
+class Early(ErrorFeedback):
     """A bug: bytes are called final before they are written."""
 
     def encode(self, x: Tensor, out: Tensor | None = None, by: Codec | None = None, told=None) -> Tensor:
-        for begin, end in chunks(0, self.numel):
+        for begin, end in chunk_ranges(0, self.numel):
             if told is not None:
                 told(begin, end)
         return super().encode(x, out, by)
 
 
-def told_and_final(kind: type[Feedback], coder: Codec, numel: int) -> bool:
+def told_and_final(kind: type[ErrorFeedback], coder: Codec, numel: int) -> bool:
     """All is told of, and what was told of does not change any more."""
-    out = torch.zeros(coder.size(numel), dtype=torch.uint8)
+    out = torch.zeros(coder.encoded_size(numel), dtype=torch.uint8)
     seen: list[tuple[int, int, Tensor]] = []
 
     def told(begin: int, end: int) -> None:
-        for first, last in coder.places(numel, begin, end):
+        for first, last in coder.byte_ranges(numel, begin, end):
             seen.append((first, last, out[first:last].clone()))
 
-    kind(coder, numel).encode(normal(3, numel), out, told=told)
+    kind(coder, numel).encode(random_tensor(3, numel), out, on_progress=told)
     whole = sum(last - first for first, last, _ in seen) == out.numel()
     return whole and all(torch.equal(out[first:last], then) for first, last, then in seen)
 
@@ -53,7 +53,7 @@ def told_and_final(kind: type[Feedback], coder: Codec, numel: int) -> bool:
 @codecs
 @pytest.mark.parametrize("numel", [65, LONG])
 def test_what_is_told_of_is_final(coder, numel):
-    assert told_and_final(Feedback, coder, numel)
+    assert told_and_final(ErrorFeedback, coder, numel)
 
 
 @codecs
@@ -66,35 +66,35 @@ def test_what_is_told_of_too_early_is_noticed(coder):
 def test_a_value_that_is_put_together_by_and_by_is_the_same(coder, data):
     """What has not arrived is noise, and shows nowhere in what is done."""
     numel = data.draw(st.integers(1, 3000))
-    old, update = normal(1, numel), coder.encode(normal(2, numel))
+    old, update = random_tensor(1, numel), coder.encode(random_tensor(2, numel))
     whole = PublishedValue.apply(coder, old, update, torch.empty(numel))
     arriving = torch.full_like(update, 0x5A)
     out = torch.full((numel,), torch.nan)
-    applying = Applying(coder, old, arriving, out)
+    applying = UpdateApplier(coder, old, arriving, out)
     stops = sorted(data.draw(st.lists(st.integers(0, update.numel()), max_size=5)))
     reached = 0
     for here in [*stops, update.numel()]:
         arriving[reached:here] = update[reached:here]
         reached = here
-        begin, end = applying.go_on(here)
-        assert begin <= end == applying.done
+        begin, end = applying.advance(here)
+        assert begin <= end == applying.applied
         assert torch.equal(out[:end], whole[:end])
         assert bool(out[end:].isnan().all())
-    assert applying.done == numel
+    assert applying.applied == numel
 
 
 @codecs
 def test_the_first_bytes_reach_as_far_as_they_can(coder):
     numel = LONG
-    size = coder.size(numel)
-    assert coder.values_in(numel, 0) == 0
-    assert coder.values_in(numel, size) == numel
-    for begin, end in chunks(0, numel):
-        reach = max(last for _, last in coder.places(numel, begin, end))
-        assert coder.values_in(numel, reach) == end
-        assert coder.values_in(numel, reach - 1) < end
+    size = coder.encoded_size(numel)
+    assert coder.decodable_values(numel, 0) == 0
+    assert coder.decodable_values(numel, size) == numel
+    for begin, end in chunk_ranges(0, numel):
+        reach = max(last for _, last in coder.byte_ranges(numel, begin, end))
+        assert coder.decodable_values(numel, reach) == end
+        assert coder.decodable_values(numel, reach - 1) < end
 
 
 def test_an_update_without_a_value_is_refused():
     with pytest.raises(ValueError, match="needs the value that it is added to"):
-        Applying(CODECS[3], None, CODECS[3].encode(torch.ones(64)), torch.empty(64))
+        UpdateApplier(CODECS[3], None, CODECS[3].encode(torch.ones(64)), torch.empty(64))

@@ -14,8 +14,25 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
 
-from atoll.tensors.optimizer_state import check_holds_state, pack, pack_taken, prepare, read, take, unpack, watch
-from tests.tensors.own_optimizers import Around, Averaging, Both, Counting, Growing, Uncloneable, two_optimizers
+from atoll.tensors.optimizer_state import (
+    check_has_state,
+    copy_state,
+    pack,
+    pack_copy,
+    prepare,
+    read,
+    track_counters,
+    unpack,
+)
+from tests.tensors.custom_optimizers import (
+    ChainedOptimizers,
+    LazyCounters,
+    ProdigyLike,
+    ScheduleFreeLike,
+    Uncloneable,
+    WrappingOptimizer,
+    make_two_optimizers,
+)
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
@@ -118,9 +135,9 @@ def test_what_was_taken_does_not_move_with_the_training():
     model = built()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer, range(2))
-    taken, then = take(optimizer, model), pack(optimizer, model)
+    taken, then = copy_state(optimizer, model), pack(optimizer, model)
     train(model, optimizer, range(2, 4))
-    assert pack_taken(taken) == then != pack(optimizer, model)
+    assert pack_copy(taken) == then != pack(optimizer, model)
 
 
 def test_settings_of_groups_do_not_travel():
@@ -134,10 +151,10 @@ def test_settings_of_groups_do_not_travel():
 # Counters in parameter groups
 
 COUNTING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "schedule-free": Averaging,
-    "prodigy": Growing,
-    "adan": Counting,
-    "without hooks": lambda groups: Around(torch.optim.SGD(groups, lr=0.05, momentum=0.9)),
+    "schedule-free": ScheduleFreeLike,
+    "prodigy": ProdigyLike,
+    "adan": LazyCounters,
+    "without hooks": lambda groups: WrappingOptimizer(torch.optim.SGD(groups, lr=0.05, momentum=0.9)),
 }
 
 
@@ -148,7 +165,7 @@ def test_counters_in_param_groups_travel(name):
     given_optimizer = COUNTING[name](groups(giver))
     joined, alone = COUNTING[name](groups(joiner, turned=True)), COUNTING[name](groups(fresh))
     for optimizer in (given_optimizer, joined, alone):
-        watch(optimizer)
+        track_counters(optimizer)
     train(giver, given_optimizer, range(8))
     data = pack(given_optimizer, giver)
     for model in (joiner, fresh):
@@ -165,7 +182,7 @@ def test_counters_in_param_groups_travel(name):
 def test_what_schedulers_and_loops_change_between_steps_does_not_travel():
     giver, joiner = built(), built()
     optimizers = [torch.optim.SGD(groups(model), lr=0.1, momentum=0.9) for model in (giver, joiner)]
-    watch(optimizers[0])
+    track_counters(optimizers[0])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizers[0], max_lr=1.0, total_steps=9)
     for step in range(5):
         train(giver, optimizers[0], range(step, step + 1))
@@ -179,7 +196,7 @@ def test_what_schedulers_and_loops_change_between_steps_does_not_travel():
 def test_the_mode_of_weights_travels_with_them():
     """The published weights are those for training: the joiner must not turn them into such a second time."""
     giver, joiner = built(), built()
-    optimizer, joined = Averaging(groups(giver)), Averaging(groups(joiner))
+    optimizer, joined = ScheduleFreeLike(groups(giver)), ScheduleFreeLike(groups(joiner))
     optimizer.train()
     unpack(pack(optimizer, giver), joined, joiner)
     assert [group["train_mode"] for group in joined.param_groups] == [True, True]
@@ -187,8 +204,8 @@ def test_the_mode_of_weights_travels_with_them():
 
 def test_a_counter_that_is_a_tensor_stays_the_same_tensor():
     giver, joiner = built(), built()
-    optimizer, joined = Counting(groups(giver)), Counting(groups(joiner))
-    watch(optimizer)
+    optimizer, joined = LazyCounters(groups(giver)), LazyCounters(groups(joiner))
+    track_counters(optimizer)
     train(giver, optimizer, range(3))
     train(joiner, joined, range(1))
     held = joined.param_groups[0]["seen"]
@@ -199,8 +216,8 @@ def test_a_counter_that_is_a_tensor_stays_the_same_tensor():
 
 def test_what_came_is_counted():
     model = built()
-    optimizer = Averaging(groups(model))
-    watch(optimizer)
+    optimizer = ScheduleFreeLike(groups(model))
+    track_counters(optimizer)
     train(model, optimizer, range(2))
     prepared = prepare(*read(pack(optimizer, model)), optimizer, model)
     assert str(prepared) == "4 state tensors and 8 counters"  # k, weight_sum, lr_max and train_mode of two groups
@@ -212,11 +229,11 @@ def test_what_came_is_counted():
 
 def test_the_state_of_a_list_of_optimizers_travels():
     giver, joiner = built(), built(1)
-    given_optimizers, joined = two_optimizers(giver), two_optimizers(joiner)[::-1]
+    given_optimizers, joined = make_two_optimizers(giver), make_two_optimizers(joiner)[::-1]
 
     def train_all(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
         for step in steps:
-            train(model, Both(*optimizers), range(step, step + 1))
+            train(model, ChainedOptimizers(*optimizers), range(step, step + 1))
 
     train_all(giver, given_optimizers, range(4))
     joiner.load_state_dict(giver.state_dict())
@@ -232,7 +249,7 @@ def test_a_list_of_optimizers_that_divide_the_parameters_differently_is_refused_
     names = dict(other.named_parameters())
     most = [parameter for name, parameter in names.items() if name != "inner.weight" and parameter.requires_grad]
     swapped = [sgd([names["inner.weight"]], lr=0.1, momentum=0.9), adamw(most)]
-    optimizers = two_optimizers(model)
+    optimizers = make_two_optimizers(model)
     with pytest.raises(ValueError, match=r"embed.weight differs: .*'optimizer': 'SGD'.*'optimizer': 'AdamW'"):
         unpack(pack(optimizers, model), swapped, other)
     with pytest.raises(ValueError, match=r"is of AdamW\+SGD, the optimizer here is AdamW;"):
@@ -243,13 +260,13 @@ def test_a_list_of_optimizers_that_divide_the_parameters_differently_is_refused_
 
 def test_a_wrapper_whose_state_cannot_be_found_is_named_with_the_fix():
     model = built()
-    wrapper = Both(*two_optimizers(model))
+    wrapper = ChainedOptimizers(*make_two_optimizers(model))
     train(model, wrapper, range(2))
     with pytest.raises(ValueError, match=r"Both holds no optimizer state .* pass the list of optimizers"):
-        check_holds_state(wrapper, take(wrapper, model))
+        check_has_state(wrapper, copy_state(wrapper, model))
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, plain, range(2))
-    check_holds_state(plain, take(plain, model))  # SGD without momentum keeps none
+    check_has_state(plain, copy_state(plain, model))  # SGD without momentum keeps none
 
 
 def test_moments_keep_their_own_dtype():
@@ -336,7 +353,7 @@ def test_state_that_cannot_travel_is_refused():
     for value in (object(), {1: 2}, torch.ones(2).to_sparse(), torch.ones(2).as_subclass(Uncloneable)):
         optimizer.state[model.weight] = {"odd": value}
         with pytest.raises(ValueError, match="odd of weight is"):
-            take(optimizer, model)
+            copy_state(optimizer, model)
 
 
 def rewritten(data: bytes, change) -> bytes:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from atoll.tensors.model_view import CHUNK, ModelView
-from atoll.tensors.plan import HOWS, make_plan, tensors_of
+from atoll.tensors.model_view import ADOPT_CHUNK_NUMEL, ModelView
+from atoll.tensors.plan import PLAN_METHODS, describe_tensors, make_plan
 from tests.tensors.test_plan import Everything
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -18,7 +18,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 
 def cut(model: nn.Module, fragments: int = 3, how: str = "rows") -> ModelView:
-    return ModelView(model, make_plan(tensors_of(model), fragments, how))
+    return ModelView(model, make_plan(describe_tensors(model), fragments, how))
 
 
 def one(values: Tensor) -> tuple[ModelView, nn.Parameter]:
@@ -46,7 +46,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 # Reading and writing
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", PLAN_METHODS)
 def test_what_is_written_is_read_and_every_number_has_its_place(how):
     model = Everything()
     view = cut(model, 4, how)
@@ -59,7 +59,7 @@ def test_what_is_written_is_read_and_every_number_has_its_place(how):
     state = [
         value
         for name, value in model.state_dict().items()
-        if name in view.plan.by_name and view.plan.by_name[name].travels
+        if name in view.plan.by_name and view.plan.by_name[name].is_synced
     ]
     numbers = torch.cat([value.reshape(-1).double() for value in state])
     assert sorted(numbers.tolist()) == list(range(at))
@@ -130,7 +130,12 @@ def test_gradients_and_the_graph_stay_out_of_it():
 )
 def test_a_flat_fragment_of_another_form_is_refused(flat):
     view, _ = one(torch.ones(4))
-    for use in (view.read, view.write, lambda p, x: view.as_held(p, x, x), lambda p, x: view.adopt(p, "carry", x, x)):
+    for use in (
+        view.read,
+        view.write,
+        lambda p, x: view.round_to_dtype(p, x, x),
+        lambda p, x: view.adopt(p, "carry", x, x),
+    ):
         with pytest.raises(ValueError, match="fragment 0 is a flat f32 tensor of 4 elements"):
             use(0, flat)
 
@@ -143,7 +148,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@pytest.mark.parametrize("numel", [1, 1000, CHUNK + 17])
+@pytest.mark.parametrize("numel", [1, 1000, ADOPT_CHUNK_NUMEL + 17])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_to_adopt_is_its_formula_rounded_once(dtype, numel):
     value, reference, start = draw(numel, 1), draw(numel, 2), draw(numel, 3).to(dtype)
@@ -218,11 +223,11 @@ def test_as_held_is_what_a_written_value_reads_as(dtype):
     view, _ = one(torch.zeros(500, dtype=dtype))
     value = draw(500)
     out = torch.empty(500)
-    view.as_held(0, value, out)
+    view.round_to_dtype(0, value, out)
     view.write(0, value)
     assert same_bits(out, read(view))
-    assert view.is_exact(0) == same_bits(out, value) == (dtype in (torch.float32, torch.float64))
-    view.as_held(0, value, value)
+    assert view.is_f32_exact(0) == same_bits(out, value) == (dtype in (torch.float32, torch.float64))
+    view.round_to_dtype(0, value, value)
     assert same_bits(value, out)
 
 
@@ -231,7 +236,7 @@ def test_rounding_to_bf16_weights_is_nobodys_training():
     view, _ = one(torch.zeros(100, dtype=torch.bfloat16))
     published, anchor = draw(100), torch.empty(100)
     view.write(0, published)
-    view.as_held(0, published, anchor)
+    view.round_to_dtype(0, published, anchor)
     assert torch.count_nonzero(anchor - read(view)) == 0
     assert torch.count_nonzero(published - read(view)) > 0
 
@@ -241,7 +246,7 @@ def test_rounding_to_bf16_weights_is_nobodys_training():
 
 
 def test_the_first_difference_between_model_and_plan_is_named():
-    plan = make_plan(tensors_of(nn.Linear(3, 2)), 2, "balanced")
+    plan = make_plan(describe_tensors(nn.Linear(3, 2)), 2, "balanced")
     frozen = nn.Linear(3, 2)
     frozen.bias.requires_grad_(False)
     for model, sentence in (
@@ -262,7 +267,7 @@ def test_frozen_weights_of_another_checkpoint_are_refused():
         nn.init.zeros_(base.bias)
         return nn.Sequential(base, nn.Linear(2, 2))
 
-    plan = make_plan(tensors_of(model(1.0)), 2, "balanced")
+    plan = make_plan(describe_tensors(model(1.0)), 2, "balanced")
     ModelView(model(1.0), plan)
     with pytest.raises(ValueError, match=r"0\.weight 2x2 float32 frozen"):
         ModelView(model(2.0), plan)
@@ -270,7 +275,7 @@ def test_frozen_weights_of_another_checkpoint_are_refused():
 
 def test_which_weights_are_embeddings_is_for_the_plan_to_say():
     model = nn.Linear(3, 2)
-    view = ModelView(model, make_plan(tensors_of(model, ["weight"]), 1, "balanced"))
+    view = ModelView(model, make_plan(describe_tensors(model, ["weight"]), 1, "balanced"))
     assert [piece.kind for piece in view.plan.fragments[0]] == ["weight", "embedding"]
 
 

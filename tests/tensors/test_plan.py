@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from atoll.tensors.plan import HOWS, FragmentPlan, TensorInfo, make_plan, settled_plan, tensors_of
+from atoll.tensors.plan import PLAN_METHODS, FragmentPlan, TensorInfo, describe_tensors, make_plan, make_stable_plan
 from tests.tensors.test_settings import JSON
 
 
@@ -27,7 +27,7 @@ def sizes(plan: FragmentPlan) -> list[int]:
 
 
 def kinds(model: nn.Module, *patterns: str) -> dict[str, str]:
-    return {info.name: info.kind for info in tensors_of(model, patterns)}
+    return {info.name: info.kind for info in describe_tensors(model, patterns)}
 
 
 SHAPES = st.lists(st.lists(st.integers(1, 12), max_size=3).map(tuple), min_size=1, max_size=30)
@@ -74,7 +74,7 @@ def test_what_travels_and_as_what():
         "norm.weight": "weight",
         "scale": "weight",
     }
-    plan = make_plan(tensors_of(Everything()), 4, "balanced")
+    plan = make_plan(describe_tensors(Everything()), 4, "balanced")
     held = {piece.tensor: piece.numel for pieces in plan.fragments for piece in pieces}
     assert "base" not in held
     assert "empty" not in held
@@ -82,25 +82,25 @@ def test_what_travels_and_as_what():
     assert plan.total_numel == sum(held.values()) == 40 + 5 + 4 * 4 + 1
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", PLAN_METHODS)
 @pytest.mark.parametrize("fragments", [1, 2, 3, 24])
 def test_buffers_have_fragments_of_their_own(how, fragments):
-    plan = settled_plan(tensors_of(Everything()), fragments, how)
+    plan = make_stable_plan(describe_tensors(Everything()), fragments, how)
     kinds_of = [{piece.kind == "buffer" for piece in pieces} for pieces in plan.fragments]
     assert [{plan.holds_buffers(p)} for p in range(len(plan.fragments))] == kinds_of
     apart = sum({True} == found for found in kinds_of)
     assert 1 <= apart < len(plan.fragments) <= max(2, fragments)
     assert plan.fingerprint()[-1] == f"plan {how} {len(plan.fragments)} buffers {apart}"
-    assert settled_plan(tensors_of(Everything()), len(plan.fragments), how) == plan
+    assert make_stable_plan(describe_tensors(Everything()), len(plan.fragments), how) == plan
     p = len(plan.fragments) - 1
-    assert (plan.codecs(0, ("int4",)), plan.codecs(p, ("int4",))) == (("int4",), ("f32",))
+    assert (plan.allowed_codecs(0, ("int4",)), plan.allowed_codecs(p, ("int4",))) == (("int4",), ("f32",))
 
 
 def test_buffers_get_fragments_in_proportion_to_their_size():
     tensors = [*weights((30, 10), (30, 10)), *(TensorInfo(f"b{n}", (100,), "float32", "buffer") for n in range(4))]
     plan = make_plan(tensors, 10, "rows")
     assert sum(plan.holds_buffers(p) for p in range(10)) == 4
-    assert plan.balance == 1.0
+    assert plan.imbalance == 1.0
 
 
 def test_a_model_of_buffers_alone_has_a_plan():
@@ -109,7 +109,7 @@ def test_a_model_of_buffers_alone_has_a_plan():
 
 
 def test_a_run_with_mixed_fragments_says_how_to_go_on():
-    plan = make_plan(tensors_of(Everything()), 2, "balanced")
+    plan = make_plan(describe_tensors(Everything()), 2, "balanced")
     raw = plan.to_json()
     raw["fragments"] = [sorted(raw["fragments"][0] + raw["fragments"][1])]
     mixed = FragmentPlan.from_json(raw)  # what an earlier version has stored can still be exported
@@ -118,17 +118,17 @@ def test_a_run_with_mixed_fragments_says_how_to_go_on():
 
 
 def test_a_tied_weight_has_one_name_whatever_was_registered_first():
-    assert tensors_of(Everything(head_first=True)) == tensors_of(Everything(head_first=False))
+    assert describe_tensors(Everything(head_first=True)) == describe_tensors(Everything(head_first=False))
 
 
 def test_the_order_of_registration_does_not_matter():
     layers = [("one", nn.Linear(3, 4)), ("two", nn.Linear(4, 5)), ("three", nn.Embedding(7, 3))]
-    orders = [tensors_of(nn.Sequential(OrderedDict(order))) for order in itertools.permutations(layers)]
-    for how in HOWS:
+    orders = [describe_tensors(nn.Sequential(OrderedDict(order))) for order in itertools.permutations(layers)]
+    for how in PLAN_METHODS:
         assert len({make_plan(tensors, 3, how).fragments for tensors in orders}) == 1
 
 
-@given(SHAPES, st.integers(1, 30), st.sampled_from(HOWS), st.randoms(use_true_random=False))
+@given(SHAPES, st.integers(1, 30), st.sampled_from(PLAN_METHODS), st.randoms(use_true_random=False))
 def test_the_order_of_the_tensors_does_not_matter(shapes, fragments, how, random):
     tensors = weights(*shapes)
     plan = make_plan(tensors, fragments, how)
@@ -149,7 +149,7 @@ def test_frozen_tensors_are_compared_by_their_bytes_alone():
     def frozen(values: torch.Tensor) -> TensorInfo:
         model = nn.Linear(1, 1)
         model.base = nn.Parameter(values, requires_grad=False)
-        return {info.name: info for info in tensors_of(model)}["base"]
+        return {info.name: info for info in describe_tensors(model)}["base"]
 
     one = torch.arange(6.0).reshape(2, 3)
     assert frozen(one) == frozen(one.clone()) == frozen(one.t().contiguous().t())  # strides do not matter
@@ -171,14 +171,14 @@ def test_wrappers_do_not_change_names():
     plain, wrapped, inner = nn.Sequential(nn.Linear(2, 2)), nn.Module(), nn.Module()
     wrapped._orig_mod = nn.Sequential(inner)
     inner._checkpoint_wrapped_module = plain[0]
-    assert tensors_of(wrapped) == tensors_of(plain)
+    assert describe_tensors(wrapped) == describe_tensors(plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_any_dtype_is_part_of_the_fingerprint(dtype):
     model = nn.Linear(2, 3).to(dtype)
     name = str(dtype).removeprefix("torch.")
-    assert make_plan(tensors_of(model), 1, "balanced").fingerprint() == (
+    assert make_plan(describe_tensors(model), 1, "balanced").fingerprint() == (
         f"bias 3 {name} weight",
         f"weight 3x2 {name} weight",
         "plan balanced 1",
@@ -201,7 +201,7 @@ def test_models_that_cannot_travel_are_refused():
         (expanded, "wide is an expanded tensor"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            tensors_of(model)
+            describe_tensors(model)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_models_that_cannot_travel_are_refused():
 def test_the_largest_goes_first_and_always_to_the_smallest_fragment():
     plan = make_plan(weights((7,), (6,), (5,), (4,), (3,)), 2, "balanced")
     assert [[piece.numel for piece in pieces] for pieces in plan.fragments] == [[7, 4, 3], [6, 5]]
-    assert plan.balance == pytest.approx(14 / 12.5)
+    assert plan.imbalance == pytest.approx(14 / 12.5)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3))
@@ -253,7 +253,7 @@ def test_rows_cut_no_more_than_they_must():
     even = make_plan(weights((8, 4), (8, 4), (8, 4)), 3, "rows")
     assert [len(pieces) for pieces in even.fragments] == [1, 1, 1]
     cut = make_plan(weights((100, 4), (10, 4)), 4, "rows")
-    assert cut.balance <= 1.1
+    assert cut.imbalance <= 1.1
     assert sum(piece.tensor == "t001" for pieces in cut.fragments for piece in pieces) == 1
 
 
@@ -284,14 +284,14 @@ def test_two_stacks_and_missing_layers_leave_no_fragment_empty():
     assert sizes(plan) == [2] * 6
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", PLAN_METHODS)
 def test_more_fragments_than_there_is_to_deal(how):
     plan = make_plan(weights((), (1, 2)), 24, how)
     assert sorted(sizes(plan)) == [1, 2]
 
 
 def test_one_number_is_a_model():
-    for how in HOWS:
+    for how in PLAN_METHODS:
         assert make_plan(weights(()), 24, how).fragments == ((("t000", "weight", 0, 1, 1),),)
 
 
@@ -305,7 +305,7 @@ def test_impossible_plans_are_refused(fragments, how):
 # The whole plan
 
 
-@given(SHAPES, st.integers(1, 30), st.sampled_from(HOWS))
+@given(SHAPES, st.integers(1, 30), st.sampled_from(PLAN_METHODS))
 def test_every_row_is_in_exactly_one_fragment_and_json_brings_the_plan_back(shapes, fragments, how):
     tensors = weights(*shapes)
     plan = make_plan(tensors, fragments, how)
@@ -320,7 +320,7 @@ def test_every_row_is_in_exactly_one_fragment_and_json_brings_the_plan_back(shap
         assert ends[-1] == plan.numel(fragment) > 0
 
 
-VALID = make_plan(tensors_of(Everything()), 3, "rows").to_json()
+VALID = make_plan(describe_tensors(Everything()), 3, "rows").to_json()
 
 
 @given(JSON, st.data())

@@ -24,10 +24,10 @@ def test_every_field_comes_back_from_json():
 
 
 def test_a_codec_that_is_named_is_the_only_one_and_auto_begins_with_bf16():
-    assert Numerics().ups == Numerics().downs == ("bf16", "int8", "int4")
+    assert Numerics().upload_codecs == Numerics().download_codecs == ("bf16", "int8", "int4")
     for name in ("f32", "bf16", "int8", "int4"):
-        assert Numerics(up=name).ups == Numerics(down=name).downs == (name,)
-    assert Numerics(up="int8").downs[0] == "bf16"
+        assert Numerics(up=name).upload_codecs == Numerics(down=name).download_codecs == (name,)
+    assert Numerics(up="int8").download_codecs[0] == "bf16"
 
 
 @pytest.mark.parametrize(

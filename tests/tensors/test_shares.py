@@ -22,8 +22,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from atoll.tensors import optimizer_state
 from atoll.tensors.model_view import ModelView
-from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
-from atoll.tensors.sharding import Box, box_at, boxes_of, cut_out, local_of, owned, windows
+from atoll.tensors.plan import FragmentPlan, describe_tensors, make_plan
+from atoll.tensors.sharding import (
+    Box,
+    assign_owners,
+    box_from_placements,
+    copy_box,
+    local_boxes,
+    local_tensor,
+    shard_windows,
+)
 
 SIZES = {"a": (7, 5), "b": (4,), "c": (3, 2, 5), "d": (1, 9), "e": ()}
 
@@ -53,7 +61,7 @@ def test_a_rank_holds_the_box_that_torch_says(case):
     sizes, mesh, placements = case
     for coordinate in product(*map(range, mesh)):
         shape, offset = _compute_local_shape_and_global_offset(sizes, mesh, list(coordinate), placements)
-        box = box_at(sizes, mesh, coordinate, placements)
+        box = box_from_placements(sizes, mesh, coordinate, placements)
         assert box.shape == tuple(shape)
         if math.prod(shape):
             assert box.offset == tuple(offset)
@@ -65,7 +73,7 @@ def test_what_fsdp_cuts_after_tensor_parallelism_is_together(rows, mesh):
     """FSDP2 over tensor parallelism: placements in the order of the mesh, cuts in the other one."""
     data, model = mesh
     for place, which in product(range(data), range(model)):
-        box = box_at((rows, 3), mesh, (place, which), (_StridedShard(0, split_factor=model), Shard(0)))
+        box = box_from_placements((rows, 3), mesh, (place, which), (_StridedShard(0, split_factor=model), Shard(0)))
         column = list(torch.chunk(torch.arange(rows), model))
         parts = list(torch.chunk(column[which], data)) if which < len(column) else []
         wanted = parts[place].tolist() if place < len(parts) else []
@@ -74,7 +82,7 @@ def test_what_fsdp_cuts_after_tensor_parallelism_is_together(rows, mesh):
 
 def test_rows_that_are_dealt_out_in_turns_are_refused():
     with pytest.raises(ValueError, match="dealt out in turns"):
-        box_at((8,), (2,), (0,), (_StridedShard(0, split_factor=2),))
+        box_from_placements((8,), (2,), (0,), (_StridedShard(0, split_factor=2),))
 
 
 # ------------------------------------------------------------------------------------------------ through real DTensors
@@ -108,8 +116,8 @@ def sharded(model: nn.Module, mesh: Any, placements: dict[str, tuple[Any, ...]])
     made = nn.Module()
     for name, whole in model.named_parameters():
         where = placements[name]
-        box = box_at(tuple(whole.shape), tuple(mesh.shape), tuple(mesh.get_coordinate()), where)
-        local = cut_out(whole.detach(), box)
+        box = box_from_placements(tuple(whole.shape), tuple(mesh.shape), tuple(mesh.get_coordinate()), where)
+        local = copy_box(whole.detach(), box)
         held = DTensor.from_local(local, mesh, where, run_check=False, shape=whole.shape, stride=whole.stride())
         made.register_parameter(name, nn.Parameter(held))
     return made
@@ -130,7 +138,7 @@ def test_copy_and_adopt_through_any_sharding_are_those_of_the_whole_model(case, 
     size = math.prod(mesh_shape)
     dtypes = {name: torch.bfloat16 if halves and place % 2 else torch.float32 for place, name in enumerate(SIZES)}
     whole = Whole(dtypes, seed=1)
-    plan = make_plan(tensors_of(whole), 3, how)
+    plan = make_plan(describe_tensors(whole), 3, how)
     fragments = range(len(plan.fragments))
     drawn = torch.Generator().manual_seed(2)
     published = [torch.randn(plan.numel(p), generator=drawn) for p in fragments]
@@ -140,29 +148,29 @@ def test_copy_and_adopt_through_any_sharding_are_those_of_the_whole_model(case, 
     for rank in range(size):
         with rank_of(rank, size):
             model = sharded(whole, mesh_of(mesh_shape, rank), placements)
-            assert make_plan(tensors_of(model), 3, how) == plan
-            everybody.append(boxes_of(model))
+            assert make_plan(describe_tensors(model), 3, how) == plan
+            everybody.append(local_boxes(model))
             view = ModelView(model, plan, packed=True)
             packed.append([flat(view, p) for p in fragments])
             models.append(locals_of(model, plan, everybody[rank], adopts, published, read, rank == 0))
-    mine = owned(everybody, plan.tensors)
+    mine = assign_owners(everybody, plan.tensors)
     for p in fragments:
         together = torch.full((plan.numel(p),), 99.0)
         for rank in range(size):
-            for window in windows(plan, p, everybody[rank], mine[rank]):
-                window.of(together).copy_(window.of_packed(packed[rank][p]))
+            for window in shard_windows(plan, p, everybody[rank], mine[rank]):
+                window.view(together).copy_(window.view_packed(packed[rank][p]))
         assert torch.equal(together, read[p])
     for p in fragments:
         before.adopt(p, adopts, published[p], held(before, p, read[p]), 0.25)
     for name, tensor in whole.named_parameters():
         for rank in range(size):
             box = everybody[rank].get(name)
-            assert torch.equal(models[rank][name], cut_out(tensor.detach(), box)), f"{name} at rank {rank}"
+            assert torch.equal(models[rank][name], copy_box(tensor.detach(), box)), f"{name} at rank {rank}"
 
 
 def held(view: ModelView, p: int, value: Tensor) -> Tensor:
     out = torch.empty_like(value)
-    view.as_held(p, value, out)
+    view.round_to_dtype(p, value, out)
     return out
 
 
@@ -180,10 +188,10 @@ def locals_of(
     for p in range(len(plan.fragments)):
         value, reference = published[p], read[p]
         if not leads:
-            parts = windows(plan, p, boxes)
-            value, reference = (torch.cat([w.of(each).reshape(-1) for w in parts]) for each in (value, reference))
+            parts = shard_windows(plan, p, boxes)
+            value, reference = (torch.cat([w.view(each).reshape(-1) for w in parts]) for each in (value, reference))
         view.adopt(p, adopts, value, held(view, p, reference), 0.25)
-    return {name: local_of(tensor).detach() for name, tensor in model.named_parameters()}
+    return {name: local_tensor(tensor).detach() for name, tensor in model.named_parameters()}
 
 
 @given(layouts())
@@ -202,21 +210,21 @@ def test_inner_state_is_put_together_from_all_ranks_and_cut_again_for_others(cas
         with rank_of(rank, size):
             model = sharded(whole, mesh_of(mesh_shape, rank), placements)
             theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
-            boxes, cut = boxes_of(model), {}
-            for number, (name, is_complex) in optimizer_state.named_numbers(about).items():
-                cut[number] = optimizer_state.part_for(tensors[number], is_complex, SIZES[name], boxes.get(name))
-            optimizer_state.prepare(about, cut, theirs, model, cut=True).install()
-            by_cut = optimizer_state.take(theirs, model)
+            boxes, cut = local_boxes(model), {}
+            for number, (name, is_complex) in optimizer_state.tensor_owners(about).items():
+                cut[number] = optimizer_state.extract_part(tensors[number], is_complex, SIZES[name], boxes.get(name))
+            optimizer_state.prepare(about, cut, theirs, model, is_local_part=True).install()
+            by_cut = optimizer_state.copy_state(theirs, model)
             optimizer_state.prepare(about, tensors, theirs, model).install()
-            taken = optimizer_state.take(theirs, model)
-            assert taken.about == by_cut.about == about
+            taken = optimizer_state.copy_state(theirs, model)
+            assert taken.metadata == by_cut.metadata == about
             for number, tensor in taken.tensors.items():
                 assert torch.equal(tensor, by_cut.tensors[number])
                 part = taken.parts.get(number)
                 if part is None:
                     assert torch.equal(tensor, tensors[number])
                 else:
-                    found.setdefault(number, torch.full(part.sizes, 99.0))[part.box.where] = tensor
+                    found.setdefault(number, torch.full(part.sizes, 99.0))[part.box.slices] = tensor
     for number, tensor in found.items():
         assert torch.equal(tensor, tensors[number])
 
@@ -228,4 +236,4 @@ def test_a_plain_state_beside_a_sharded_parameter_cannot_travel():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.state[next(iter(model.parameters()))]["seen"] = torch.zeros(4)
         with pytest.raises(ValueError, match="seen of a is not sharded"):
-            optimizer_state.take(optimizer, model)
+            optimizer_state.copy_state(optimizer, model)

@@ -21,8 +21,8 @@ with atheris.instrument_imports(include=["atoll", "json"]):
     from atoll.transport.wire import (
         FragmentHeader,
         FrameHead,
+        FrameKind,
         FrameParser,
-        Kind,
         WireError,
         decode_message,
         encode_message,
@@ -50,10 +50,10 @@ def read_one(data: bytes) -> None:
             case 2:
                 FragmentHeader.decode(data)
             case _:
-                read_frame(Kind(1 + choice // 4 % 4), data, cut=choice // 16 + 1)
+                read_frame(FrameKind(1 + choice // 4 % 4), data, cut=choice // 16 + 1)
 
 
-def read_frame(kind: Kind, data: bytes, cut: int) -> None:
+def read_frame(kind: FrameKind, data: bytes, cut: int) -> None:
     parser = FrameParser(kind, accept)
     for at in range(0, len(data), cut):
         parser.feed(data[at : at + cut])

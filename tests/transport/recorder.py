@@ -39,7 +39,7 @@ class Recorder:
                 to.sendall(data)
             to.shutdown(socket.SHUT_WR)
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         for each in self._open[1:]:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -50,13 +50,13 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.break_off()
+        self.disconnect()
         for each in self._open:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
-    def play(self, record: bytes) -> bytes:
+    def replay(self, record: bytes) -> bytes:
         """Once more, on a connection of its own: what the syncer answers until it hangs up or has nothing to say."""
         with socket.create_connection(self._target) as raw:
             raw.settimeout(1.0)

@@ -9,37 +9,38 @@ from typing import Any, NamedTuple
 from atoll.core import protocol as p
 from atoll.core.codec import Value
 from atoll.core.reasons import Reason, because
-from atoll.core.types import Mark, RoundId
+from atoll.core.types import MergedUpTo, RoundId
 from atoll.transport.wire import (
-    Code,
+    WIRE_VERSION,
     FragmentHeader,
-    Kind,
-    Side,
+    FrameKind,
+    Sender,
     SliceHeader,
+    WireErrorCode,
     digest,
+    encode_frame_head,
     encode_header,
     encode_message,
-    frame_head,
 )
 
 ROUND = RoundId(fragment=2, base=11, epoch=3, attempt=1)
-MARK = Mark(incarnation=1, base=10, copied_at=480, trained=1_966_080, dropped=0, taken=3840)
+MARK = MergedUpTo(incarnation=1, base=10, copied_at=480, trained=1_966_080, dropped=0, consumed_samples=3840)
 
 
-class Message(NamedTuple):
+class SampleMessage(NamedTuple):
     name: str
-    sender: Side
+    sender: Sender
     envelope: p.Envelope
 
 
-def _said_by(sender: Side, body: p.Body, name: str = "") -> Message:
+def _said_by(sender: Sender, body: p.Body, name: str = "") -> SampleMessage:
     # A learner does not know the epoch before it is welcomed; a syncer's tick and a learner's are counted apart.
     epoch, tick, seen = (0 if isinstance(body, p.Hello) else 3, 517, 902) if sender == "learner" else (3, 902, 517)
     envelope = p.Envelope(4, 1, 2, epoch, tick, seen, 0, body)
-    return Message(name or f"{sender}: {type(body).__name__}", sender, envelope)
+    return SampleMessage(name or f"{sender}: {type(body).__name__}", sender, envelope)
 
 
-MESSAGES: tuple[Message, ...] = (
+MESSAGES: tuple[SampleMessage, ...] = (
     _said_by("learner", p.Hello("run", ("head 256x64 float32 weight", "plan balanced 3"), (-1, -1, -1), 0, 0, False)),
     _said_by("learner", p.Report(504, 2_064_384, 0.125, 4032)),
     _said_by("learner", p.Report(505, 2_068_480, 2), "learner: Report, a whole number where a fraction may stand"),
@@ -48,7 +49,7 @@ MESSAGES: tuple[Message, ...] = (
     _said_by(
         "learner", p.Contribution(ROUND, 504, 24, 98_304, 2_064_384, 4096, "not finite"), "learner: Contribution 2"
     ),
-    _said_by("learner", p.Delivered(2, 12)),
+    _said_by("learner", p.PublishAck(2, 12)),
     _said_by("learner", p.Resync(2, 9)),
     _said_by("learner", p.SnapshotPart(1, 504, 2_064_384, (12, 12, 11), (ROUND,))),
     _said_by(
@@ -57,14 +58,14 @@ MESSAGES: tuple[Message, ...] = (
         "learner: failed part",
     ),
     _said_by("learner", p.StateRequest((2, 3))),
-    _said_by("learner", p.InnerState(4, 5, 1, 504, (12, 12, 11))),
-    _said_by("learner", p.Ready(because("moments-peer", 2))),
-    _said_by("learner", p.Leave("Ctrl-C")),
-    _said_by("learner", p.Leave("größer als 2³¹ 🌊"), "learner: Leave, with characters beyond ASCII"),
-    _said_by("learner", p.Leaving(504, 2_064_384, (0, 2))),
+    _said_by("learner", p.OptimizerState(4, 5, 1, 504, (12, 12, 11))),
+    _said_by("learner", p.Ready(because("state-from-peer", 2))),
+    _said_by("learner", p.Left("Ctrl-C")),
+    _said_by("learner", p.Left("größer als 2³¹ 🌊"), "learner: Left, with characters beyond ASCII"),
+    _said_by("learner", p.DrainRequest(504, 2_064_384, (0, 2))),
     _said_by("learner", p.LeaseRequest(8, 4032)),
-    _said_by("learner", p.Held(2, False)),
-    _said_by("learner", p.FetchTime(2.5)),
+    _said_by("learner", p.PausedAck(2, False)),
+    _said_by("learner", p.DownloadTime(2.5)),
     _said_by("learner", p.FinishAck(72)),
     _said_by("learner", p.Ping(8)),
     _said_by("syncer", p.Welcome((12, 12, 11), 0.25, 0.125)),
@@ -74,12 +75,12 @@ MESSAGES: tuple[Message, ...] = (
     _said_by("syncer", p.Published(2, 12, 11, MARK, 0.25)),
     _said_by("syncer", p.Published(2, 12, None, None, 0.25), "syncer: Published, the whole value"),
     _said_by("syncer", p.Marker(1)),
-    _said_by("syncer", p.StateWanted(5, 1, (12, 12, 11))),
-    _said_by("syncer", p.InnerState(2, 4, 1, 498, (12, 12, 11))),
+    _said_by("syncer", p.ProvideState(5, 1, (12, 12, 11))),
+    _said_by("syncer", p.OptimizerState(2, 4, 1, 498, (12, 12, 11))),
     _said_by("syncer", p.PeerChosen(2)),
     _said_by("syncer", p.NoPeer(Reason("a-sentence-of-a-later-version", (1, 0.5, None, True, "text")), False)),
     _said_by("syncer", p.Lease(8, 12_288, 13_056)),
-    _said_by("syncer", p.Hold(1, True)),
+    _said_by("syncer", p.SetPaused(1, True)),
     _said_by("syncer", p.Drain("drained by ada@desk")),
     _said_by("syncer", p.Finish((13, 13, 12), 72)),
     _said_by("syncer", p.Pong(8)),
@@ -88,9 +89,9 @@ MESSAGES: tuple[Message, ...] = (
 
 class BadMessage(NamedTuple):
     name: str
-    sender: Side
+    sender: Sender
     data: bytes
-    code: Code
+    code: WireErrorCode
 
 
 def _message(name: str) -> bytes:
@@ -98,7 +99,7 @@ def _message(name: str) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    return b"ATLL\x03" + text.encode("utf-8")
+    return b"ATLL" + bytes([WIRE_VERSION]) + text.encode("utf-8")
 
 
 _PING = encode_message(p.Envelope(4, 1, 2, 3, 517, 902, 0, p.Ping(8)))
@@ -109,14 +110,15 @@ BAD_MESSAGES: tuple[BadMessage, ...] = (
     BadMessage("half of the magic and something else", "learner", b"AT{}", "magic"),
     BadMessage("a frame where a message belongs", "learner", b"ATLF" + _PING[4:], "magic"),
     BadMessage("an earlier version", "learner", b"ATLL\x01" + _PING[5:], "version"),
-    BadMessage("a later version", "learner", b"ATLL\x04" + _PING[5:], "version"),
+    BadMessage("the previous version", "learner", b"ATLL\x03" + _PING[5:], "version"),
+    BadMessage("a later version", "learner", b"ATLL\x05" + _PING[5:], "version"),
     BadMessage("no text", "learner", _PING[:5], "json"),
     BadMessage("half of the text", "learner", _PING[:-3], "json"),
     BadMessage("two texts", "learner", _PING + _PING[5:], "json"),
     BadMessage("not UTF-8", "learner", _PING[:5] + b"\xff" + _PING[5:], "json"),
     BadMessage("NaN as a word", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Report",1,1,NaN]]'), "json"),
     BadMessage("a number of 65 bits", "learner", _text(f'["Envelope",4,1,2,3,517,902,0,["Ping",{2**63}]]'), "json"),
-    BadMessage("half a character", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Leave","\\ud83c"]]'), "json"),
+    BadMessage("half a character", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Left","\\ud83c"]]'), "json"),
     BadMessage("nested deeply", "learner", _text("[" * 3000 + "]" * 3000), "json"),
     BadMessage("a body without its envelope", "learner", _text('["Ping",8]'), "type"),
     BadMessage("an unknown body", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Sing",8]]'), "type"),
@@ -131,17 +133,17 @@ BAD_MESSAGES: tuple[BadMessage, ...] = (
 )
 
 
-class Sent(NamedTuple):
+class SampleFrame(NamedTuple):
     """A frame as its sender makes it."""
 
     name: str
-    kind: Kind
+    kind: FrameKind
     codec: int
     header: bytes
     payload: bytes
 
     def data(self) -> bytes:
-        return frame_head(self.kind, self.codec, self.header, self.payload) + self.header + self.payload
+        return encode_frame_head(self.kind, self.codec, self.header, self.payload) + self.header + self.payload
 
 
 _VALUES = struct.pack("<5f", 0.0, 1.0, -2.5, 3.0e-3, -1.0e6)
@@ -152,15 +154,21 @@ def _fragment(base: int | None, begin: int, of: int) -> bytes:
     return FragmentHeader(2, 12, base, digest(_VALUES).hex(), begin, of).encode()
 
 
-FRAMES: tuple[Sent, ...] = (
-    Sent("a delta as bf16", Kind.CONTRIBUTION, 1, _message("learner: Contribution"), bytes.fromhex("803f00c0")),
-    Sent("the end of an update as bf16", Kind.FRAGMENT, 1, _fragment(11, 4, 14), b"\1\2" * 5),
-    Sent("a whole value", Kind.FRAGMENT, 0, _fragment(None, 0, len(_VALUES)), _VALUES),
-    Sent("a slice of a delta", Kind.SLICE, 0, SliceHeader(4, 2, 3, RoundId(2, 11, 1, 1), 4, 10).encode(), b"\1\2\3"),
-    Sent("inner state", Kind.INNER_STATE, 0, _message("learner: InnerState"), b"safetensors would be here"),
-    Sent("the plan of a new model", Kind.MODEL, 0, b"{}", _PLAN),
-    Sent("values of a new model", Kind.MODEL, 0, encode_header({"fragment": 2}), _VALUES),
-    Sent("no header and no payload", Kind.MODEL, 0, b"", b""),
+FRAMES: tuple[SampleFrame, ...] = (
+    SampleFrame(
+        "a delta as bf16", FrameKind.CONTRIBUTION, 1, _message("learner: Contribution"), bytes.fromhex("803f00c0")
+    ),
+    SampleFrame("the end of an update as bf16", FrameKind.FRAGMENT, 1, _fragment(11, 4, 14), b"\1\2" * 5),
+    SampleFrame("a whole value", FrameKind.FRAGMENT, 0, _fragment(None, 0, len(_VALUES)), _VALUES),
+    SampleFrame(
+        "a slice of a delta", FrameKind.SLICE, 0, SliceHeader(4, 2, 3, RoundId(2, 11, 1, 1), 4, 10).encode(), b"\1\2\3"
+    ),
+    SampleFrame(
+        "inner state", FrameKind.OPTIMIZER_STATE, 0, _message("learner: OptimizerState"), b"safetensors would be here"
+    ),
+    SampleFrame("the plan of a new model", FrameKind.MODEL, 0, b"{}", _PLAN),
+    SampleFrame("values of a new model", FrameKind.MODEL, 0, encode_header({"fragment": 2}), _VALUES),
+    SampleFrame("no header and no payload", FrameKind.MODEL, 0, b"", b""),
 )
 
 
@@ -168,21 +176,21 @@ class BadFrame(NamedTuple):
     """`room`: the bytes that the receiver expects as payload, and has memory for."""
 
     name: str
-    kind: Kind
+    kind: FrameKind
     room: int
     data: bytes
-    code: Code
+    code: WireErrorCode
 
 
-def _forged(frame: Sent, **fields: Any) -> bytes:
+def _forged(frame: SampleFrame, **fields: Any) -> bytes:
     """The frame with other fields in its head, and the digest that belongs to them."""
-    head: dict[str, Any] = {"magic": b"ATLF", "version": 3, "kind": int(frame.kind), "codec": frame.codec, "flags": 0}
+    head: dict[str, Any] = {"magic": b"ATLF", "version": 4, "kind": int(frame.kind), "codec": frame.codec, "flags": 0}
     head |= {"header_bytes": len(frame.header), "payload_bytes": len(frame.payload)} | fields
     packed = struct.pack("<4sBBBBIQ", *head.values())
     return packed + digest(packed, frame.header, frame.payload) + frame.header + frame.payload
 
 
-def _bad(name: str, frame: Sent, data: bytes, code: Code) -> BadFrame:
+def _bad(name: str, frame: SampleFrame, data: bytes, code: WireErrorCode) -> BadFrame:
     return BadFrame(name, frame.kind, len(frame.payload), data, code)
 
 
@@ -198,7 +206,7 @@ BAD_FRAMES: tuple[BadFrame, ...] = (
     _bad("half a payload", _DELTA, _GOOD[:-1], "truncated"),
     _bad("another magic", _DELTA, _forged(_DELTA, magic=b"ATLL"), "magic"),
     _bad("some JSON", _DELTA, b'{"learner":4}', "magic"),
-    _bad("a later version", _DELTA, _forged(_DELTA, version=4), "version"),
+    _bad("a later version", _DELTA, _forged(_DELTA, version=5), "version"),
     _bad("an unknown flag", _DELTA, _forged(_DELTA, flags=1), "version"),
     _bad("an unknown kind", _DELTA, _forged(_DELTA, kind=9), "kind"),
     _bad("another kind than expected", _DELTA, _WHOLE.data(), "kind"),
@@ -216,13 +224,13 @@ BAD_FRAMES: tuple[BadFrame, ...] = (
 )
 
 
-def meaning(value: Any) -> Any:
+def to_readable_json(value: Any) -> Any:
     """A message for readers in any language: fields by name, and types where they are not clear from the place."""
     if isinstance(value, Value):
-        fields = {name: meaning(getattr(value, name)) for name in value.__struct_fields__}
+        fields = {name: to_readable_json(getattr(value, name)) for name in value.__struct_fields__}
         return {"type": type(value).__name__} | fields if isinstance(value, p.Body) else fields
     if isinstance(value, tuple):
-        return [meaning(each) for each in value]
+        return [to_readable_json(each) for each in value]
     if isinstance(value, float) and value != value:
         return "nan"
     return value

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from atoll.errors import LearnerRefused
+from atoll.errors import LearnerRefusedError
 from atoll.learner.api import Learner
 from atoll.store.run_settings import RunSettings
 from atoll.syncer.main import serve_syncer
@@ -44,7 +44,7 @@ PATHS = [
 def everything_written(directory: Path) -> str:
     """Logs, tapes, settings and names of a run; not what a killed syncer leaves for commands of its own user."""
     files = [path for path in directory.rglob("*") if path.is_file()]
-    private = [path for path in files if path == directory / endpoint.NAME]
+    private = [path for path in files if path == directory / endpoint.ADDRESS_FILE]
     assert all(path.stat().st_mode & 0o077 == 0 for path in private), "others may read the token"
     texts = [path.read_bytes().decode("utf-8", "replace") for path in files if path not in private]
     return "\n".join([*texts, *(str(path) for path in directory.rglob("*"))])
@@ -83,7 +83,7 @@ def test_a_learner_with_a_wrong_token_is_told_so_at_once(tmp_path, caplog, token
     with Run(tmp_path, token=TOKEN) as run:
         job = work()
         learner = Learner(job.model, job.optimizer, run.address, token, learner=1, join_timeout_s=LIMIT_S)
-        with pytest.raises(LearnerRefused, match="the token is missing or wrong") as caught, learner:
+        with pytest.raises(LearnerRefusedError, match="the token is missing or wrong") as caught, learner:
             pass
         assert run.status()["refused"] == {"token": 1}
         for secret in (TOKEN, WRONG):
@@ -179,7 +179,7 @@ def test_a_syncer_may_run_in_a_thread(tmp_path):
             RunSettings(config(budget_merges=3)),
             port=0,
             on_ready=ready.append,
-            on_finished=lambda syncer: finished.append(syncer.published()),
+            on_finished=lambda syncer: finished.append(syncer.published_model()),
         )
 
     with ThreadPoolExecutor(1) as pool:

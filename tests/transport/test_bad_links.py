@@ -13,9 +13,9 @@ from atoll.core.protocol import FragmentDamaged, Published, Report, Resync
 from atoll.core.types import Limits
 from atoll.tensors.settings import Numerics
 from tests.chaos.relays import relay_to
-from tests.learner.planted import struck
+from tests.learner.fault_injection import struck
+from tests.learner.run_tapes import events, heard, sent_together
 from tests.learner.runs import LearnerSpec, Run, config, endless
-from tests.learner.tapes_of_runs import events, heard, sent_together
 
 
 @pytest.mark.long
@@ -34,7 +34,7 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
         two_versions_s = (time.monotonic() - began) / 2
         far = run.start(LearnerSpec(2, "wide"), relay.address)
         far.hear("joined")
-        relay.thin(min(1e6, 500_000 / two_versions_s))  # the model has 2 MB
+        relay.throttle(min(1e6, 500_000 / two_versions_s))  # the model has 2 MB
         relay.delay(0.03)
         before = relay.counts()
         merges = run.status()["merges"]
@@ -52,7 +52,7 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
         assert shown is not None
         assert (shown["standing"], shown["incarnation"]) == ("live", 1)
         assert thin["merges"] > merges + 8, "the near one does not wait for the far one"
-        relay.thin(None)
+        relay.throttle(None)
         run.end()
         run.assert_same(run.finish(near, far), 1, 2)
         assert not run.log_lines(run.syncer, "learner 2: silent"), "reports were starved"
@@ -97,15 +97,15 @@ def test_a_long_link_gets_its_fragments_although_each_is_old_when_its_request_ar
 @pytest.mark.long
 def test_a_thin_link_is_not_filled_with_beginnings_of_the_same_contribution(tmp_path):
     """An upload takes longer than the patience of the syncer, who asks again for what is on its way."""
-    settings = endless(fragments=1, every_steps=4, limits=Limits(first_wait_s=0.25, backoff_first_s=0.05))
+    settings = endless(fragments=1, every_steps=4, limits=Limits(initial_wait_s=0.25, initial_backoff_s=0.05))
     with Run(tmp_path, settings) as run, relay_to(run.address) as relay:
         one = run.start(LearnerSpec(1, "tall"), relay.address)
         one.hear("joined")
-        relay.thin(30_000.0)  # the fragment has 104 KB
+        relay.throttle(30_000.0)  # the fragment has 104 KB
         before = relay.counts().up_bytes
         one.order("go")
         run.until(lambda _: run.log_lines(run.syncer, "asking 1 learners again"), "the syncer is impatient")
-        relay.thin(60_000.0)
+        relay.throttle(60_000.0)
         run.until(run.merges(1), "merges go on")
         one.order("break")
         told = one.hear("ended")["stats"]
@@ -134,7 +134,7 @@ def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):
 
 @pytest.mark.long
 def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
-    impatient = Limits(first_wait_s=0.5, backoff_first_s=0.05, backoff_most_s=0.5)
+    impatient = Limits(initial_wait_s=0.5, initial_backoff_s=0.05, max_backoff_s=0.5)
     with Run(tmp_path, endless(limits=impatient)) as run, relay_to(run.address) as relay:
         one, two = run.start(1, relay.address), run.start(2)
         for learner in (one, two):
@@ -142,11 +142,11 @@ def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
         run.go(one, two)
         run.until(run.merges(4), "the run is under way")
         relay.cut()
-        run.until(run.learner(1, standing="away"), "the syncer gives the link up")
+        run.until(run.learner(1, standing="disconnected"), "the syncer gives the link up")
         run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner gives the link up")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other goes on")
-        relay.cut(on=False)
+        relay.cut(is_cut=False)
         back = run.until(run.learner(1, standing="live", link="up"), "it is back")
         assert back["incarnation"] == 1
         run.end()
@@ -162,7 +162,7 @@ class Flip:
         self.fired = 0
 
     def __call__(self, data: bytes) -> bytes:
-        head = data.find(b"ATLF\x03\x02")
+        head = data.find(b"ATLF\x04\x02")
         if head < 0 or self.left == 0 or len(data) < head + 300:
             return data
         self.left -= 1
@@ -188,7 +188,7 @@ def test_a_byte_that_changes_on_the_way_is_noticed_and_the_bytes_are_fetched_aga
         damaged = events(run, 1, FragmentDamaged)
         assert len(run.log_lines(one, "came damaged")) + len(damaged) == 6
         assert len(damaged) >= 1
-        assert all("digest" in event.why for event in damaged)
+        assert all("digest" in event.cause for event in damaged)
         assert len(sent_together(run, 1, Resync)) >= 1
         run.assert_clean()
 
@@ -208,7 +208,7 @@ def wrong_updates(directory: Path, planted: str) -> list[Any]:
 def test_an_update_that_leads_to_another_value_is_never_adopted(tmp_path):
     damaged = wrong_updates(tmp_path, "")
     assert damaged
-    assert {event.why for event in damaged} == {"the value is not the one that was published"}
+    assert {event.cause for event in damaged} == {"the value is not the one that was published"}
 
 
 def test_the_test_above_finds_a_learner_that_does_not_check(tmp_path):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atoll.core.protocol import LinkOpened
-from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkClosedError, LinkEvent
+from atoll.core.protocol import ConnectionOpened
+from atoll.transport.http_client import FragmentClient, LearnerLink, LinkClosedError, LinkEvent
 
 
 class Standing:
@@ -43,7 +43,7 @@ class Owner:
         self.opened = asyncio.Event()
 
     def handle_link_event(self, event: LinkEvent) -> None:
-        if isinstance(event, LinkOpened):
+        if isinstance(event, ConnectionOpened):
             self.opened.set()
 
 
@@ -63,7 +63,7 @@ async def with_a_fetch_under_way(then: Any) -> None:
     dialled = asyncio.ensure_future(link.dial(0.0))
     try:
         await owner.opened.wait()
-        fetch = asyncio.ensure_future(link.while_open(LearnerBulk(link, None).fetch(0, 1, None, {-1: 4})))
+        fetch = asyncio.ensure_future(link.while_open(FragmentClient(link, None).download(0, 1, None, {-1: 4})))
         await standing.asked.wait()
         await then(standing, link, fetch)
     finally:
@@ -78,7 +78,7 @@ def run(then: Any) -> None:
 
 def test_a_fetch_ends_with_its_link():
     async def then(standing, link, fetch):
-        link.hang_up(1)
+        link.disconnect(1)
         with pytest.raises(LinkClosedError):
             await fetch
         await standing.given_up.wait()  # the connection is closed, and nothing of it is left

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from atoll.errors import KeysRefused, LearnerRefused
+from atoll.errors import KeysRefusedError, LearnerRefusedError
 from atoll.learner.api import Learner
-from atoll.transport.tls import key_files
+from atoll.transport.tls import find_key_files
 from tests.chaos.relays import relay_to
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
 from tests.learner.small_models import BATCH, work
-from tests.transport.key_rings import Ring, days_ago
+from tests.transport.key_rings import KeyRing, days_ago
 from tests.transport.recorder import Recorder
 
 
@@ -34,7 +34,7 @@ NEW_AT_THE_LEARNER = "the keys have changed: dialling with the new ones"
 
 def test_every_key_and_the_authority_change_while_the_run_goes_on(tmp_path):
     """In the order of docs/security.md. Nobody is stopped; who has only an old key in the end is refused."""
-    ring = Ring(tmp_path / "keys")
+    ring = KeyRing(tmp_path / "keys")
     shutil.copytree(ring["one"], tmp_path / "old key")
     with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
         with relay_to(run.address) as relay:
@@ -59,20 +59,20 @@ def test_every_key_and_the_authority_change_while_the_run_goes_on(tmp_path):
                 ring.authority.renew(name)
             until_logged(run, run.syncer, NEW_AT_THE_SYNCER, 2)
             dial_again(2)
-            assert ring.authority.of("syncer").fingerprint != old
-            assert ring.authority.retire() == 1
+            assert ring.authority.find_key("syncer").fingerprint != old
+            assert ring.authority.retire_old_authorities() == 1
             until_logged(run, run.syncer, NEW_AT_THE_SYNCER, 3)
             dial_again(3)
-        with pytest.raises(KeysRefused, match="it does not trust the authority of this key"):
+        with pytest.raises(KeysRefusedError, match="it does not trust the authority of this key"):
             knock(run, keys=tmp_path / "old key", ca=ring["authority.pem"], learner=1)
-        with pytest.raises(KeysRefused, match="authority that is not trusted here"):
+        with pytest.raises(KeysRefusedError, match="authority that is not trusted here"):
             knock(run, keys=tmp_path / "old key", learner=1)
 
 
 @pytest.mark.long
 def test_a_learner_that_is_behind_with_its_key_is_refused_and_comes_back_with_a_new_one(tmp_path):
     """It trains on meanwhile, and says why it has no link."""
-    ring = Ring(tmp_path / "keys")
+    ring = KeyRing(tmp_path / "keys")
     with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
         one, two = run.joined(LearnerSpec(1, keys=ring["one"]), LearnerSpec(2, keys=ring["two"]))
         run.go(one, two)
@@ -99,11 +99,11 @@ def test_a_learner_that_is_behind_with_its_key_is_refused_and_comes_back_with_a_
 
 
 def test_keys_that_cannot_be_used_do_not_replace_those_that_can(tmp_path):
-    ring = Ring(tmp_path / "keys")
+    ring = KeyRing(tmp_path / "keys")
     with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
         (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
         run.go(one)
-        run.keys = key_files(Path(shutil.copytree(ring["syncer"], tmp_path / "as it was")))
+        run.keys = find_key_files(Path(shutil.copytree(ring["syncer"], tmp_path / "as it was")))
         shutil.copy(ring["two"] / "certificate.pem", tmp_path / "other.pem")
         (tmp_path / "other.pem").replace(ring["syncer"] / "certificate.pem")  # at once, or half of it is a change too
         until_logged(run, run.syncer, "cannot be used, those before stay in use")
@@ -113,7 +113,7 @@ def test_keys_that_cannot_be_used_do_not_replace_those_that_can(tmp_path):
 
 @pytest.mark.long
 def test_a_key_that_expires_while_its_link_is_up_ends_it(tmp_path):
-    ring = Ring(tmp_path / "keys")
+    ring = KeyRing(tmp_path / "keys")
     with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
         (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
         with days_ago(1 - 5 / 86400):
@@ -125,7 +125,7 @@ def test_a_key_that_expires_while_its_link_is_up_ends_it(tmp_path):
         run.until(run.learner(3, link="down"), "its link is closed")
         assert run.status()["refused"]["expired"] >= 1
         until_logged(run, brief, "the key of brief expired on")
-        with pytest.raises(LearnerRefused, match="the key of brief expired"):
+        with pytest.raises(LearnerRefusedError, match="the key of brief expired"):
             knock(run, keys=ring["brief"], learner=3)
         assert run.until(run.learner(1), "learner 1 is shown")["link"] == "up"
 
@@ -140,7 +140,7 @@ def merged_by(run: Run, status: dict[str, Any]) -> list[Any]:
 
 def test_recorded_bytes_of_a_safe_session_do_nothing(tmp_path):
     """Every connection of a session, to the last byte, is played twice: no request is heard, nothing is merged."""
-    ring = Ring(tmp_path / "keys")
+    ring = KeyRing(tmp_path / "keys")
     with Run(tmp_path / "run", endless(), keys=ring.syncer) as run, Recorder(run.address) as recorder:
         one = run.start(LearnerSpec(1, keys=ring["one"]), recorder.address)
         one.hear("joined")
@@ -153,7 +153,7 @@ def test_recorded_bytes_of_a_safe_session_do_nothing(tmp_path):
         records = [bytes(record) for record in recorder.sent if record]
         assert sum(map(len, records)) > 5_000
         for record in records * 2:
-            answer = recorder.play(record)
+            answer = recorder.replay(record)
             assert b"HTTP" not in answer, "a request was heard"
         after = run.status()
         for name in ("merges", "trained", "learners", "ledger", "bytes"):
@@ -169,7 +169,7 @@ def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
         one.hear("joined")
         one.order("go")
         run.until(run.merges(5), "there is something to record")
-        recorder.break_off()
+        recorder.disconnect()
         until_logged(run, one, "the link closed")
         run.until(run.learner(1, standing="live", link="up"), "its second session")
         records = [bytes(record) for record in recorder.sent if b"GET /v1/run" not in record and record]
@@ -180,7 +180,7 @@ def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
         run.until(lambda status: status["rounds_in_flight"] == 0 or None, "nothing is on its way")
         before = run.status()
         for record in old:
-            recorder.play(record)
+            recorder.replay(record)
         after = run.status()
         assert (after["merges"], merged_by(run, after)) == (before["merges"], merged_by(run, before))
         # The report of its last step may have come meanwhile; nothing is counted that it has not trained.
@@ -198,7 +198,7 @@ def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
 
 def test_what_a_directory_of_a_key_holds_is_enough_wherever_it_is(tmp_path):
     """An island gets nothing but its own directory."""
-    ring = Ring(tmp_path / "keys")
+    ring = KeyRing(tmp_path / "keys")
     island: Path = shutil.copytree(ring["one"], tmp_path / "elsewhere")
     assert sorted(path.name for path in island.iterdir()) == ["authority.pem", "certificate.pem", "key.pem"]
     with Run(tmp_path / "run", keys=ring.syncer) as run:

@@ -14,7 +14,7 @@ import pytest
 from cryptography import x509
 
 from atoll.cli.main import main
-from atoll.transport.keys import Authority, write
+from atoll.transport.keys import Authority, write_key_file
 from tests.transport.key_rings import days_ago
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_written_over(tmp_path, capsys):
     assert "learner 1 is named by the key of far" in refused(capsys, "add", ring, "other", "--learner", "1")
     assert everything(tmp_path) == before
     with pytest.raises(ValueError, match="never written over"):
-        write(tmp_path / "keys/far/key.pem", b"another", secret=True)
+        write_key_file(tmp_path / "keys/far/key.pem", b"another", is_secret=True)
     assert everything(tmp_path) == before, "and nothing half is left beside it"
 
 
@@ -144,20 +144,20 @@ def test_an_authority_is_retired_when_nobody_needs_it_any_more(tmp_path, capsys)
 
 def test_a_change_of_the_authority_that_was_killed_half_way_does_no_harm(tmp_path, monkeypatch):
     authority = Authority.init(tmp_path / "keys")
-    real = write
+    real = write_key_file
 
-    def until_the_key(path: Path, data: bytes, secret: bool = False, again: bool = False) -> None:
+    def until_the_key(path: Path, data: bytes, is_secret: bool = False, overwrite: bool = False) -> None:
         if path.name == "authority.key":
             raise KeyboardInterrupt
-        real(path, data, secret, again)
+        real(path, data, is_secret, overwrite)
 
     with monkeypatch.context() as patched:
-        patched.setattr("atoll.transport.keys.write", until_the_key)
+        patched.setattr("atoll.transport.keys.write_key_file", until_the_key)
         with pytest.raises(KeyboardInterrupt):
             authority.renew_authority()
     again = Authority(tmp_path / "keys")
     again.add("far")
-    signed_by = [each for each in again.authorities() if again._is_of(each, again.of("far"))]
+    signed_by = [each for each in again.authorities() if again._is_signed_by(each, again.find_key("far"))]
     assert signed_by == again.authorities()[1:], "the old one, whose key is still the one that is here"
 
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from atoll.core.policy import TELLING_BYTES
+from atoll.core.policy import MIN_MEASURED_BYTES
 from atoll.core.protocol import LinkMeasured
-from atoll.transport.pacing import LEAST_BYTES, Direction, LinkMeter
+from atoll.transport.pacing import MIN_CANCELLED_SAMPLE_BYTES, LinkMeter, TransferDirection
 
-LARGE = TELLING_BYTES // 2  # values
+LARGE = MIN_MEASURED_BYTES // 2  # values
 
 
 class Line:
@@ -18,7 +18,7 @@ class Line:
 
     def __init__(self, values: int = LARGE) -> None:
         self.now = 100.0
-        self.direction = Direction(None, "up")
+        self.direction = TransferDirection(None, "up")
         self.told: list[LinkMeasured] = []
         self.meter = LinkMeter(self.direction, values, self.told.append, lambda: self.now)
 
@@ -28,7 +28,7 @@ class Line:
             raise wrong
 
     def carries(self, size: int, seconds: float) -> None:
-        self.direction.moved += size
+        self.direction.moved_bytes += size
         self.now += seconds
 
 
@@ -63,12 +63,12 @@ def test_a_link_that_breaks_says_nothing():
     assert line.told == []
 
 
-@pytest.mark.parametrize("moved", [LEAST_BYTES, LEAST_BYTES - 1])
+@pytest.mark.parametrize("moved", [MIN_CANCELLED_SAMPLE_BYTES, MIN_CANCELLED_SAMPLE_BYTES - 1])
 def test_one_that_is_given_up_for_a_newer_one_counts_if_it_was_long_enough(moved):
     line = Line()
     with pytest.raises(asyncio.CancelledError):
         line.breaks(asyncio.CancelledError(), 2**30, moved, 100.0)
-    assert line.told == ([LinkMeasured("up", moved, 100.0, LARGE)] if moved == LEAST_BYTES else [])
+    assert line.told == ([LinkMeasured("up", moved, 100.0, LARGE)] if moved == MIN_CANCELLED_SAMPLE_BYTES else [])
 
 
 def test_small_fragments_are_not_measured():

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 import pytest
 
 from atoll.transport import listener
-from atoll.transport.auth import Access
-from atoll.transport.listener import MOST_UNPROVEN, Listener, bound
+from atoll.transport.auth import AccessControl
+from atoll.transport.listener import MAX_PENDING, Listener, bind_socket
 from tests.learner.runs import LIMIT_S
 
 KNOCKS = listener.BACKLOG - 2
@@ -45,10 +45,12 @@ class Port:
         self.refused: Counter[str] = Counter()
         self.spoken = asyncio.Event()
         self._stack = stack
-        self._sock = bound("127.0.0.1", 0)
+        self._sock = bind_socket("127.0.0.1", 0)
         self._sock.listen(listener.BACKLOG)
         self.listener = Listener(
-            self._sock, lambda: Door(self.listener.proved, self.spoken), Access(None, None, self.refused)
+            self._sock,
+            lambda: Door(self.listener.mark_authenticated, self.spoken),
+            AccessControl(None, None, self.refused),
         )
 
     def knock(self) -> socket.socket:
@@ -57,7 +59,7 @@ class Port:
         return sock
 
     async def all_but_a_few_are_dropped(self) -> None:
-        while self.refused["unfinished"] < KNOCKS - MOST_UNPROVEN:
+        while self.refused["unfinished"] < KNOCKS - MAX_PENDING:
             turn = asyncio.Event()
             asyncio.get_running_loop().call_later(0.01, turn.set)
             await turn.wait()
@@ -107,7 +109,7 @@ def test_who_speaks_is_heard_although_more_than_there_is_room_for_come_after_it(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that nobody closes
 def test_if_all_were_taken_at_once_it_would_be_dropped_unheard(monkeypatch):
-    monkeypatch.setattr(listener, "AT_ONCE", 10**9)
+    monkeypatch.setattr(listener, "MAX_ACCEPTS_PER_ITERATION", 10**9)
     with pytest.raises(ConnectionResetError):
         tell(speak_before_many)
 

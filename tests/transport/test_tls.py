@@ -16,29 +16,29 @@ from typing import Any
 import pytest
 
 from atoll.chaos.relay import Relays
-from atoll.core.protocol import Contribution, Leave
+from atoll.core.protocol import Contribution, Left
 from atoll.core.types import RoundId
-from atoll.errors import KeysRefused, LearnerRefused
+from atoll.errors import KeysRefusedError, LearnerRefusedError
 from atoll.learner.api import Learner
 from atoll.tensors.settings import Numerics
 from atoll.transport.auth import check_access
-from atoll.transport.endpoint import TlsVerificationError, ask, read_address_file
+from atoll.transport.endpoint import TlsVerificationError, read_address_file, send_request
 from atoll.transport.tls import ClientTls, KeyFiles, ServerTls
-from atoll.transport.wire import Kind, SliceHeader, frame_head
+from atoll.transport.wire import FrameKind, SliceHeader, encode_frame_head
 from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, endless
 from tests.learner.small_models import work
 from tests.syncer.stranger import Stranger
-from tests.transport.key_rings import Ring, days_ago
+from tests.transport.key_rings import KeyRing, days_ago
 
 TOKEN = "correct horse battery staple"
 
 
 @pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
-    ring = Ring(tmp_path_factory.mktemp("keys") / "keys")
-    ring.add("late", 7, ended=True)
+def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
+    ring = KeyRing(tmp_path_factory.mktemp("keys") / "keys")
+    ring.add("late", 7, is_expired=True)
     ring.add("gone", 8)
     ring.authority.revoke("gone")
     ring.authority.add("boss", is_operator=True)
@@ -48,13 +48,13 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Ring:
+def other(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
     """Of somebody else."""
-    return Ring(tmp_path_factory.mktemp("others") / "keys")
+    return KeyRing(tmp_path_factory.mktemp("others") / "keys")
 
 
 @pytest.fixture(scope="module")
-def run(ring: Ring, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(ring: KeyRing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """One run for all of it: a learner trains from the first test to the last, and must not notice any of them."""
     directory, settings = tmp_path_factory.mktemp("run"), endless(fragments=2, every_steps=2)
     with Run(directory, settings, keys=ring.syncer, planted="hurried-listener") as run:
@@ -94,16 +94,30 @@ def knock(run: Run, address: str = "", **settings: Any) -> None:
 # Keys that are wrong
 
 WRONG_KEYS = {
-    "expired": ("late", 7, LearnerRefused, r"the key of late expired on \d{4}", "expired", "the key of late expired"),
-    "revoked": ("gone", 8, LearnerRefused, "the key of gone is revoked", "revoked", "the key of gone is revoked"),
-    "another's identity": ("two", 1, LearnerRefused, "key of two is for 2", "identity", "does not speak as learner 1"),
-    "an operator's": ("boss", None, LearnerRefused, "the key of boss names no learner", "role", "the key of boss"),
+    "expired": (
+        "late",
+        7,
+        LearnerRefusedError,
+        r"the key of late expired on \d{4}",
+        "expired",
+        "the key of late expired",
+    ),
+    "revoked": ("gone", 8, LearnerRefusedError, "the key of gone is revoked", "revoked", "the key of gone is revoked"),
+    "another's identity": (
+        "two",
+        1,
+        LearnerRefusedError,
+        "key of two is for 2",
+        "identity",
+        "does not speak as learner 1",
+    ),
+    "an operator's": ("boss", None, LearnerRefusedError, "the key of boss names no learner", "role", "the key of boss"),
 }
 
 
 def test_refused_key_does_not_found_the_run(tmp_path, ring):
     with Run(tmp_path, endless(), keys=ring.syncer) as run:
-        with pytest.raises(LearnerRefused, match="key of two is for 2"):
+        with pytest.raises(LearnerRefusedError, match="key of two is for 2"):
             knock(run, learner=1, keys=ring["two"])
         assert not run.status()["founded"]
         assert not (tmp_path / "store" / "run.json").exists()
@@ -126,7 +140,7 @@ def test_a_key_that_is_not_good_is_refused_by_name(run, ring, name):
 @pytest.mark.usefixtures("unhurt")
 def test_no_key_is_refused_with_a_sentence(run, ring):
     before = counted(run, "no-key")
-    with pytest.raises(LearnerRefused, match="asks for a key, and none was shown"):
+    with pytest.raises(LearnerRefusedError, match="asks for a key, and none was shown"):
         knock(run, ca=ring["authority.pem"], token=TOKEN)
     assert counted(run, "no-key") == before + 1
 
@@ -134,7 +148,7 @@ def test_no_key_is_refused_with_a_sentence(run, ring):
 @pytest.mark.usefixtures("unhurt")
 def test_a_key_of_another_authority_is_told_so_by_the_syncer(run, ring, other):
     before = counted(run, "authority")
-    with pytest.raises(KeysRefused, match="it does not trust the authority of this key"):
+    with pytest.raises(KeysRefusedError, match="it does not trust the authority of this key"):
         knock(run, keys=other["one"], ca=ring["authority.pem"])
     assert counted(run, "authority") > before
     assert run.log_lines(run.syncer, "not of an authority that is trusted here")
@@ -142,13 +156,16 @@ def test_a_key_of_another_authority_is_told_so_by_the_syncer(run, ring, other):
 
 @pytest.mark.usefixtures("unhurt")
 def test_a_syncer_of_another_authority_is_not_spoken_to(run, other):
-    with pytest.raises(KeysRefused, match="its certificate is of an authority that is not trusted here"):
+    with pytest.raises(KeysRefusedError, match="its certificate is of an authority that is not trusted here"):
         knock(run, keys=other["one"])
 
 
 @pytest.mark.usefixtures("unhurt")
 def test_a_syncer_by_another_name_is_not_spoken_to(run, ring):
-    with closing(Relays()) as relays, pytest.raises(KeysRefused, match="its certificate does not name this address"):
+    with (
+        closing(Relays()) as relays,
+        pytest.raises(KeysRefusedError, match="its certificate does not name this address"),
+    ):
         knock(run, relays.open(run.address, host="127.0.0.2").address, keys=ring["two"])
 
 
@@ -157,17 +174,17 @@ def test_an_island_does_not_pass_for_a_syncer(run, ring, tmp_path):
     """Its key is of the right authority and would serve any other purpose."""
     with (
         Run(tmp_path, keys=KeyFiles(ring["two"] / "certificate.pem", ring["two"] / "key.pem"), token=TOKEN) as false,
-        pytest.raises(KeysRefused, match=r"not one of a syncer|unsuitable|does not name"),
+        pytest.raises(KeysRefusedError, match=r"not one of a syncer|unsuitable|does not name"),
     ):
         knock(run, false.address, ca=ring["authority.pem"], token=TOKEN)
 
 
 def test_an_expired_syncer_is_not_spoken_to(tmp_path):
     with days_ago(400):
-        ring = Ring(tmp_path / "keys")
+        ring = KeyRing(tmp_path / "keys")
     with (
         Run(tmp_path / "run", keys=ring.syncer) as run,
-        pytest.raises(KeysRefused, match="its certificate has expired: renew it"),
+        pytest.raises(KeysRefusedError, match="its certificate has expired: renew it"),
     ):
         knock(run, keys=ring["one"])
 
@@ -175,14 +192,14 @@ def test_an_expired_syncer_is_not_spoken_to(tmp_path):
 @pytest.mark.usefixtures("unhurt")
 def test_plain_text_on_a_port_for_tls(run):
     before = counted(run, "plain-text")
-    with pytest.raises(LearnerRefused, match=r"this port speaks TLS, and plain text came: give --keys"):
+    with pytest.raises(LearnerRefusedError, match=r"this port speaks TLS, and plain text came: give --keys"):
         knock(run)
     assert counted(run, "plain-text") == before + 1
 
 
 def test_tls_on_a_port_for_plain_text(tmp_path, ring):
     with Run(tmp_path) as run:
-        with pytest.raises(KeysRefused, match="what answers speaks plain text, not TLS"):
+        with pytest.raises(KeysRefusedError, match="what answers speaks plain text, not TLS"):
             knock(run, keys=ring["one"])
         assert run.status()["refused"] == {"tls-to-plain": 1}
 
@@ -218,8 +235,8 @@ def test_a_hello_of_another_closes_the_link(run, ring):
     before = counted(run, "identity")
 
     async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.say(stranger.hello())
-        return await stranger.closed()
+        await stranger.send(stranger.hello())
+        return await stranger.wait_closed()
 
     closing, sentence = as_stranger(run, ring["two"], 1, test)
     assert (closing, sentence) == (1008, "the key of two is for 2, and does not speak as learner 1")
@@ -238,7 +255,7 @@ def test_values_in_the_name_of_another_are_refused_although_that_one_is_linked(r
             return await stranger.put("/v1/contribution", stranger.frame(body, values))
         header = SliceHeader(1, 1, 1, body.round, 0, values.numel()).encode()
         raw = values.numpy().tobytes()
-        return await stranger.put("/v1/slice", frame_head(Kind.SLICE, 0, header, raw) + header + raw)
+        return await stranger.put("/v1/slice", encode_frame_head(FrameKind.SLICE, 0, header, raw) + header + raw)
 
     status, told = as_stranger(run, ring["two"], 1, test)
     assert (status, told["code"]) == (403, "identity")
@@ -257,7 +274,7 @@ def test_the_inner_state_of_another_is_not_handed_out(run, ring):
 def request(run: Run, keys: Path, method: str, path: str, body: Any = None) -> int:
     async def asked() -> int:
         async with (
-            Stranger(run, 1, keys=keys).unlinked() as stranger,
+            Stranger(run, 1, keys=keys).without_link() as stranger,
             stranger.http.request(method, path, json=body) as answer,
         ):
             await answer.read()
@@ -268,7 +285,7 @@ def request(run: Run, keys: Path, method: str, path: str, body: Any = None) -> i
 
 @pytest.mark.usefixtures("unhurt")
 def test_a_key_is_for_its_own_paths(run, ring):
-    wish = {"what": "grace", "value": 0.5, "who": "a test"}
+    wish = {"kind": "grace", "value": 0.5, "requested_by": "a test"}
     assert request(run, ring["two"], "POST", "/v1/control", wish) == 403
     assert request(run, ring["two"], "POST", "/v1/finish") == 403
     assert request(run, ring["two"], "GET", "/metrics") == 403
@@ -281,7 +298,7 @@ def test_a_key_is_for_its_own_paths(run, ring):
 def joins_as(run: Run, keys: Path, wanted: int | None) -> Any:
     async def asked() -> Any:
         async with (
-            Stranger(run, 1, keys=keys).unlinked() as stranger,
+            Stranger(run, 1, keys=keys).without_link() as stranger,
             stranger.http.post("/v1/join", json={"learner": wanted}) as answer,
         ):
             told = await answer.json()
@@ -328,7 +345,7 @@ def test_connections_that_say_nothing_are_bounded_and_ended(run):
 def test_half_a_handshake_is_ended(run, ring):
     before = counted(run, "unfinished")
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    half = ClientTls(ring["two"]).context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    half = ClientTls(ring["two"]).make_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
     with pytest.raises(ssl.SSLWantReadError):
         half.do_handshake()
     with connected(run) as raw:
@@ -341,7 +358,7 @@ def test_half_a_handshake_is_ended(run, ring):
 @pytest.mark.usefixtures("unhurt")
 def test_headers_that_never_end_are_ended(run, ring):
     before = counted(run, "unfinished")
-    context = ClientTls(ring["two"]).context()
+    context = ClientTls(ring["two"]).make_context()
     with connected(run) as raw, context.wrap_socket(raw, server_hostname="localhost") as safe:
         safe.sendall(b"GET /v1/run HTTP/1.1\r\nHost: x\r\n")
         began = time.monotonic()
@@ -371,9 +388,9 @@ def test_random_bytes(run):
 
 def test_a_key_and_a_token_are_both_asked_for_where_both_were_set_up(tmp_path, ring):
     with Run(tmp_path, keys=ring.syncer, token=TOKEN) as run:
-        with pytest.raises(LearnerRefused, match="the token is missing or wrong"):
+        with pytest.raises(LearnerRefusedError, match="the token is missing or wrong"):
             knock(run, keys=ring["one"], learner=1)
-        with pytest.raises(LearnerRefused, match="asks for a key"):
+        with pytest.raises(LearnerRefusedError, match="asks for a key"):
             knock(run, ca=ring["authority.pem"], token=TOKEN)
         learners = run.joined(LearnerSpec(1, keys=ring["one"], token=TOKEN))
         run.go(*learners)
@@ -385,9 +402,9 @@ def test_with_a_certificate_and_a_token_a_run_trains(tmp_path, ring):
     served = KeyFiles(ring["syncer"] / "certificate.pem", ring["syncer"] / "key.pem")
     with Run(tmp_path, keys=served, token=TOKEN) as run:
         assert run.log_lines(run.syncer, "TLS, for those who have the token")
-        with pytest.raises(LearnerRefused, match="the token is missing or wrong"):
+        with pytest.raises(LearnerRefusedError, match="the token is missing or wrong"):
             knock(run, ca=ring["authority.pem"], token="another token")
-        with pytest.raises(KeysRefused, match="authority that is not trusted here"):
+        with pytest.raises(KeysRefusedError, match="authority that is not trusted here"):
             knock(run, f"https://{run.address}", token=TOKEN)  # this system's authorities do not know ours
         learners = run.joined(LearnerSpec(5, ca=ring["authority.pem"], token=TOKEN))
         run.go(*learners)
@@ -403,10 +420,10 @@ def test_commands_on_the_same_machine_find_the_syncer_and_its_key(run, ring):
     found = read_address_file(run.directory)
     assert found is not None
     assert found.tls is not None
-    told = ask(found.address, found.token, "GET", "/v1/status", LIMIT_S, tls=found.tls)
+    told = send_request(found.address, found.token, "GET", "/v1/status", LIMIT_S, tls=found.tls)
     assert told["stage"] == "running"
     with pytest.raises(TlsVerificationError, match="authority that is not trusted"):
-        ask(found.address, None, "GET", "/v1/status", LIMIT_S, tls=ClientTls())
+        send_request(found.address, None, "GET", "/v1/status", LIMIT_S, tls=ClientTls())
 
 
 @pytest.mark.long
@@ -437,7 +454,7 @@ def test_ipv6(tmp_path, ring):
 def test_a_name_that_leads_elsewhere_from_one_day_to_the_next(tmp_path, monkeypatch):
     """The address of `head.test` changes while the run goes on; everything goes through something that only passes
     bytes on, as a proxy for TLS does."""
-    ring = Ring(tmp_path / "keys", ("head.test",))
+    ring = KeyRing(tmp_path / "keys", ("head.test",))
     leads_to: list[str] = []
     asked: list[str] = []
     real = socket.getaddrinfo
@@ -487,15 +504,15 @@ def test_what_would_not_be_safe_is_refused_before_anything_is_sent(syncer, setti
 
 def test_the_directory_of_an_authority_is_not_that_of_a_key(ring):
     with pytest.raises(ValueError, match=r"is an authority with the keys of all: give the directory of one.*one.*two"):
-        ClientTls(ring.directory).context()
+        ClientTls(ring.directory).make_context()
 
 
 def test_the_voice_of_a_learner_with_a_key_is_its_own_on_its_link_too(run, ring):
     async def test(stranger: Stranger) -> tuple[int, str]:
         await stranger.join()
         stranger.learner = 1
-        await stranger.say(Leave("I am learner 1, believe me"))
-        return await stranger.closed()
+        await stranger.send(Left("I am learner 1, believe me"))
+        return await stranger.wait_closed()
 
     assert joins_as(run, ring["fleet"], 60) == 60
     assert as_stranger(run, ring["fleet"], 60, test)[0] == 1008

@@ -17,17 +17,17 @@ from atoll.core.protocol import LearnerBody, SyncerBody
 from atoll.tensors.codecs import CODECS
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.wire import (
-    Code,
     Frame,
     FrameHead,
+    FrameKind,
     FrameParser,
-    Kind,
     WireError,
+    WireErrorCode,
     decode_message,
     digest,
     encode_message,
 )
-from tests.transport.samples import BAD_FRAMES, BAD_MESSAGES, FRAMES, MESSAGES, as_text, meaning
+from tests.transport.samples import BAD_FRAMES, BAD_MESSAGES, FRAMES, MESSAGES, as_text, to_readable_json
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -41,7 +41,12 @@ VALUES = [0.0, -0.0, 1.0, -1.0, 0.1, 1e-3, -3.0e-5, 1.0e-40, 127.0, -128.5, 1.00
 
 def rows_of_messages() -> list[Row]:
     return [
-        {"name": m.name, "sender": m.sender, "hex": encode_message(m.envelope).hex(), "means": meaning(m.envelope)}
+        {
+            "name": m.name,
+            "sender": m.sender,
+            "hex": encode_message(m.envelope).hex(),
+            "means": to_readable_json(m.envelope),
+        }
         for m in MESSAGES
     ]
 
@@ -81,7 +86,7 @@ def rows_of_codecs() -> list[Row]:
         rows.append(
             {
                 "name": codec.name,
-                "number": codec.number,
+                "number": codec.wire_id,
                 "f32_hex": as_hex(values),
                 "hex": as_hex(data),
                 "decoded_f32_hex": as_hex(codec.decode(data, len(VALUES))),
@@ -140,14 +145,14 @@ def parsed(data: bytes, kind: int, room: int) -> Frame:
     def accept(head: FrameHead, header: bytes) -> bytearray:
         return memory
 
-    parser = FrameParser(Kind(kind), accept)
+    parser = FrameParser(FrameKind(kind), accept)
     parser.feed(data)
     return parser.finish()
 
 
 def test_messages_mean_what_stands_there():
     for row in read("messages.json"):
-        assert meaning(decode_message(bytes.fromhex(row["hex"]), row["sender"])) == row["means"], row["name"]
+        assert to_readable_json(decode_message(bytes.fromhex(row["hex"]), row["sender"])) == row["means"], row["name"]
 
 
 def test_bad_messages_are_refused_with_their_code():
@@ -183,7 +188,7 @@ def test_codecs_read_what_stands_there():
     for row, codec in zip(read("codecs.json"), CODECS, strict=True):
         data = torch.frombuffer(bytearray.fromhex(row["hex"]), dtype=torch.uint8)
         numel = len(row["f32_hex"]) // 8
-        assert (row["name"], row["number"]) == (codec.name, codec.number)
+        assert (row["name"], row["number"]) == (codec.name, codec.wire_id)
         assert as_hex(codec.decode(data, numel)) == row["decoded_f32_hex"]
 
 
@@ -257,12 +262,12 @@ def test_every_body_has_a_vector(sender: str, bodies: Any) -> None:
 
 
 def test_every_kind_of_frame_has_a_vector():
-    assert {row["means"]["kind"] for row in read("frames.json")} == set(Kind)
+    assert {row["means"]["kind"] for row in read("frames.json")} == set(FrameKind)
 
 
 def test_every_error_has_a_vector():
     assert {row["error"] for name in ("bad_messages.json", "bad_frames.json") for row in read(name)} == set(
-        get_args(Code)
+        get_args(WireErrorCode)
     )
 
 

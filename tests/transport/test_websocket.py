@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession, ClientWebSocketResponse, WSMsgType, web
 
 from atoll.transport import websocket
-from atoll.transport.websocket import CLOSED, WebSocketConnection
+from atoll.transport.websocket import CLOSED_REASON, WebSocketConnection
 from atoll.transport.wire import WireError
 
 LIMIT_S = 30.0
@@ -72,7 +72,7 @@ def test_messages_arrive_in_order_before_the_close_frame():
         connection.close("that was all")
         connection.post("too late")
         assert await received(peer) == [b"b", "c", (1001, "that was all")]
-        await connection.closed()
+        await connection.wait_closed()
         assert connection.task.done()
 
     on_a_connection(test)
@@ -82,7 +82,7 @@ def test_discarded_messages_are_not_sent():
     async def test(socket, transport, peer):
         connection = WebSocketConnection(socket, transport)
         connection.post("a")
-        connection.discard()
+        connection.clear_queue()
         connection.close("not yours", 1008)
         assert await received(peer) == [(1008, "not yours")]
 
@@ -115,10 +115,10 @@ def test_error_of_a_broken_connection_ends_the_task():
 
 @pytest.mark.parametrize("with_transport", [True, False])
 def test_peer_that_does_not_read_is_cut_off(monkeypatch, with_transport):
-    monkeypatch.setattr(websocket, "CLOSING_S", 0.05)
+    monkeypatch.setattr(websocket, "CLOSE_TIMEOUT_S", 0.05)
 
     async def test(socket, transport, peer):
-        connection = WebSocketConnection(socket, transport if with_transport else None, max_waiting=100)
+        connection = WebSocketConnection(socket, transport if with_transport else None, max_queued=100)
         while not connection.is_closing:
             connection.post(bytes(2**20))
             await asyncio.wait([connection.task], timeout=0.0)  # the peer reads nothing
@@ -130,7 +130,7 @@ def test_peer_that_does_not_read_is_cut_off(monkeypatch, with_transport):
     on_a_connection(test)
 
 
-@pytest.mark.parametrize(("reason", "ended"), [(b"", CLOSED), (b"enough", f"{CLOSED} (1008): enough")])
+@pytest.mark.parametrize(("reason", "ended"), [(b"", CLOSED_REASON), (b"enough", f"{CLOSED_REASON} (1008): enough")])
 def test_messages_end_with_the_close_frame_and_its_reason_is_told(reason, ended):
     async def test(socket, transport, peer):
         connection = WebSocketConnection(socket, transport)
@@ -138,7 +138,7 @@ def test_messages_end_with_the_close_frame_and_its_reason_is_told(reason, ended)
         await peer.send_bytes(b"b")
         closing = asyncio.ensure_future(peer.close(code=1008, message=reason))
         assert [data async for data in connection.messages()] == ["a", b"b"]
-        assert connection.ended == ended
+        assert connection.end_reason == ended
         connection.cancel()
         await closing
 

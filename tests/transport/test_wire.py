@@ -19,34 +19,34 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from atoll.core.protocol import Envelope, LearnerBody, Leave, SyncerBody
+from atoll.core.protocol import Envelope, LearnerBody, Left, SyncerBody
 from atoll.core.types import RoundId
 from atoll.tape import format
 from atoll.tensors.codecs import CODECS
 from atoll.transport import wire
 from atoll.transport.wire import (
-    HEAD_BYTES,
-    MOST_HEADER_BYTES,
-    MOST_MESSAGE_BYTES,
-    MOST_PAYLOAD_BYTES,
+    FRAME_HEAD_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
     FragmentHeader,
     Frame,
     FrameHead,
+    FrameKind,
     FrameParser,
-    Kind,
-    Side,
+    Sender,
     SliceHeader,
     WireError,
     as_bytes,
     decode_header,
     decode_message,
     digest,
+    encode_frame_head,
     encode_header,
     encode_message,
-    frame_head,
     parse_json,
 )
-from tests.transport.samples import BAD_FRAMES, BAD_MESSAGES, FRAMES, MESSAGES, Sent
+from tests.transport.samples import BAD_FRAMES, BAD_MESSAGES, FRAMES, MESSAGES, SampleFrame
 
 SIDES = {"learner": LearnerBody, "syncer": SyncerBody}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -109,7 +109,7 @@ def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in pairwise(places)]
 
 
-def parsed(data: bytes, kind: Kind, cuts: list[int] | None = None) -> Frame:
+def parsed(data: bytes, kind: FrameKind, cuts: list[int] | None = None) -> Frame:
     parser = FrameParser(kind, Memory())
     for piece in pieces_of(data, cuts or []):
         parser.feed(piece)
@@ -135,10 +135,10 @@ def test_a_message_is_written_as_on_the_tape():
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.name)
 def test_only_its_own_side_may_send_it(message):
-    other: Side = "syncer" if message.sender == "learner" else "learner"
+    other: Sender = "syncer" if message.sender == "learner" else "learner"
     data = encode_message(message.envelope)
     if type(message.envelope.body) in get_args(SIDES[other]):
-        assert type(message.envelope.body).__name__ == "InnerState"  # the syncer passes it on
+        assert type(message.envelope.body).__name__ == "OptimizerState"  # the syncer passes it on
         decode_message(data, other)
     else:
         with refused("type"):
@@ -152,20 +152,20 @@ def test_a_bad_message_is_refused(bad):
 
 
 def test_a_message_has_a_largest_size_and_the_size_is_looked_at_first():
-    empty = Envelope(1, 1, 1, 1, 1, 1, 0, Leave(""))
-    fits = structs.replace(empty, body=Leave("x" * (MOST_MESSAGE_BYTES - len(encode_message(empty)))))
-    over = structs.replace(fits, body=Leave("x" * MOST_MESSAGE_BYTES))
-    assert len(encode_message(fits)) == MOST_MESSAGE_BYTES
+    empty = Envelope(1, 1, 1, 1, 1, 1, 0, Left(""))
+    fits = structs.replace(empty, body=Left("x" * (MAX_MESSAGE_BYTES - len(encode_message(empty)))))
+    over = structs.replace(fits, body=Left("x" * MAX_MESSAGE_BYTES))
+    assert len(encode_message(fits)) == MAX_MESSAGE_BYTES
     assert decode_message(encode_message(fits), "learner") == fits
     with refused("size"):
         encode_message(over)
     with refused("size"):
-        decode_message(bytes(MOST_MESSAGE_BYTES + 1), "learner")  # its magic is wrong too
+        decode_message(bytes(MAX_MESSAGE_BYTES + 1), "learner")  # its magic is wrong too
 
 
 def test_what_cannot_be_read_cannot_be_sent():
     with refused("json"):
-        encode_message(Envelope(1, 1, 1, 1, 1, 1, 0, Leave("half \ud83c")))
+        encode_message(Envelope(1, 1, 1, 1, 1, 1, 0, Left("half \ud83c")))
     with refused("type"):
         encode_message(Envelope(1, 1, 1, 1, 1, 1, 0, RoundId(1, 1, 1, 1)))  # type: ignore[arg-type]
 
@@ -187,7 +187,7 @@ def test_deep_nesting_is_refused_at_every_depth_of_the_stack(text):
             at_depth(depth - 1)
         else:
             with pytest.raises(WireError):
-                decode_message(b"ATLL\x03" + text.encode(), "learner")
+                decode_message(b"ATLL\x04" + text.encode(), "learner")
 
     for depth in range(0, 300, 10):
         at_depth(depth)
@@ -195,8 +195,8 @@ def test_deep_nesting_is_refused_at_every_depth_of_the_stack(text):
 
 @pytest.mark.parametrize("filling", ["[],", '"",', "{},", "0,", '"\\u00e4",', "1e5,"])
 def test_memory_for_a_message_is_bounded(filling):
-    inner = filling * ((MOST_MESSAGE_BYTES // 8) // len(filling))
-    data = b'ATLL\x03["Envelope",1,1,1,1,1,1,0,[' + inner.encode() + b"0]]"
+    inner = filling * ((MAX_MESSAGE_BYTES // 8) // len(filling))
+    data = b'ATLL\x04["Envelope",1,1,1,1,1,1,0,[' + inner.encode() + b"0]]"
     tracemalloc.start()
     try:
         with pytest.raises(WireError):
@@ -208,7 +208,7 @@ def test_memory_for_a_message_is_bounded(filling):
 
 @given(data=st.binary(max_size=200), side=st.sampled_from(["learner", "syncer"]))
 def test_any_bytes_are_a_message_or_refused(data, side):
-    for start in (b"", b"ATLL\x03", b'ATLL\x03["Envelope",'):
+    for start in (b"", b"ATLL\x04", b'ATLL\x04["Envelope",'):
         with suppress(WireError):
             decode_message(start + data, side)
 
@@ -224,7 +224,7 @@ JSON = st.recursive(
 def test_any_json_is_a_message_or_refused(raw, side):
     for value in (raw, ["Envelope", 1, 1, 1, 1, 1, 1, 0, raw]):
         with suppress(WireError):
-            decode_message(b"ATLL\x03" + json.dumps(value).encode(), side)
+            decode_message(b"ATLL\x04" + json.dumps(value).encode(), side)
 
 
 @given(message=st.sampled_from(MESSAGES), at=st.integers(0), new=st.binary(max_size=3), drop=st.integers(0, 3))
@@ -259,9 +259,9 @@ def test_a_header_has_exactly_its_fields():
         with refused("type"):
             decode_header(text.encode(), fields)
     with refused("size"):
-        decode_header(b" " * (MOST_HEADER_BYTES + 1), fields)
+        decode_header(b" " * (MAX_HEADER_BYTES + 1), fields)
     with refused("size"):
-        encode_header({"text": "x" * MOST_HEADER_BYTES})
+        encode_header({"text": "x" * MAX_HEADER_BYTES})
 
 
 def test_the_header_of_a_fragment_comes_back():
@@ -271,7 +271,7 @@ def test_the_header_of_a_fragment_comes_back():
     for text in ("0" * 31, "0" * 33, "0" * 31 + "G", "0" * 31 + "A"):
         with refused("type"):
             FragmentHeader.decode(FragmentHeader(2, 12, None, text, 0, 4).encode())
-    for begin, of in ((-1, 4), (5, 4), (0, MOST_PAYLOAD_BYTES + 1)):
+    for begin, of in ((-1, 4), (5, 4), (0, MAX_PAYLOAD_BYTES + 1)):
         with refused("size"):
             FragmentHeader.decode(FragmentHeader(2, 12, None, "0" * 32, begin, of).encode())
 
@@ -291,14 +291,14 @@ def test_the_header_of_a_slice_comes_back():
 
 
 @given(
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(FrameKind),
     codec=st.integers(0, 3),
     header=st.binary(max_size=60),
     payload=st.binary(max_size=300),
     cuts=st.lists(st.integers(0), max_size=12),
 )
 def test_a_frame_arrives_as_it_was_sent_wherever_it_is_cut(kind, codec, header, payload, cuts):
-    frame = Sent("", kind, codec if kind in wire.ENCODED_KINDS else 0, header, payload)
+    frame = SampleFrame("", kind, codec if kind in wire.ENCODED_KINDS else 0, header, payload)
     arrived = parsed(frame.data(), kind, cuts)
     assert arrived.head[:4] == (kind, frame.codec, len(header), len(payload))
     assert (arrived.header, bytes(arrived.payload)) == (header, payload)
@@ -340,9 +340,9 @@ def test_a_changed_frame_is_refused_or_the_same(frame, edits, cuts):
             parsed(data, frame.kind, cuts)
 
 
-@given(data=st.binary(max_size=200), kind=st.sampled_from(Kind), cuts=st.lists(st.integers(0), max_size=5))
+@given(data=st.binary(max_size=200), kind=st.sampled_from(FrameKind), cuts=st.lists(st.integers(0), max_size=5))
 def test_any_bytes_are_refused_as_a_frame(data, kind, cuts):
-    for start in (b"", b"ATLF\x03", b"ATLF\x03" + bytes([kind]) + bytes(6)):
+    for start in (b"", b"ATLF\x04", b"ATLF\x04" + bytes([kind]) + bytes(6)):
         with pytest.raises(WireError):
             parsed(start + data, kind, cuts)
 
@@ -359,20 +359,20 @@ def test_a_bad_frame_is_refused_however_it_is_cut(bad):
 
 def test_no_memory_is_taken_for_what_a_head_promises():
     """Half a TiB is promised: `accept` looks at that first, and a header takes memory only as it comes."""
-    head = bytearray(frame_head(Kind.MODEL, 0, b"h" * MOST_HEADER_BYTES, b""))
+    head = bytearray(encode_frame_head(FrameKind.MODEL, 0, b"h" * MAX_HEADER_BYTES, b""))
     head[12:20] = (2**39).to_bytes(8, "little")
     memory = Memory()
     tracemalloc.start()
     try:
-        parser = FrameParser(Kind.MODEL, memory)
+        parser = FrameParser(FrameKind.MODEL, memory)
         parser.feed(head)
         parser.feed(b"h" * 1000)
         assert tracemalloc.get_traced_memory()[1] < 50_000
         assert memory.asked == []
         with refused("size"):
-            parser.feed(b"h" * MOST_HEADER_BYTES)
+            parser.feed(b"h" * MAX_HEADER_BYTES)
         assert [asked.payload_bytes for asked in memory.asked] == [2**39]
-        assert tracemalloc.get_traced_memory()[1] < 5 * MOST_HEADER_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 5 * MAX_HEADER_BYTES
     finally:
         tracemalloc.stop()
 
@@ -402,17 +402,17 @@ def test_a_refused_frame_stays_refused():
 
 
 def test_a_body_may_hold_several_frames():
-    sent = [frame for frame in FRAMES if frame.kind is Kind.MODEL]
+    sent = [frame for frame in FRAMES if frame.kind is FrameKind.MODEL]
     body = b"".join(frame.data() for frame in sent)
     for size in (1, 7, 40, len(body)):
         arrived: list[Frame] = []
-        parser = FrameParser(Kind.MODEL, Memory(), several=True)
+        parser = FrameParser(FrameKind.MODEL, Memory(), several=True)
         for piece in pieces_of(body, list(range(0, len(body), size))):
             parser.feed(piece)
-            while parser.done:
+            while parser.is_done:
                 arrived.append(parser.finish())
                 rest = parser.rest
-                parser = FrameParser(Kind.MODEL, Memory(), several=True)
+                parser = FrameParser(FrameKind.MODEL, Memory(), several=True)
                 parser.feed(rest)
         assert [(f.header, bytes(f.payload)) for f in arrived] == [(f.header, f.payload) for f in sent]
 
@@ -420,7 +420,7 @@ def test_a_body_may_hold_several_frames():
 def test_who_reads_the_rest_takes_care_of_it():
     parser = FrameParser(FRAMES[0].kind, Memory(), several=True)
     parser.feed(FRAMES[0].data() + b"next")
-    assert parser.done
+    assert parser.is_done
     assert parser.rest == b"next"
     parser.finish()
     with refused("trailing"):
@@ -439,10 +439,12 @@ def test_payloads_are_tensors_arrays_or_bytes_and_are_not_copied():
         [raw[:5], raw[5:]],
         (values[0], raw[12:]),
     ):
-        assert frame_head(Kind.MODEL, 0, b"{}", payload) == frame_head(Kind.MODEL, 0, b"{}", raw)
+        assert encode_frame_head(FrameKind.MODEL, 0, b"{}", payload) == encode_frame_head(
+            FrameKind.MODEL, 0, b"{}", raw
+        )
     room = torch.empty(24, dtype=torch.uint8)
-    parser = FrameParser(Kind.MODEL, lambda head, header: room)
-    parser.feed(frame_head(Kind.MODEL, 0, b"{}", values) + b"{}")
+    parser = FrameParser(FrameKind.MODEL, lambda head, header: room)
+    parser.feed(encode_frame_head(FrameKind.MODEL, 0, b"{}", values) + b"{}")
     parser.feed(np.frombuffer(raw, dtype=np.float32))
     parser.finish()
     assert torch.equal(room.view(torch.float32).reshape(2, 3), values)
@@ -454,25 +456,25 @@ def test_payloads_are_tensors_arrays_or_bytes_and_are_not_copied():
 
 def test_a_frame_that_is_too_large_is_not_sent():
     with refused("size"):
-        frame_head(Kind.MODEL, 0, bytes(MOST_HEADER_BYTES + 1), b"")
+        encode_frame_head(FrameKind.MODEL, 0, bytes(MAX_HEADER_BYTES + 1), b"")
 
 
 def test_the_head_is_as_the_table_says():
     header, payload = b'{"fragment":2}', b"\1\2\3\4"
-    fields = b"ATLF" + bytes([3, 4, 0, 0]) + (14).to_bytes(4, "little") + (4).to_bytes(8, "little")
-    head = frame_head(Kind.MODEL, 0, header, payload)
+    fields = b"ATLF" + bytes([4, 4, 0, 0]) + (14).to_bytes(4, "little") + (4).to_bytes(8, "little")
+    head = encode_frame_head(FrameKind.MODEL, 0, header, payload)
     assert head == fields + digest(fields + header + payload)
-    assert len(head) == HEAD_BYTES == 36
+    assert len(head) == FRAME_HEAD_BYTES == 36
 
 
 def test_codecs_have_their_numbers():
-    assert {codec.name: codec.number for codec in CODECS} == wire.CODEC_NUMBERS
+    assert {codec.name: codec.wire_id for codec in CODECS} == wire.CODEC_NUMBERS
 
 
 def test_only_bodies_and_what_is_in_them_travel():
     """A record or an event would be a valid value on a tape; no peer may hand us one."""
     with refused("type"):
-        decode_message(b'ATLL\x03["Envelope",1,1,1,1,1,1,0,["ManifestRecord",[],1,1]]', "syncer")
+        decode_message(b'ATLL\x04["Envelope",1,1,1,1,1,1,0,["ManifestRecord",[],1,1]]', "syncer")
 
 
 def test_reading_and_writing_need_no_torch():

@@ -1,4 +1,4 @@
-"""What became of every planned fault, written down as it happens: `chaos/struck.jsonl` in the run's directory.
+"""What became of every planned fault, written down as it happens: `chaos/faults.jsonl` in the run's directory.
 
 The tool itself may be interrupted or killed; what it had done by then is in the file.
 """
@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.chaos.in_process import FOLDER
+from atoll.chaos.in_process import CHAOS_FOLDER
 
-STRUCK = "struck.jsonl"
-PLAN = "plan.json"
+FAULTS_FILE = "faults.jsonl"
+PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +21,27 @@ class FaultRecord:
     """One fault as it was done. Times are seconds of the Unix epoch."""
 
     number: int
-    fired: bool
-    began_at: float | None
+    was_injected: bool
+    started_at: float | None
     ended_at: float | None
-    how: str
-    why_not: str = ""
+    method: str
+    failure_cause: str = ""
 
 
 class FaultLog:
     def __init__(self, run: Path) -> None:
-        self._path = run / FOLDER / STRUCK
+        self._path = run / CHAOS_FOLDER / FAULTS_FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, line: dict[str, Any]) -> None:
         with open(self._path, "ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
-    def began(self, at: float) -> None:
+    def record_start(self, at: float) -> None:
         """All learners train: the plan's clock starts."""
-        self.write({"began": at})
+        self.write({"plan_started_at": at})
 
-    def struck(self, what: FaultRecord) -> None:
+    def record_fault(self, what: FaultRecord) -> None:
         self.write(asdict(what))
 
 
@@ -50,13 +50,13 @@ def read_fault_log(run: Path) -> tuple[float | None, dict[int, FaultRecord]]:
     began: float | None = None
     found: dict[int, FaultRecord] = {}
     try:
-        lines = (run / FOLDER / STRUCK).read_text(encoding="utf-8").split("\n")[:-1]
+        lines = (run / CHAOS_FOLDER / FAULTS_FILE).read_text(encoding="utf-8").split("\n")[:-1]
     except FileNotFoundError:
         return None, {}
     for line in lines:
         told = json.loads(line)
-        if "began" in told:
-            began = told["began"]
+        if "plan_started_at" in told:
+            began = told["plan_started_at"]
         else:
             struck = FaultRecord(**told)
             found[struck.number] = struck

@@ -9,65 +9,69 @@ from dataclasses import dataclass
 from typing import Literal
 
 TargetKind = Literal["learner", "syncer", "shard", "link", "disk", "payload"]
-WAYS = ("both", "up", "down")
+DIRECTIONS = ("both", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class FaultOption:
     """One setting of a fault. `kind` says how it is written: a time, a rate of bytes, a count, or one of some words."""
 
     name: str
     kind: Literal["seconds", "bytes_per_s", "count", "word"]
     default: float | str
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
     name: str
     targets: tuple[TargetKind, ...]
-    options: tuple[Option, ...] = ()
+    options: tuple[FaultOption, ...] = ()
 
-    def option(self, name: str) -> Option | None:
+    def option(self, name: str) -> FaultOption | None:
         return next((each for each in self.options if each.name == name), None)
 
     @property
-    def lasts(self) -> str | None:
+    def duration_option(self) -> str | None:
         """The option that says how long it goes on; None: it is done at once."""
-        return next((each.name for each in self.options if each.name in ("for", "away")), None)
+        return next((each.name for each in self.options if each.name in ("for", "downtime")), None)
 
 
-def _for(seconds: float) -> Option:
-    return Option("for", "seconds", seconds)
+def _duration(seconds: float) -> FaultOption:
+    return FaultOption("for", "seconds", seconds)
 
 
-_WAY = Option("way", "word", "both", WAYS)
-_COUNT = Option("count", "count", 3)  # contributions
+_DIRECTION = FaultOption("direction", "word", "both", DIRECTIONS)
+_COUNT = FaultOption("count", "count", 3)  # contributions
 _PROCESSES: tuple[TargetKind, ...] = ("learner", "syncer", "shard")
 
-KINDS: dict[str, FaultKind] = {
+FAULT_KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
-        FaultKind("kill", _PROCESSES, (Option("away", "seconds", 3.0),)),  # SIGKILL; started again after `away`
-        FaultKind("stop", _PROCESSES, (_for(3.0),)),  # SIGSTOP, and SIGCONT after `for`
+        FaultKind(
+            "kill", _PROCESSES, (FaultOption("downtime", "seconds", 3.0),)
+        ),  # SIGKILL; started again after `downtime`
+        FaultKind("stop", _PROCESSES, (_duration(3.0),)),  # SIGSTOP, and SIGCONT after `for`
         FaultKind("join", ("learner",)),  # a new learner, with a number that no other learner had
         FaultKind("leave", ("learner",)),  # SIGTERM: the learner leaves and never comes back
-        FaultKind("cut", ("link",), (_for(4.0), _WAY)),  # nothing comes through, and neither end is notified
-        FaultKind("thin", ("link",), (_for(8.0), Option("rate", "bytes_per_s", 50_000.0))),  # in each direction
-        FaultKind("delay", ("link",), (_for(8.0), Option("delay", "seconds", 0.2))),  # in each direction
-        FaultKind("flap", ("link",), (_for(6.0), Option("period", "seconds", 0.5))),  # cut and whole in turn
+        FaultKind("cut", ("link",), (_duration(4.0), _DIRECTION)),  # nothing comes through, and neither end is notified
+        FaultKind(
+            "throttle", ("link",), (_duration(8.0), FaultOption("rate", "bytes_per_s", 50_000.0))
+        ),  # in each direction
+        FaultKind("delay", ("link",), (_duration(8.0), FaultOption("delay", "seconds", 0.2))),  # in each direction
+        FaultKind("flap", ("link",), (_duration(6.0), FaultOption("period", "seconds", 0.5))),  # cut and whole in turn
         # one byte in `every` bytes, on average, is another one when it arrives
-        FaultKind("damage", ("link",), (_for(4.0), Option("every", "count", 20_000), _WAY)),
-        FaultKind("full", ("disk",), (_for(4.0),)),
-        FaultKind("read-only", ("disk",), (_for(4.0),)),
-        FaultKind("slow", ("disk",), (_for(6.0), Option("wait", "seconds", 0.3))),  # added to every fsync
+        FaultKind("corrupt", ("link",), (_duration(4.0), FaultOption("every", "count", 20_000), _DIRECTION)),
+        FaultKind("full", ("disk",), (_duration(4.0),)),
+        FaultKind("read-only", ("disk",), (_duration(4.0),)),
+        FaultKind("slow", ("disk",), (_duration(6.0), FaultOption("wait", "seconds", 0.3))),  # added to every fsync
         FaultKind("nan", ("payload",), (_COUNT,)),
         FaultKind("infinity", ("payload",), (_COUNT,)),
-        FaultKind("wild", ("payload",), (_COUNT, Option("factor", "count", 1_000_000))),  # finite, and too large
+        FaultKind("wild", ("payload",), (_COUNT, FaultOption("factor", "count", 1_000_000))),  # finite, and too large
     )
 }
 
-SEVERAL = ("all", "all-but-one")
+TARGET_GROUPS = ("all", "all-but-one")
 """Words that stand for several numbers of learners or shards. The seed draws the one that `all-but-one` spares."""
 
 
@@ -90,7 +94,7 @@ class Target:
         return f"{self.kind} {self.number or 'syncer'}"
 
     @property
-    def strikes_process(self) -> str:
+    def affected_process(self) -> str:
         """The process whose steps or merges it may hurt directly."""
         if self.kind == "shard":
             return str(self)

@@ -15,14 +15,14 @@ from typing import Protocol
 
 from atoll.chaos.disks import Disk
 from atoll.chaos.faults import Target
-from atoll.chaos.in_process import Orders
+from atoll.chaos.in_process import FaultOrders
 from atoll.chaos.netns import Namespaces
-from atoll.chaos.plan import Planned
+from atoll.chaos.plan import PlannedFault
 from atoll.chaos.relay import Relay
 from atoll.reference.supervisor import SupervisedProcess
 
 
-class World(Protocol):
+class InjectorContext(Protocol):
     """The run, as far as an injector needs it."""
 
     run: Path
@@ -40,7 +40,7 @@ class World(Protocol):
 
     def disk(self, number: int) -> Disk: ...
 
-    def orders(self, number: int) -> Orders: ...
+    def orders(self, number: int) -> FaultOrders: ...
 
     def add_learner(self, number: int) -> None: ...
 
@@ -51,38 +51,38 @@ class World(Protocol):
 class Injector(ABC):
     """One fault. `begin` is called once, when `is_ready`; `keep` at every poll until `end`."""
 
-    how = ""  # the means, for the verdict
-    why_not = "it was done, and nothing shows that it happened"  # reason if it was never seen
+    method = ""  # the means, for the verdict
+    failure_cause = "it was done, and nothing shows that it happened"  # reason if it was never seen
 
-    def __init__(self, planned: Planned, world: World) -> None:
+    def __init__(self, planned: PlannedFault, world: InjectorContext) -> None:
         self.planned = planned
-        self.world = world
+        self.context = world
         self.target = planned.target
         self.number = planned.target.number
-        self.seen = False  # there is evidence that it happened
+        self.was_observed = False  # there is evidence that it happened
 
     def is_ready(self) -> bool:
         """Return whether the target is there."""
-        return self.world.is_training(self.target)
+        return self.context.is_training(self.target)
 
     @abstractmethod
     def begin(self) -> None: ...
 
-    def keep(self) -> None:  # noqa: B027 - some have nothing to keep up
+    def poll(self) -> None:  # noqa: B027 - some have nothing to keep up
         """Called while the fault lasts, and for faults without a length until it was seen."""
 
     def end(self) -> None:  # noqa: B027 - some leave nothing behind
         """Undo the fault. Called exactly once after `begin`, also when the run is interrupted."""
 
-    def is_met(self) -> bool:
+    def has_taken_effect(self) -> bool:
         """Return whether the target has met the fault. A fault that has a length does not end before."""
-        return self.seen
+        return self.was_observed
 
-    def seconds(self, option: str) -> float:
+    def option_value(self, option: str) -> float:
         return float(self.planned.options[option])
 
-    def process(self) -> SupervisedProcess:
-        member = self.world.member(self.target)
+    def target_process(self) -> SupervisedProcess:
+        member = self.context.member(self.target)
         assert member is not None, f"{self.target} was there when the fault was ready"
         return member
 
@@ -92,64 +92,64 @@ class Injector(ABC):
 
 
 class KillFault(Injector):
-    how = "SIGKILL"
+    method = "SIGKILL"
 
     def begin(self) -> None:
-        member = self.process()
+        member = self.target_process()
         self._pid = member.child.pid
-        member.away_s = self.seconds("away")
+        member.planned_restart_delay_s = self.option_value("downtime")
         member.child.send(signal.SIGKILL)
 
-    def keep(self) -> None:
-        member = self.world.member(self.target)
-        self.seen = self.seen or (member is not None and member.child.pid != self._pid)
+    def poll(self) -> None:
+        member = self.context.member(self.target)
+        self.was_observed = self.was_observed or (member is not None and member.child.pid != self._pid)
 
-    def is_met(self) -> bool:
+    def has_taken_effect(self) -> bool:
         """A process is gone at once; `seen` is set by the next one."""
         return True
 
 
 class StopFault(Injector):
-    how = "SIGSTOP"
+    method = "SIGSTOP"
 
     def begin(self) -> None:
-        child = self.process().child
+        child = self.target_process().child
         self._pid = child.pid
         child.send(signal.SIGSTOP)
 
-    def keep(self) -> None:
-        self.seen = self.seen or (self._pid is not None and process_state(self._pid) == "T")
+    def poll(self) -> None:
+        self.was_observed = self.was_observed or (self._pid is not None and process_state(self._pid) == "T")
 
     def end(self) -> None:
-        member = self.world.member(self.target)
+        member = self.context.member(self.target)
         if member is not None and member.child.pid == self._pid:  # its number may belong to another process by now
             member.child.send(signal.SIGCONT)
 
 
 class JoinFault(Injector):
-    how = "a new process"
+    method = "a new process"
 
     def is_ready(self) -> bool:
-        return self.world.member(self.target) is None
+        return self.context.member(self.target) is None
 
     def begin(self) -> None:
-        self.world.add_learner(self.number)
+        self.context.add_learner(self.number)
 
-    def keep(self) -> None:
-        self.seen = self.seen or self.world.is_training(self.target)
+    def poll(self) -> None:
+        self.was_observed = self.was_observed or self.context.is_training(self.target)
 
 
 class LeaveFault(Injector):
-    how = "SIGTERM, and never started again"
+    method = "SIGTERM, and never started again"
 
     def begin(self) -> None:
-        member = self.process()
-        member.leaves = True
+        member = self.target_process()
+        member.is_draining = True
         member.child.send(signal.SIGTERM)
 
-    def keep(self) -> None:
-        member = self.world.member(self.target)
-        self.seen = self.seen or (member is not None and member.done)
+    def poll(self) -> None:
+        member = self.context.member(self.target)
+        self.was_observed = self.was_observed or (member is not None and member.is_done)
 
 
 def process_state(pid: int) -> str:
@@ -172,74 +172,79 @@ class LinkFault(Injector):
     where the kernel has no `netem`.
     """
 
-    def __init__(self, planned: Planned, world: World) -> None:
+    def __init__(self, planned: PlannedFault, world: InjectorContext) -> None:
         super().__init__(planned, world)
         kernel = world.namespaces
-        in_kernel = kernel is not None and (kernel.has_netem if planned.fault == "delay" else planned.fault != "damage")
+        in_kernel = kernel is not None and (
+            kernel.has_netem if planned.fault == "delay" else planned.fault != "corrupt"
+        )
         self._kernel = kernel if in_kernel else None
         self._is_cut = planned.fault in ("cut", "flap")
-        self._way = str(planned.options.get("way", "both"))
+        self._direction = str(planned.options.get("direction", "both"))
         self._passed: tuple[int, int] | None = None  # bytes, at the last poll of a cut
         self._polls = 0  # in a row that found the same count
         self._toggle_at = float("inf")
-        self.how = "network namespace, tc" if in_kernel else "relay"
+        self.method = "network namespace, tc" if in_kernel else "relay"
 
     def is_ready(self) -> bool:
-        return self.world.is_training(self.target) and self.world.is_connected(self.number)
+        return self.context.is_training(self.target) and self.context.is_connected(self.number)
 
     def begin(self) -> None:
-        relay = self.world.relay(self.number)
+        relay = self.context.relay(self.number)
         assert self._kernel is not None or relay is not None, f"no relay leads to the link of learner {self.number}"
         self._before = self._count(relay) if relay is not None else 0
         self._set(True)
         if self.planned.fault == "flap":
-            self._toggle_at = time.monotonic() + self.seconds("period")
+            self._toggle_at = time.monotonic() + self.option_value("period")
         if self._kernel is not None:
             shape = " ".join(self._kernel.shape(self.number))
-            self.seen = any(queue in shape for queue in ("blackhole", "tbf", "netem"))
+            self.was_observed = any(queue in shape for queue in ("blackhole", "tbf", "netem"))
 
     def _set(self, on: bool) -> None:
-        kernel, relay, fault = self._kernel, self.world.relay(self.number), self.planned.fault
+        kernel, relay, fault = self._kernel, self.context.relay(self.number), self.planned.fault
         if kernel is not None:
             if not on:
-                kernel.heal(self.number)
-            elif fault == "thin":
-                kernel.thin(self.number, self.seconds("rate"))
+                kernel.restore(self.number)
+            elif fault == "throttle":
+                kernel.throttle(self.number, self.option_value("rate"))
             elif fault == "delay":
-                kernel.delay(self.number, self.seconds("delay"))
+                kernel.delay(self.number, self.option_value("delay"))
             else:
-                kernel.cut(self.number, self._way)
+                kernel.cut(self.number, self._direction)
         elif relay is not None:
-            if fault == "thin":
-                relay.thin(self.seconds("rate") if on else None)
+            if fault == "throttle":
+                relay.throttle(self.option_value("rate") if on else None)
             elif fault == "delay":
-                relay.delay(self.seconds("delay") if on else 0.0)
-            elif fault == "damage":
-                relay.damage(self.seconds("every") if on else None, self._way)
+                relay.delay(self.option_value("delay") if on else 0.0)
+            elif fault == "corrupt":
+                relay.corrupt(self.option_value("every") if on else None, self._direction)
             else:
-                relay.cut(self._way, on=on)
+                relay.cut(self._direction, is_cut=on)
 
-    def keep(self) -> None:
-        relay = self.world.relay(self.number)
-        if self._kernel is None and relay is not None and not self.seen:
+    def poll(self) -> None:
+        relay = self.context.relay(self.number)
+        if self._kernel is None and relay is not None and not self.was_observed:
             if self.planned.fault not in ("cut", "flap"):
-                self.seen = self._count(relay) > self._before
+                self.was_observed = self._count(relay) > self._before
             elif self._is_cut:
-                self.seen = self._stands_still(relay)
+                self.was_observed = self._has_no_traffic(relay)
         if time.monotonic() >= self._toggle_at:
-            self._toggle_at += self.seconds("period")
+            self._toggle_at += self.option_value("period")
             self._is_cut = not self._is_cut
             self._set(self._is_cut)
 
     def _count(self, relay: Relay) -> int:
         """Return a count that rises when the fault has met something."""
         counts = relay.counts()
-        return counts.damaged_bytes if self.planned.fault == "damage" else counts.slowed_pieces
+        return counts.corrupted_bytes if self.planned.fault == "corrupt" else counts.delayed_chunks
 
-    def _stands_still(self, relay: Relay) -> bool:
+    def _has_no_traffic(self, relay: Relay) -> bool:
         """Return whether two polls in a row found the same count: bytes in flight at the cut have arrived by then."""
         counts = relay.counts()
-        passed = (counts.up_bytes if self._way != "down" else 0, counts.down_bytes if self._way != "up" else 0)
+        passed = (
+            counts.up_bytes if self._direction != "down" else 0,
+            counts.down_bytes if self._direction != "up" else 0,
+        )
         self._polls = self._polls + 1 if passed == self._passed else 0
         self._passed = passed
         return self._polls >= 2
@@ -255,33 +260,33 @@ class LinkFault(Injector):
 class DiskFault(Injector):
     """A disk that is full or read-only. At the syncer it lasts until a write of a version has failed."""
 
-    def __init__(self, planned: Planned, world: World) -> None:
+    def __init__(self, planned: PlannedFault, world: InjectorContext) -> None:
         super().__init__(planned, world)
         self._has_failed_write = False
         self._is_full = planned.fault == "full"
         if not self._is_full:
-            self.why_not = "root may write everywhere, and nothing can be mounted here"
+            self.failure_cause = "root may write everywhere, and nothing can be mounted here"
 
     def begin(self) -> None:
-        disk = self.world.disk(self.number)
-        self.how = disk.how_full if self._is_full else disk.how_protected
+        disk = self.context.disk(self.number)
+        self.method = disk.full_method if self._is_full else disk.read_only_method
         if not self._is_full:
-            self.seen = disk.protect()
-        self.keep()
+            self.was_observed = disk.make_read_only()
+        self.poll()
 
-    def keep(self) -> None:
+    def poll(self) -> None:
         if self._is_full:
-            member = self.world.member(self.target)
+            member = self.context.member(self.target)
             pid = member.child.pid if member is not None else None
-            self.seen = self.world.disk(self.number).fill(pid) or self.seen
+            self.was_observed = self.context.disk(self.number).fill(pid) or self.was_observed
 
     def end(self) -> None:
-        disk = self.world.disk(self.number)
-        disk.empty() if self._is_full else disk.unprotect()
+        disk = self.context.disk(self.number)
+        disk.free() if self._is_full else disk.make_writable()
 
-    def is_met(self) -> bool:
-        self._has_failed_write = self._has_failed_write or self.world.has_failed_write()
-        return self.seen and (self.number != 0 or self._has_failed_write)
+    def has_taken_effect(self) -> bool:
+        self._has_failed_write = self._has_failed_write or self.context.has_failed_write()
+        return self.was_observed and (self.number != 0 or self._has_failed_write)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -289,38 +294,40 @@ class DiskFault(Injector):
 
 
 class SlowFault(Injector):
-    how = "in the process, at fsync"
+    method = "in the process, at fsync"
 
     def begin(self) -> None:
-        self.world.orders(self.number).give(slow={"fault": self.planned.number, "wait_s": self.seconds("wait")})
+        self.context.orders(self.number).write(slow={"fault": self.planned.number, "wait_s": self.option_value("wait")})
 
-    def keep(self) -> None:
-        self.seen = self.seen or self.world.orders(self.number).done(self.planned.number) > 0
+    def poll(self) -> None:
+        self.was_observed = self.was_observed or self.context.orders(self.number).count_done(self.planned.number) > 0
 
     def end(self) -> None:
-        self.world.orders(self.number).give(slow=None)
-        self.keep()
+        self.context.orders(self.number).write(slow=None)
+        self.poll()
 
 
 class PoisonFault(Injector):
-    how = "in the process, as it encodes a contribution"
+    method = "in the process, as it encodes a contribution"
 
     def is_ready(self) -> bool:
         """One after the other: a process has one order at a time."""
-        return super().is_ready() and "poison" not in self.world.orders(self.number).read()
+        return super().is_ready() and "poison" not in self.context.orders(self.number).read()
 
     def begin(self) -> None:
-        order = {"fault": self.planned.number, "how": self.planned.fault, "count": self.seconds("count")}
+        order = {"fault": self.planned.number, "kind": self.planned.fault, "count": self.option_value("count")}
         if "factor" in self.planned.options:
-            order["factor"] = self.seconds("factor")
-        self.world.orders(self.number).give(poison=order)
+            order["factor"] = self.option_value("factor")
+        self.context.orders(self.number).write(poison=order)
 
-    def keep(self) -> None:
-        self.seen = self.world.orders(self.number).done(self.planned.number) >= self.seconds("count")
+    def poll(self) -> None:
+        self.was_observed = self.context.orders(self.number).count_done(self.planned.number) >= self.option_value(
+            "count"
+        )
 
     def end(self) -> None:
-        self.keep()
-        self.world.orders(self.number).give(poison=None)
+        self.poll()
+        self.context.orders(self.number).write(poison=None)
 
 
 INJECTORS: dict[str, type[Injector]] = {
@@ -328,7 +335,7 @@ INJECTORS: dict[str, type[Injector]] = {
     "stop": StopFault,
     "join": JoinFault,
     "leave": LeaveFault,
-    **dict.fromkeys(("cut", "thin", "delay", "flap", "damage"), LinkFault),
+    **dict.fromkeys(("cut", "throttle", "delay", "flap", "corrupt"), LinkFault),
     **dict.fromkeys(("full", "read-only"), DiskFault),
     "slow": SlowFault,
     **dict.fromkeys(("nan", "infinity", "wild"), PoisonFault),

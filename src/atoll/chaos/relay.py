@@ -13,20 +13,20 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any, NamedTuple
 
-PIECE_BYTES = 4096
-QUEUED_PIECES = 64
-CALL_WAIT_S = 30.0
-TAKEN_TURNS = 10
+CHUNK_BYTES = 4096
+MAX_QUEUED_CHUNKS = 64
+CALL_TIMEOUT_S = 30.0
+ACCEPT_LOOP_CYCLES = 10
 
 
-class Counts(NamedTuple):
+class RelayCounts(NamedTuple):
     """What has passed so far. `up` is towards the syncer."""
 
     connections: int
     up_bytes: int
     down_bytes: int
-    damaged_bytes: int
-    slowed_pieces: int  # that waited because the link was thin or late
+    corrupted_bytes: int
+    delayed_chunks: int  # that waited because the link was thin or late
 
 
 class Relays:
@@ -70,9 +70,9 @@ class Relay:
         self._passing = {True: asyncio.Event(), False: asyncio.Event()}  # by direction; True is up
         for passing in self._passing.values():
             passing.set()
-        self._draw = Random(f"damage/{seed}")
-        self._damage_every: dict[bool, float] = {}  # bytes between two damaged ones, on average
-        self._until_damage = {True: 0.0, False: 0.0}
+        self._rng = Random(f"damage/{seed}")
+        self._corrupt_every: dict[bool, float] = {}  # bytes between two damaged ones, on average
+        self._until_corruption = {True: 0.0, False: 0.0}
         self._free_at = {True: 0.0, False: 0.0}  # when the link has sent what it was given
         self._counts = [0, 0, 0, 0, 0]
         self._ends: set[asyncio.StreamWriter] = set()
@@ -80,32 +80,32 @@ class Relay:
         self._server: asyncio.Server | None = None
 
     def call(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_WAIT_S)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_TIMEOUT_S)
 
     # ------------------------------------------------------------------------------------------ called by injectors
 
-    def counts(self) -> Counts:
-        return Counts(*self._counts)
+    def counts(self) -> RelayCounts:
+        return RelayCounts(*self._counts)
 
-    def cut(self, way: str = "both", on: bool = True) -> None:
+    def cut(self, direction: str = "both", is_cut: bool = True) -> None:
         """Nothing comes through, and nobody is told. What was held arrives when it ends, as TCP would send it again."""
-        for up in _directions(way):
-            self._loop.call_soon_threadsafe(self._passing[up].clear if on else self._passing[up].set)
+        for up in _directions(direction):
+            self._loop.call_soon_threadsafe(self._passing[up].clear if is_cut else self._passing[up].set)
 
-    def thin(self, bytes_per_s: float | None) -> None:
+    def throttle(self, bytes_per_s: float | None) -> None:
         """For each direction, shared by all connections of the link."""
         self._loop.call_soon_threadsafe(setattr, self, "_bytes_per_s", bytes_per_s)
 
     def delay(self, delay_s: float) -> None:
         self._loop.call_soon_threadsafe(setattr, self, "_delay_s", delay_s)
 
-    def damage(self, every_bytes: float | None, way: str = "both") -> None:
+    def corrupt(self, every_bytes: float | None, direction: str = "both") -> None:
         """One byte in so many, on average, is another one when it arrives. None: no more."""
 
         def begin() -> None:
-            self._damage_every = {} if every_bytes is None else dict.fromkeys(_directions(way), every_bytes)
-            for up, every in self._damage_every.items():
-                self._until_damage[up] = self._draw.expovariate(1.0 / every)
+            self._corrupt_every = {} if every_bytes is None else dict.fromkeys(_directions(direction), every_bytes)
+            for up, every in self._corrupt_every.items():
+                self._until_corruption[up] = self._rng.expovariate(1.0 / every)
 
         self._loop.call_soon_threadsafe(begin)
 
@@ -116,14 +116,16 @@ class Relay:
     # ------------------------------------------------------------------------------------------ in the loop
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._taken, self._host, 0)
+        self._server = await asyncio.start_server(self._accept, self._host, 0)
         self.address = f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
         if self._server is not None:
             for sock in self._server.sockets:
                 self._loop.remove_reader(sock.fileno())  # nobody more is taken
-            for _ in range(TAKEN_TURNS):  # who was just taken gets as far as `_taken`; a closed server would lose him
+            for _ in range(
+                ACCEPT_LOOP_CYCLES
+            ):  # who was just taken gets as far as `_taken`; a closed server would lose him
                 await asyncio.sleep(0)
             self._server.close()
         await self._reset()
@@ -136,7 +138,7 @@ class Relay:
         for writer in list(self._ends):
             writer.transport.abort()
 
-    async def _taken(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -149,8 +151,8 @@ class Relay:
             back, onward = await asyncio.open_connection(*self._target)
             self._ends.add(onward)
             async with asyncio.TaskGroup() as group:
-                self._lead(group, reader, onward, True)
-                self._lead(group, back, writer, False)
+                self._forward(group, reader, onward, True)
+                self._forward(group, back, writer, False)
         except* (OSError, asyncio.CancelledError):
             pass  # one end is gone, so is the other; or all of it is over
         finally:
@@ -160,29 +162,33 @@ class Relay:
                     self._ends.discard(end)
             self._tasks.discard(task)
 
-    def _lead(
+    def _forward(
         self, group: asyncio.TaskGroup, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up: bool
     ) -> None:
         """Read, wait until the link has had time for it, and let it arrive after the delay. In order."""
-        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED_PIECES)
-        group.create_task(self._depart(queue, reader, up))
-        group.create_task(self._arrive(queue, writer, up))
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_QUEUED_CHUNKS)
+        group.create_task(self._read_chunks(queue, reader, up))
+        group.create_task(self._write_chunks(queue, writer, up))
 
-    async def _depart(self, queue: asyncio.Queue[tuple[float, bytes]], reader: asyncio.StreamReader, up: bool) -> None:
-        while data := await reader.read(PIECE_BYTES):
-            await self._take_time(len(data), up)
+    async def _read_chunks(
+        self, queue: asyncio.Queue[tuple[float, bytes]], reader: asyncio.StreamReader, up: bool
+    ) -> None:
+        while data := await reader.read(CHUNK_BYTES):
+            await self._wait_for_capacity(len(data), up)
             if self._delay_s or self._bytes_per_s is not None:
                 self._counts[4] += 1
             await queue.put((self._loop.time() + self._delay_s, data))
         await queue.put((0.0, b""))
 
-    async def _take_time(self, size: int, up: bool) -> None:
+    async def _wait_for_capacity(self, size: int, up: bool) -> None:
         if self._bytes_per_s is None:
             return
         self._free_at[up] = max(self._loop.time(), self._free_at[up]) + size / self._bytes_per_s
         await self._wait_until(self._free_at[up])
 
-    async def _arrive(self, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter, up: bool) -> None:
+    async def _write_chunks(
+        self, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter, up: bool
+    ) -> None:
         while True:
             due, data = await queue.get()
             await self._wait_until(due)
@@ -190,7 +196,7 @@ class Relay:
             if not data:
                 writer.write_eof()
                 return
-            data = self.arriving(data, up)
+            data = self.transform_chunk(data, up)
             self._counts[1 if up else 2] += len(data)
             writer.write(data)
             await writer.drain()
@@ -200,17 +206,17 @@ class Relay:
         if wait > 0:
             await asyncio.sleep(wait)
 
-    def arriving(self, data: bytes, up: bool) -> bytes:
+    def transform_chunk(self, data: bytes, up: bool) -> bytes:
         """Return a piece as it arrives: with other bytes while the link damages them."""
-        if up not in self._damage_every:
+        if up not in self._corrupt_every:
             return data
         changed = bytearray(data)
-        at = self._until_damage[up]
+        at = self._until_corruption[up]
         while at < len(changed):
-            changed[int(at)] ^= 1 << self._draw.randrange(8)
+            changed[int(at)] ^= 1 << self._rng.randrange(8)
             self._counts[3] += 1
-            at += 1.0 + self._draw.expovariate(1.0 / self._damage_every[up])
-        self._until_damage[up] = at - len(changed)
+            at += 1.0 + self._rng.expovariate(1.0 / self._corrupt_every[up])
+        self._until_corruption[up] = at - len(changed)
         return bytes(changed)
 
 

@@ -9,7 +9,7 @@ learners = 4
 fault = "kill"
 target = "learner any"
 at = "40%"                  # of the duration, or seconds: "12s"
-away = "3s"
+downtime = "3s"
 
 [[storm]]                   # a Poisson process
 fault = "cut"
@@ -18,7 +18,7 @@ per_minute = 4.0
 
 [expect.goodput]            # what the verdict asks
 at_least = 0.6
-because = "..."
+reason = "..."
 
 Everything that is not understood is refused, with the file, the key and what is allowed.
 """
@@ -33,13 +33,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.chaos.faults import KINDS, SEVERAL, FaultKind, TargetKind
+from atoll.chaos.faults import FAULT_KINDS, TARGET_GROUPS, FaultKind, TargetKind
 from atoll.core.settings import check_settings, declared_settings, same_setting
-from atoll.reference.job_settings import FOR_ADAMW, JobSettings
+from atoll.reference.job_settings import ADAMW_NUMERICS, JobSettings
 
-DURATION_S = 60.0
-MOST_DURATION_S = 7 * 24 * 3600.0
-MOST_PER_MINUTE = 600.0
+DEFAULT_DURATION_S = 60.0
+MAX_DURATION_S = 7 * 24 * 3600.0
+MAX_PER_MINUTE = 600.0
 STORM_SPAN = (0.1, 0.85)
 """A storm leaves the end of the run alone: what it broke is to heal before the verdict."""
 
@@ -55,12 +55,12 @@ class Moment:
     value: float
     is_share: bool
 
-    def seconds(self, duration_s: float) -> float:
+    def to_seconds(self, duration_s: float) -> float:
         return self.value * duration_s if self.is_share else self.value
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FaultSpec:
     """What one table of faults asks for. `number` is that of a learner or shard, 0 the syncer, or a word as `any`."""
 
     fault: str
@@ -70,14 +70,14 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
-    what: Wanted
+class ScheduledFault:
+    spec: FaultSpec
     at: Moment
 
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    what: Wanted
+    spec: FaultSpec
     per_minute: float  # of all targets together
     begin: Moment
     end: Moment
@@ -89,7 +89,7 @@ class Expectation:
 
     figure: str
     bound: float
-    because: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class RunTable:
     """The job under fault. Small and paced, so that two cores carry four islands."""
 
     learners: int = same_setting(JobSettings, "learners", 4)
-    duration_s: float = DURATION_S
+    duration_s: float = DEFAULT_DURATION_S
     step_time_s: float = same_setting(JobSettings, "step_time_s", 0.1)
     model: str = same_setting(JobSettings, "model", "100k")
     batch: int = same_setting(JobSettings, "batch", 4)
@@ -121,7 +121,7 @@ class RunTable:
             tokens=self.learners * steps * self.batch * self.context,
             inner="adamw",
             lr=3e-3,
-            numerics=FOR_ADAMW,
+            numerics=ADAMW_NUMERICS,
             **{each.name: each.default for each in declared_settings(self)},
         )
 
@@ -131,19 +131,22 @@ class Scenario:
     name: str
     about: str
     run: RunTable
-    schedule: tuple[Scheduled, ...] = ()
+    schedule: tuple[ScheduledFault, ...] = ()
     storms: tuple[Storm, ...] = ()
     expect: Mapping[str, Expectation] = field(default_factory=dict)
 
 
-EXPECTABLE: dict[str, tuple[str, str]] = {
+EXPECTABLE_FIGURES: dict[str, tuple[str, str]] = {
     "goodput": ("at_least", "goodput"),  # share of the learners' time that was spent in steps
     "goodput_up": ("at_least", "goodput while up"),  # the same, of the time in which they were up
     "uptime": ("at_least", "uptime"),  # share of the time in which at least one learner stepped
-    "merged_of_alive": ("at_least", "merged of alive"),  # mean share of the live learners that took part in a merge
+    "merge_participation": (
+        "at_least",
+        "merge participation",
+    ),  # mean share of the live learners that took part in a merge
     "worst_pause_s": ("at_most", "worst pause"),  # longest gap between two steps of a learner without a fault
-    "back_training_s": ("at_most", "back to training"),  # longest time from a kill to the next process's first step
-    "back_merged_s": ("at_most", "back in a merge"),  # the same, to its first merged contribution
+    "kill_to_step_s": ("at_most", "kill to step"),  # longest time from a kill to the next process's first step
+    "kill_to_merge_s": ("at_most", "kill to merge"),  # the same, to its first merged contribution
     "loss_within": ("at_most", "loss"),  # final loss above that of the run without faults, as a share of it
 }
 """Figures that a scenario may draw a line for: which side of the line is good, and the name in the verdict."""
@@ -153,7 +156,7 @@ EXPECTABLE: dict[str, tuple[str, str]] = {
 # Finding
 
 
-def shipped() -> dict[str, str]:
+def shipped_scenarios() -> dict[str, str]:
     """The scenarios that come with Atoll, by name: their text."""
     folder = resources.files("atoll.chaos") / "scenarios"
     found = {
@@ -164,35 +167,35 @@ def shipped() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def load(wish: str) -> Scenario:
+def load_scenario(name_or_path: str) -> Scenario:
     """By the name of a shipped one, or by the path of a file."""
-    names = shipped()
-    if wish in names:
-        return read(names[wish], wish, f"scenario {wish}")
-    path = Path(wish)
+    names = shipped_scenarios()
+    if name_or_path in names:
+        return parse_scenario(names[name_or_path], name_or_path, f"scenario {name_or_path}")
+    path = Path(name_or_path)
     if not path.is_file():
-        hint = "" if path.suffix == ".toml" or "/" in wish else f"; shipped are {', '.join(names)}"
-        raise ScenarioError(f"there is no scenario {wish!r}, neither as a shipped name nor as a file{hint}")
-    return read(path.read_text(encoding="utf-8"), path.stem, str(path))
+        hint = "" if path.suffix == ".toml" or "/" in name_or_path else f"; shipped are {', '.join(names)}"
+        raise ScenarioError(f"there is no scenario {name_or_path!r}, neither as a shipped name nor as a file{hint}")
+    return parse_scenario(path.read_text(encoding="utf-8"), path.stem, str(path))
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Reading
 
 
-def read(text: str, name: str, where: str) -> Scenario:
+def parse_scenario(text: str, name: str, where: str) -> Scenario:
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as wrong:
         raise ScenarioError(f"{where}: not TOML: {wrong}") from None
-    _only(raw, ("about", "run", "schedule", "storm", "expect"), where, "the file")
+    _check_keys(raw, ("about", "run", "schedule", "storm", "expect"), where, "the file")
     about = raw.get("about")
     if not isinstance(about, str) or not about.strip():
         raise ScenarioError(f"{where}: about is missing; give one sentence that says what the scenario does")
     run = _run(_table(raw, "run", where), where)
     scheduled, stormy = _tables(raw, "schedule", where), _tables(raw, "storm", where)
     most = run.learners + sum(each.get("fault") == "join" for each in scheduled)  # whoever joins has a number too
-    numbers = Numbers(most, run.shards)
+    numbers = TargetCounts(most, run.shards)
     schedule = tuple(_scheduled(each, numbers, f"{where}, [[schedule]] {n}") for n, each in enumerate(scheduled, 1))
     storms = tuple(_storm(each, numbers, f"{where}, [[storm]] {n}") for n, each in enumerate(stormy, 1))
     if not schedule and not storms:
@@ -208,10 +211,10 @@ def read(text: str, name: str, where: str) -> Scenario:
 def _run(raw: Mapping[str, Any], where: str) -> RunTable:
     place = f"{where}, [run]"
     names = {each.name.removesuffix("_s"): each.name for each in fields(RunTable)}  # times are written with their unit
-    _only(raw, tuple(names), place, "the table")
+    _check_keys(raw, tuple(names), place, "the table")
     values: dict[str, Any] = {names[key]: value for key, value in raw.items()}
     for key in {"duration", "step_time"} & {*raw}:
-        values[names[key]] = seconds(raw[key], f"{place}: {key}")
+        values[names[key]] = parse_seconds(raw[key], f"{place}: {key}")
     try:
         run = RunTable(**values)
     except ValueError as error:
@@ -223,45 +226,45 @@ def _run(raw: Mapping[str, Any], where: str) -> RunTable:
 
 
 def check_duration(duration_s: float, place: str) -> None:
-    if not 1.0 <= duration_s <= MOST_DURATION_S:
+    if not 1.0 <= duration_s <= MAX_DURATION_S:
         raise ScenarioError(f"{place} is {duration_s:g} s; give a time from 1s to 168h")
 
 
-class Numbers(NamedTuple):
+class TargetCounts(NamedTuple):
     """How many there are to strike."""
 
     learners: int  # from 1
     shards: int  # from 0
 
 
-def _scheduled(raw: Mapping[str, Any], numbers: Numbers, place: str) -> Scheduled:
-    what = _wanted(raw, ("at",), numbers, place)
+def _scheduled(raw: Mapping[str, Any], numbers: TargetCounts, place: str) -> ScheduledFault:
+    what = _fault_spec(raw, ("at",), numbers, place)
     if "at" not in raw:
         raise ScenarioError(f'{place}: at is missing; give when, as "40%" of the duration or "12s"')
-    return Scheduled(what, moment(raw["at"], f"{place}: at"))
+    return ScheduledFault(what, parse_moment(raw["at"], f"{place}: at"))
 
 
-def _storm(raw: Mapping[str, Any], numbers: Numbers, place: str) -> Storm:
-    what = _wanted(raw, ("per_minute", "from", "until"), numbers, place)
-    if what.number in SEVERAL:
+def _storm(raw: Mapping[str, Any], numbers: TargetCounts, place: str) -> Storm:
+    what = _fault_spec(raw, ("per_minute", "from", "until"), numbers, place)
+    if what.number in TARGET_GROUPS:
         raise ScenarioError(
             f"{place}: target strikes one at a time in a storm; give a number or any, not {what.number}"
         )
     rate = raw.get("per_minute")
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0.0 < rate <= MOST_PER_MINUTE:
-        raise ScenarioError(f"{place}: per_minute is {rate!r}; give a number above 0, at most {MOST_PER_MINUTE:g}")
-    begin = moment(raw["from"], f"{place}: from") if "from" in raw else Moment(STORM_SPAN[0], True)
-    end = moment(raw["until"], f"{place}: until") if "until" in raw else Moment(STORM_SPAN[1], True)
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0.0 < rate <= MAX_PER_MINUTE:
+        raise ScenarioError(f"{place}: per_minute is {rate!r}; give a number above 0, at most {MAX_PER_MINUTE:g}")
+    begin = parse_moment(raw["from"], f"{place}: from") if "from" in raw else Moment(STORM_SPAN[0], True)
+    end = parse_moment(raw["until"], f"{place}: until") if "until" in raw else Moment(STORM_SPAN[1], True)
     return Storm(what, float(rate), begin, end)
 
 
-def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], numbers: Numbers, place: str) -> Wanted:
+def _fault_spec(raw: Mapping[str, Any], more: tuple[str, ...], numbers: TargetCounts, place: str) -> FaultSpec:
     fault = raw.get("fault")
-    if fault not in KINDS:
-        raise ScenarioError(f"{place}: fault is {fault!r}; give one of {', '.join(KINDS)}")
-    kind = KINDS[fault]
+    if fault not in FAULT_KINDS:
+        raise ScenarioError(f"{place}: fault is {fault!r}; give one of {', '.join(FAULT_KINDS)}")
+    kind = FAULT_KINDS[fault]
     own = tuple(option.name for option in kind.options)
-    _only(raw, ("fault", "target", *more, *own), place, f"a {fault} here")
+    _check_keys(raw, ("fault", "target", *more, *own), place, f"a {fault} here")
     options: dict[str, float | str] = {}
     for option in kind.options:
         value = raw.get(option.name, option.default)
@@ -269,13 +272,13 @@ def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], numbers: Numbers, pla
         if option.name not in raw:
             options[option.name] = option.default
         elif option.kind == "seconds":
-            options[option.name] = seconds(value, spot)
+            options[option.name] = parse_seconds(value, spot)
         elif option.kind == "bytes_per_s":
-            options[option.name] = bytes_per_s(value, spot)
+            options[option.name] = parse_rate(value, spot)
         elif option.kind == "count":
-            options[option.name] = float(_count(value, option.name, place))
-        elif value not in option.words:
-            raise ScenarioError(f"{spot} is {value!r}; give one of {', '.join(option.words)}")
+            options[option.name] = float(_parse_count(value, option.name, place))
+        elif value not in option.choices:
+            raise ScenarioError(f"{spot} is {value!r}; give one of {', '.join(option.choices)}")
         else:
             options[option.name] = str(value)
     target_kind, number = _target(raw.get("target"), kind, numbers, place)
@@ -286,10 +289,10 @@ def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], numbers: Numbers, pla
             f"{place}: target is {raw.get('target')!r}; with shards a learner has a link to each of them, and only the"
             " one to the syncer could be struck: strike links in a run without"
         )
-    return Wanted(fault, target_kind, number, options)
+    return FaultSpec(fault, target_kind, number, options)
 
 
-def _target(raw: object, kind: FaultKind, numbers: Numbers, place: str) -> tuple[TargetKind, int | str]:
+def _target(raw: object, kind: FaultKind, numbers: TargetCounts, place: str) -> tuple[TargetKind, int | str]:
     allowed = _targets_in_words(kind)
     if kind.name == "join":
         if raw not in (None, "learner new"):
@@ -303,7 +306,7 @@ def _target(raw: object, kind: FaultKind, numbers: Numbers, place: str) -> tuple
         if found is not None:
             if words[1] == "syncer" and found == "disk":
                 return found, 0
-            if words[1] == "any" or (words[1] in SEVERAL and found != "payload"):
+            if words[1] == "any" or (words[1] in TARGET_GROUPS and found != "payload"):
                 return found, words[1]
             if words[1].isdigit():
                 first, last = (0, numbers.shards - 1) if found == "shard" else (1, numbers.learners)
@@ -328,20 +331,20 @@ def _targets_in_words(kind: FaultKind) -> str:
 
 
 def _expect(raw: Mapping[str, Any], where: str) -> dict[str, Expectation]:
-    _only(raw, tuple(EXPECTABLE), f"{where}, [expect]", "the table")
+    _check_keys(raw, tuple(EXPECTABLE_FIGURES), f"{where}, [expect]", "the table")
     found = {}
     for figure, line in raw.items():
         place = f"{where}, [expect.{figure}]"
-        side = EXPECTABLE[figure][0]
+        side = EXPECTABLE_FIGURES[figure][0]
         if not isinstance(line, Mapping):
-            raise ScenarioError(f'{place} is {line!r}; give {{ {side} = 0.5, because = "why" }}')
-        _only(line, (side, "because"), place, "the table")
-        bound, because = line.get(side), line.get("because")
+            raise ScenarioError(f'{place} is {line!r}; give {{ {side} = 0.5, reason = "why" }}')
+        _check_keys(line, (side, "reason"), place, "the table")
+        bound, reason = line.get(side), line.get("reason")
         if not isinstance(bound, int | float) or isinstance(bound, bool) or bound < 0:
             raise ScenarioError(f"{place}: {side} is {bound!r}; give a number of 0 or more")
-        if not isinstance(because, str) or not because.strip():
-            raise ScenarioError(f"{place}: because is missing; say in a sentence why the line is drawn there")
-        found[figure] = Expectation(figure, float(bound), because.strip())
+        if not isinstance(reason, str) or not reason.strip():
+            raise ScenarioError(f"{place}: reason is missing; say in a sentence why the line is drawn there")
+        found[figure] = Expectation(figure, float(bound), reason.strip())
     return found
 
 
@@ -356,9 +359,9 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(B|kB|MB)/s")
 _SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6}
 
 
-def seconds(raw: object, place: str) -> float:
+def parse_seconds(raw: object, place: str) -> float:
     """
-    >>> seconds("5m", ""), seconds("80ms", ""), seconds(2, "")
+    >>> parse_seconds("5m", ""), parse_seconds("80ms", ""), parse_seconds(2, "")
     (300.0, 0.08, 2.0)
     """
     if isinstance(raw, int | float) and not isinstance(raw, bool) and 0 <= raw < float("inf"):
@@ -369,9 +372,9 @@ def seconds(raw: object, place: str) -> float:
     return float(found[1]) * _TIMES[found[2]]
 
 
-def moment(raw: object, place: str) -> Moment:
+def parse_moment(raw: object, place: str) -> Moment:
     """
-    >>> moment("40%", ""), moment("12s", "")
+    >>> parse_moment("40%", ""), parse_moment("12s", "")
     (Moment(value=0.4, is_share=True), Moment(value=12.0, is_share=False))
     """
     found = _SHARE.fullmatch(raw.strip()) if isinstance(raw, str) else None
@@ -379,15 +382,15 @@ def moment(raw: object, place: str) -> Moment:
         return Moment(float(found[1]) / 100.0, True)
     try:
         if found is None:
-            return Moment(seconds(raw, place), False)
+            return Moment(parse_seconds(raw, place), False)
     except ScenarioError:
         pass
     raise ScenarioError(f'{place} is {raw!r}; give a share of the duration such as "40%", or a time such as "12s"')
 
 
-def bytes_per_s(raw: object, place: str) -> float:
+def parse_rate(raw: object, place: str) -> float:
     """
-    >>> bytes_per_s("50 kB/s", "")
+    >>> parse_rate("50 kB/s", "")
     50000.0
     """
     found = _BYTES.fullmatch(raw.strip()) if isinstance(raw, str) else None
@@ -397,13 +400,13 @@ def bytes_per_s(raw: object, place: str) -> float:
     return rate
 
 
-def _count(raw: object, key: str, place: str) -> int:
+def _parse_count(raw: object, key: str, place: str) -> int:
     if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:
         raise ScenarioError(f"{place}: {key} is {raw!r}; give a whole number of at least 1")
     return raw
 
 
-def _only(raw: Mapping[str, Any], allowed: tuple[str, ...], place: str, what: str) -> None:
+def _check_keys(raw: Mapping[str, Any], allowed: tuple[str, ...], place: str, what: str) -> None:
     for key in raw:
         if key not in allowed:
             raise ScenarioError(f"{place}: unknown key {key!r}; {what} has {', '.join(allowed)}")

@@ -14,44 +14,44 @@ from atoll.chaos import disks, netns
 from atoll.chaos.disks import Disk
 from atoll.chaos.fault_log import FaultLog, FaultRecord
 from atoll.chaos.faults import Target
-from atoll.chaos.in_process import Orders, learn_under_faults, serve_under_faults
+from atoll.chaos.in_process import FaultOrders, run_faulty_learner, run_faulty_syncer
 from atoll.chaos.injectors import INJECTORS, Injector
 from atoll.chaos.netns import Namespaces
-from atoll.chaos.plan import Plan, Planned, touches
+from atoll.chaos.plan import Plan, PlannedFault, overlaps
 from atoll.chaos.relay import Relay, Relays
 from atoll.core.reasons import REASONS
 from atoll.dashboard.terminal import LiveView
-from atoll.reference.children import Child, JobFailed
+from atoll.reference.child_processes import ChildProcess, JobFailedError
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.supervisor import SupervisedProcess, Supervisor, new_run_id
-from atoll.store.snapshots import STORE
+from atoll.store.snapshots import STORE_FOLDER
 
-LOOK_S = 0.1
-STALL_S = 0.5
+POLL_INTERVAL_S = 0.1
+MAX_CLOCK_STEP_S = 0.5
 """The plan's clock stands while this process stands for longer. Otherwise all faults that are due by then would begin
 at once, which no plan says."""
 
-ASK_EVERY_S = 0.2
-READY_WAIT_S = 120.0
+STATUS_INTERVAL_S = 0.2
+READY_TIMEOUT_S = 120.0
 """A fault waits so long for its target to be there, to train or to be connected. Then it has not fired."""
 
-SEEN_WAIT_S = 30.0
+OBSERVE_TIMEOUT_S = 30.0
 """A fault without a length of its own, such as poison, may take so long until it was seen. One with a length goes on
 for so much longer while its target has not met it."""
 
-WRITE_FAILED = REASONS["persist-failed"].partition("}")[2].partition("(")[0]
+PERSIST_FAILED_TEXT = REASONS["persist-failed"].partition("}")[2].partition("(")[0]
 
 ISLANDS = "islands"
 
-IN_RELAY_ONLY = frozenset({"damage"})
+RELAY_ONLY_FAULTS = frozenset({"corrupt"})
 
 
 @dataclass(slots=True)
-class Active:
+class ActiveFault:
     """A fault that has begun."""
 
     injector: Injector
-    began_at: float  # of the Unix epoch
+    started_at: float  # of the Unix epoch
     until: float  # on the monotonic clock
     ended_at: float | None = None  # of the Unix epoch; from then on it is only looked at until it was seen
 
@@ -59,7 +59,7 @@ class Active:
 class ChaosSupervisor(Supervisor):
     """`links`: "netns" or "relay". `limit_s`: a run that takes longer has failed."""
 
-    look_s = LOOK_S
+    poll_interval_s = POLL_INTERVAL_S
 
     def __init__(
         self, settings: JobSettings, run: Path, view: LiveView, title: str, plan: Plan, links: str, limit_s: float
@@ -69,22 +69,22 @@ class ChaosSupervisor(Supervisor):
         self._cleanup = ExitStack()
         self._log = FaultLog(run)
         self._limit_s = limit_s
-        self._waiting: list[Planned] = list(plan.faults)
-        self._active: list[Active] = []
-        self._started: float | None = None  # the plan's clock, on the monotonic one
-        self._looked_at = time.monotonic()
+        self._waiting: list[PlannedFault] = list(plan.faults)
+        self._active: list[ActiveFault] = []
+        self._clock_started_at: float | None = None  # the plan's clock, on the monotonic one
+        self._last_poll_at = time.monotonic()
         self._relays = Relays()
         self._cleanup.callback(self._relays.close)
-        self._by_learner: dict[int, Relay] = {}
+        self._relay_by_learner: dict[int, Relay] = {}
         self._disks: dict[int, Disk] = {}
-        self._nets: dict[int, Path] = {}
+        self._namespace_paths: dict[int, Path] = {}
         try:
             netns_or_none = self._make_namespaces() if links == "netns" else None
             self.namespaces = netns_or_none
             host = netns_or_none.address if netns_or_none is not None else "127.0.0.1"
             self._make_disks(run)
             super().__init__(settings, run, view, title, host)
-            self._poller = Poller(self)
+            self._poller = StatusPoller(self)
         except BaseException:
             self._cleanup.close()
             raise
@@ -92,16 +92,16 @@ class ChaosSupervisor(Supervisor):
     # ------------------------------------------------------------------------------------------ what the run stands on
 
     def _make_namespaces(self) -> Namespaces:
-        netns.sweep()
+        netns.remove_stale()
         made = Namespaces()
         self._cleanup.callback(made.close)
         return made
 
     def _make_disks(self, run: Path) -> None:
         """A disk of its own for each process whose disk is to fail. It must be there before the process is."""
-        disks.sweep()
+        disks.remove_stale()
         for number in sorted({fault.target.number for fault in self.plan.faults if fault.target.kind == "disk"}):
-            folder = run / STORE if number == 0 else run / ISLANDS / f"learner-{number}"
+            folder = run / STORE_FOLDER if number == 0 else run / ISLANDS / f"learner-{number}"
             self._disks[number] = Disk(folder)
             self._cleanup.callback(self._disks[number].close)
 
@@ -109,24 +109,24 @@ class ChaosSupervisor(Supervisor):
         """In the kernel where it can be; a relay in between would hide from both ends what the kernel does."""
         if self.namespaces is None:
             return True
-        hidden = IN_RELAY_ONLY if self.namespaces.has_netem else IN_RELAY_ONLY | {"delay"}
+        hidden = RELAY_ONLY_FAULTS if self.namespaces.has_netem else RELAY_ONLY_FAULTS | {"delay"}
         return any(fault.fault in hidden and fault.target.number == learner for fault in self.plan.faults)
 
-    def _syncer_child(self) -> Child:
+    def _syncer_child(self) -> ChildProcess:
         args = (self.orders(0), self.host, self.settings, new_run_id(self.run), self.run, self._port, self._token)
-        return Child("syncer", self.run, serve_under_faults, args)
+        return ChildProcess("syncer", self.run, run_faulty_syncer, args)
 
-    def _learner_child(self, learner: int) -> Child:
+    def _learner_child(self, learner: int) -> ChildProcess:
         if self.namespaces is not None:
-            self._nets[learner] = self.namespaces.add(learner)
+            self._namespace_paths[learner] = self.namespaces.add(learner)
         if self._needs_relay(learner):
             seed = 1000 * self.plan.seed + learner
-            self._by_learner[learner] = self._relays.open(self.address, seed, self.host)
-        address = self._by_learner[learner].address if learner in self._by_learner else self.address
+            self._relay_by_learner[learner] = self._relays.open(self.address, seed, self.host)
+        address = self._relay_by_learner[learner].address if learner in self._relay_by_learner else self.address
         directory = self.run / ISLANDS / f"learner-{learner}" if learner in self._disks else self.run
-        orders, net = self.orders(learner), self._nets.get(learner)
+        orders, net = self.orders(learner), self._namespace_paths.get(learner)
         args = (orders, net, self.settings, learner, address, self._token, directory)
-        return Child(f"learner {learner}", self.run, learn_under_faults, args)
+        return ChildProcess(f"learner {learner}", self.run, run_faulty_learner, args)
 
     # ------------------------------------------------------------------------------------------ the world of injectors
 
@@ -137,20 +137,25 @@ class ChaosSupervisor(Supervisor):
 
     def is_training(self, target: Target) -> bool:
         member = self.member(target)
-        return member is not None and member.child.pid is not None and member.trained_since_start and not member.leaves
+        return (
+            member is not None
+            and member.child.pid is not None
+            and member.trained_since_start
+            and not member.is_draining
+        )
 
     def is_connected(self, number: int) -> bool:
         told = next((each for each in self._status.get("learners", ()) if each.get("learner") == number), None)
         return told is not None and told.get("link") == "up"
 
     def relay(self, learner: int) -> Relay | None:
-        return self._by_learner.get(learner)
+        return self._relay_by_learner.get(learner)
 
     def disk(self, number: int) -> Disk:
         return self._disks[number]
 
-    def orders(self, number: int) -> Orders:
-        return Orders(self.run, f"learner-{number}" if number else "syncer")
+    def orders(self, number: int) -> FaultOrders:
+        return FaultOrders(self.run, f"learner-{number}" if number else "syncer")
 
     def add_learner(self, number: int) -> None:
         self._learners[number] = SupervisedProcess(self._learner_child(number))
@@ -159,116 +164,118 @@ class ChaosSupervisor(Supervisor):
     def has_failed_write(self) -> bool:
         if self.settings.shards:
             return True  # versions are on the disks of the shards, and no fault strikes those
-        return any(WRITE_FAILED in fragment["reason"] for fragment in self._status.get("fragments", ()))
+        return any(PERSIST_FAILED_TEXT in fragment["reason"] for fragment in self._status.get("fragments", ()))
 
     # ------------------------------------------------------------------------------------------ striking
 
-    def _strike_due(self) -> None:
+    def _inject_due(self) -> None:
         now = time.monotonic()
-        if now - self._began > self._limit_s:
-            raise JobFailed(f"the run has not come to its end within {self._limit_s:.0f} s")
-        if self._started is None:
+        if now - self._started_at > self._limit_s:
+            raise JobFailedError(f"the run has not come to its end within {self._limit_s:.0f} s")
+        if self._clock_started_at is None:
             learners = [Target("learner", number) for number in range(1, self.settings.learners + 1)]
             if not all(self.is_training(learner) for learner in learners):
                 return
-            self._started = self._looked_at = now
-            self._log.began(time.time())
-            self._tell(f"all learners train; {_counted(len(self._waiting))} to come")
-        self._started += max(0.0, now - self._looked_at - STALL_S)
-        self._looked_at = now
-        self._keep_and_end(now)
+            self._clock_started_at = self._last_poll_at = now
+            self._log.record_start(time.time())
+            self._add_news(f"all learners train; {_faults_are(len(self._waiting))} to come")
+        self._clock_started_at += max(0.0, now - self._last_poll_at - MAX_CLOCK_STEP_S)
+        self._last_poll_at = now
+        self._poll_and_end(now)
         for planned in list(self._waiting):
-            late_s = now - self._started - planned.at_s
+            late_s = now - self._clock_started_at - planned.at_s
             if late_s < 0.0:
                 break  # they are in the order of time
             injector = INJECTORS[planned.fault](planned, self)
             if injector.is_ready() and not self._is_prolonged(planned.target, now):
                 self._waiting.remove(planned)
                 self._begin(injector)
-            elif late_s > READY_WAIT_S:
+            elif late_s > READY_TIMEOUT_S:
                 self._waiting.remove(planned)
-                self._missed(planned, f"{planned.target} was not there within {READY_WAIT_S:.0f} s")
+                self._record_missed(planned, f"{planned.target} was not there within {READY_TIMEOUT_S:.0f} s")
 
     def _is_prolonged(self, target: Target, now: float) -> bool:
         """Return whether a fault goes on for longer than planned at what this target is part of."""
         return any(
-            active.injector.planned.lasts_s > 0.0
+            active.injector.planned.duration_s > 0.0
             and active.ended_at is None
             and now >= active.until
-            and touches(active.injector.target, target)
+            and overlaps(active.injector.target, target)
             for active in self._active
         )
 
     def _begin(self, injector: Injector) -> None:
         planned = injector.planned
-        active = Active(injector, time.time(), time.monotonic() + planned.lasts_s)
+        active = ActiveFault(injector, time.time(), time.monotonic() + planned.duration_s)
         self._active.append(active)  # before it begins: an interrupt in between is to end it too
-        self._note(active, None)
+        self._record_fault(active, None)
         injector.begin()
-        self._tell(f"fault {planned.number}: {planned.sentence()}")
+        self._add_news(f"fault {planned.number}: {planned.describe()}")
 
-    def _keep_and_end(self, now: float) -> None:
+    def _poll_and_end(self, now: float) -> None:
         for active in list(self._active):
             injector = active.injector
-            injector.keep()
-            lasts = injector.planned.lasts_s > 0.0
-            is_late = now >= active.until + SEEN_WAIT_S
-            if lasts and active.ended_at is None and now >= active.until and (injector.is_met() or is_late):
+            injector.poll()
+            lasts = injector.planned.duration_s > 0.0
+            is_late = now >= active.until + OBSERVE_TIMEOUT_S
+            if lasts and active.ended_at is None and now >= active.until and (injector.has_taken_effect() or is_late):
                 self._heal(active)
-            if (injector.seen and (active.ended_at is not None or not lasts)) or is_late:
+            if (injector.was_observed and (active.ended_at is not None or not lasts)) or is_late:
                 self._finish(active)
 
-    def _heal(self, active: Active) -> None:
+    def _heal(self, active: ActiveFault) -> None:
         active.ended_at = time.time()
         active.injector.end()
         if active.injector.planned.fault != "kill":
-            self._tell(f"fault {active.injector.planned.number} is over: {active.injector.planned.target} is whole")
+            self._add_news(f"fault {active.injector.planned.number} is over: {active.injector.planned.target} is whole")
 
-    def _finish(self, active: Active) -> None:
+    def _finish(self, active: ActiveFault) -> None:
         if active.ended_at is None:
             active.ended_at = time.time()
-            active.injector.keep()  # a last look: the run may have been interrupted the moment after it began
+            active.injector.poll()  # a last look: the run may have been interrupted the moment after it began
             active.injector.end()
         self._active.remove(active)
-        self._note(active, active.ended_at)
+        self._record_fault(active, active.ended_at)
 
-    def _note(self, active: Active, ended_at: float | None) -> None:
+    def _record_fault(self, active: ActiveFault, ended_at: float | None) -> None:
         injector = active.injector
-        why_not = "" if injector.seen else injector.why_not
-        told = FaultRecord(injector.planned.number, injector.seen, active.began_at, ended_at, injector.how, why_not)
-        self._log.struck(told)
+        why_not = "" if injector.was_observed else injector.failure_cause
+        told = FaultRecord(
+            injector.planned.number, injector.was_observed, active.started_at, ended_at, injector.method, why_not
+        )
+        self._log.record_fault(told)
 
-    def _missed(self, planned: Planned, why_not: str) -> None:
-        self._tell(f"fault {planned.number} ({planned.sentence()}) did not happen: {why_not}")
-        self._log.struck(FaultRecord(planned.number, False, None, None, "", why_not))
+    def _record_missed(self, planned: PlannedFault, why_not: str) -> None:
+        self._add_news(f"fault {planned.number} ({planned.describe()}) did not happen: {why_not}")
+        self._log.record_fault(FaultRecord(planned.number, False, None, None, "", why_not))
 
     # ------------------------------------------------------------------------------------------ looking, ending
 
-    def _ask(self) -> dict[str, Any] | None:
+    def _request_status(self) -> dict[str, Any] | None:
         """The newest that the poller has heard. Asking here would wait while the syncer stands still."""
         return self._poller.take()
 
-    def ask_now(self) -> dict[str, Any] | None:
-        return super()._ask()
+    def request_status(self) -> dict[str, Any] | None:
+        return super()._request_status()
 
     def train(self) -> None:
         self._poller.start()
         super().train()
 
-    def _end(self) -> None:
+    def _terminate(self) -> None:
         """Nothing of a fault outlives the run: whoever stands goes on first, or he could not say goodbye."""
         with self._cleanup:  # last: links, disks and relays
-            self._cleanup.callback(self._gather)
+            self._cleanup.callback(self._collect_files)
             try:
                 self._poller.stop()
                 for active in list(self._active):
                     self._finish(active)
                 for planned in self._waiting:
-                    self._missed(planned, "the run ended before its time came")
+                    self._record_missed(planned, "the run ended before its time came")
             finally:
-                super()._end()
+                super()._terminate()
 
-    def _gather(self) -> None:
+    def _collect_files(self) -> None:
         """What learners wrote on disks of their own is copied to where that of the others is. Runs before the disks
         are unmounted, as exit callbacks run in the order opposite to that in which they were added."""
         for number in self._disks:
@@ -281,11 +288,11 @@ class ChaosSupervisor(Supervisor):
                         shutil.copyfile(path, place)
 
 
-def _counted(faults: int) -> str:
+def _faults_are(faults: int) -> str:
     return "1 fault is" if faults == 1 else f"{faults} faults are"
 
 
-class Poller:
+class StatusPoller:
     """Asks the syncer for its status, again and again, in a thread of its own."""
 
     def __init__(self, supervisor: ChaosSupervisor) -> None:
@@ -307,7 +314,7 @@ class Poller:
         return newest
 
     def _poll(self) -> None:
-        while not self._over.wait(ASK_EVERY_S):
-            told = self._supervisor.ask_now()
+        while not self._over.wait(STATUS_INTERVAL_S):
+            told = self._supervisor.request_status()
             if told is not None:
                 self._newest = told

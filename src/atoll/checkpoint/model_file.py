@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from atoll.files import atomic_write
 from atoll.tensors.plan import named_tensors
 
-MODEL = "model.safetensors"
+MODEL_FILE = "model.safetensors"
 
 
 def model_digest(model: nn.Module) -> str:
@@ -50,13 +50,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, values: Mapping[str, Tensor], whose: str) -> None:
+def load_into_model(model: nn.Module, values: Mapping[str, Tensor], source: str) -> None:
     """Set every tensor of the model; names and shapes must be exactly its own."""
     tensors = named_tensors(model)
     if set(tensors) != set(values):
         odd = min(set(tensors) ^ set(values))
-        raise ValueError(f"{whose} {'lacks' if odd in tensors else 'has an unknown'} tensor {odd!r}: of another model")
+        raise ValueError(f"{source} {'lacks' if odd in tensors else 'has an unknown'} tensor {odd!r}: of another model")
     for name, tensor in tensors.items():
         if tensor.shape != values[name].shape:
-            raise ValueError(f"{whose}: {name} is {tuple(values[name].shape)}, the model has {tuple(tensor.shape)}")
+            raise ValueError(f"{source}: {name} is {tuple(values[name].shape)}, the model has {tuple(tensor.shape)}")
         tensor.copy_(values[name])

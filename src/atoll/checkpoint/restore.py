@@ -25,30 +25,30 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from atoll.checkpoint.published import run_settings
+from atoll.checkpoint.published_model import read_run_settings
 from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
 from atoll.core.types import FragmentId, RoundId
 from atoll.files import link_or_copy, make_folder, write_file, write_text
-from atoll.store.learner_parts import Part, list_parts, part_path, read_part, shards_path
-from atoll.store.run_settings import CONFIG, RunSettings, check_new
-from atoll.store.snapshots import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
-from atoll.store.tensor_file import read_tensors, reason, tensor_file
+from atoll.store.learner_parts import LearnerPart, list_parts, part_path, read_part, shards_path
+from atoll.store.run_settings import CONFIG_FILE, RunSettings, check_is_new_run
+from atoll.store.snapshots import SHARDS_FOLDER, STORE_FOLDER, SnapshotInfo, list_snapshots, snapshot_version_path
+from atoll.store.tensor_file import encode_tensor_file, error_reason, read_tensors
 from atoll.store.version_store import Store
 from atoll.tape import format
 
-BEGINNING = "beginning"
+INITIAL_FOLDER = "beginning"
 """Within a run that was restored: what it began with."""
 
 
-class Source(NamedTuple):
+class RestoreSource(NamedTuple):
     """A snapshot of a run, named as RUN or RUN@N."""
 
     run: Path
     info: SnapshotInfo
-    kept: RunSettings
+    settings: RunSettings
 
 
-def find_source(text: str) -> Source:
+def parse_restore_source(text: str) -> RestoreSource:
     """Raises ValueError with what is missing and what there is."""
     name, at, number = text.rpartition("@")
     if not at or Path(text).is_dir():
@@ -56,8 +56,8 @@ def find_source(text: str) -> Source:
     run = Path(name)
     if number and not number.isdigit():
         raise ValueError(f"--restore {text}: after the @ comes a number of those in atoll snapshot {run} --list")
-    kept = run_settings(run) if run.is_dir() else None
-    if kept is None or kept.plan is None or not (run / CONFIG).is_file():
+    kept = read_run_settings(run) if run.is_dir() else None
+    if kept is None or kept.plan is None or not (run / CONFIG_FILE).is_file():
         raise ValueError(f"--restore {run}: no run of atoll train or atoll syncer is there, or it has no model yet")
     found = list_snapshots(run)
     if not found:
@@ -69,16 +69,18 @@ def find_source(text: str) -> Source:
         raise ValueError(f"{run} has no snapshot {wanted}; it has {there}")
     if info.record is None:
         raise ValueError(f"{info.problem}; choose an older one, see atoll snapshot {run} --list")
-    return Source(run, info, kept)
+    return RestoreSource(run, info, kept)
 
 
-def restore(source: Source, run: Path, settings: RunSettings, say: Callable[[str], None]) -> int:
+def restore_run(source: RestoreSource, run: Path, settings: RunSettings, log: Callable[[str], None]) -> int:
     """Make the directory of the new run and return the tokens that it has done already. Leave nothing if it fails.
 
     `settings` of the new run: their `extra` are the settings of its job.
     """
-    check_new(run)
-    fragments = [_fragment(source, p) for p in range(len(source.info.record.versions))] if source.info.record else []
+    check_is_new_run(run)
+    fragments = (
+        [_read_fragment(source, p) for p in range(len(source.info.record.versions))] if source.info.record else []
+    )
     done = max((record.merged_tokens for record, _ in fragments if record is not None), default=0)
     tokens = settings.config.budget_tokens
     if tokens is not None and done >= tokens:
@@ -90,25 +92,25 @@ def restore(source: Source, run: Path, settings: RunSettings, say: Callable[[str
     try:
         run.mkdir(parents=True, exist_ok=True)
         _write_store(source, run, settings, fragments, done)
-        parts = _write_parts(source, run, settings.config.run_id, say)
-        write_text(run / CONFIG, json.dumps(dict(settings.extra), indent=2) + "\n")
+        parts = _write_parts(source, run, settings.config.run_id, log)
+        write_text(run / CONFIG_FILE, json.dumps(dict(settings.extra), indent=2) + "\n")
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         if was_there:
             run.mkdir()
         raise
     inner = f"inner state of {len(parts)} learners is there" if parts else "learners start with fresh inner state"
-    say(f"restored from snapshot {source.info.number} of {source.run}: {done:,} tokens are done, {inner}")
+    log(f"restored from snapshot {source.info.number} of {source.run}: {done:,} tokens are done, {inner}")
     return done
 
 
-def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict[str, Tensor]]:
-    path = version_of_snapshot(source.run, source.info.number, p)
+def _read_fragment(source: RestoreSource, p: FragmentId) -> tuple[VersionRecord | None, dict[str, Tensor]]:
+    path = snapshot_version_path(source.run, source.info.number, p)
     try:
         note, tensors = read_tensors(path)
         record = format.decode(note) if note else None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {reason(error)}; choose another snapshot") from None
+        raise ValueError(f"{path}: {error_reason(error)}; choose another snapshot") from None
     assert source.info.record is not None
     if record is not None and not isinstance(record, VersionRecord):
         raise ValueError(f"{path} holds {type(record).__name__}, no version; choose another snapshot")
@@ -118,24 +120,24 @@ def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict
 
 
 def _write_store(
-    source: Source,
+    source: RestoreSource,
     run: Path,
     settings: RunSettings,
     fragments: list[tuple[VersionRecord | None, dict[str, Tensor]]],
     done: int,
 ) -> None:
-    plan = source.kept.plan
+    plan = source.settings.plan
     assert plan is not None
     config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
     made, shards = replace(settings, config=config, plan=plan), settings.shards
     for k in range(shards):
-        with Store.open(run / SHARDS / str(k) / STORE) as store:
+        with Store.open(run / SHARDS_FOLDER / str(k) / STORE_FOLDER) as store:
             for p in range(k, len(fragments), shards):
-                _write_fragment(store, p, *fragments[p], kept_fragment(run, p))
+                _write_fragment(store, p, *fragments[p], initial_fragment_path(run, p))
             store.write_settings(made.to_json())
-    with Store.open(run / STORE) as store:
+    with Store.open(run / STORE_FOLDER) as store:
         for p in range(len(fragments) if not shards else 0):
-            _write_fragment(store, p, *fragments[p], kept_fragment(run, p))
+            _write_fragment(store, p, *fragments[p], initial_fragment_path(run, p))
         store.write(MembersRecord(1, (), (), done))
         cut = source.info.record
         if cut is not None and cut.next_sample:
@@ -156,7 +158,7 @@ def _write_fragment(
     link_or_copy(store.version_path(p, 0 if record is None else 1), kept)
 
 
-def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], None]) -> list[int]:
+def _write_parts(source: RestoreSource, run: Path, run_id: str, say: Callable[[str], None]) -> list[int]:
     """Learners whose inner state could be taken over. A part that is missing or damaged is said, and goes without."""
     assert source.info.record is not None
     there = list_parts(source.run)
@@ -168,15 +170,15 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
             path = part_path(source.run, learner, number)
             try:
                 part = read_part(path)
-                _keep_shards(part, run, learner)
+                _copy_shards(part, run, learner)
             except (OSError, ValueError) as error:
                 say(f"{path}: {error}; trying an older one")
                 continue
-            target, kept = part_path(run, learner, number), part_path(run / BEGINNING, learner, number)
+            target, kept = part_path(run, learner, number), part_path(run / INITIAL_FOLDER, learner, number)
             make_folder(target.parent)
             make_folder(kept.parent)
             note = json.dumps({**part.note, "run": run_id}, separators=(",", ":"))
-            write_file(target, tensor_file(note, part.tensors))
+            write_file(target, encode_tensor_file(note, part.tensors))
             link_or_copy(target, kept)
             taken.append(learner)
             break
@@ -185,17 +187,17 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
     return taken
 
 
-def _keep_shards(part: Part, run: Path, learner: int) -> None:
+def _copy_shards(part: LearnerPart, run: Path, learner: int) -> None:
     """What ranks have written of a part, if they have, in the new run and in what is kept of its beginning."""
     if part.shards is None:
         return
-    from atoll.store.sharded_parts import copy_shards
+    from atoll.store.sharded_parts import link_shard_files
 
-    for place in (run, run / BEGINNING):
+    for place in (run, run / INITIAL_FOLDER):
         target = shards_path(part_path(place, learner, part.snapshot))
         make_folder(target.parent)
-        copy_shards(part.shards, target)
+        link_shard_files(part.shards, target)
 
 
-def kept_fragment(run: Path, p: FragmentId) -> Path:
-    return run / BEGINNING / f"{p:03d}.safetensors"
+def initial_fragment_path(run: Path, p: FragmentId) -> Path:
+    return run / INITIAL_FOLDER / f"{p:03d}.safetensors"

@@ -16,54 +16,60 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from atoll.cli import options
-from atoll.cli.options import Token
-from atoll.cli.output import JsonOption, Result, complain, progress
+from atoll.cli.options import TokenOption
+from atoll.cli.output import JsonOption, Result, print_to_stderr, progress_bar
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
-    from atoll.dashboard.picture import RunPicture
+    from atoll.dashboard.run_history import RunHistory
 
-Dash = Annotated[bool, Setting("Show the run on a page in the browser while it goes, as atoll dash does.", flag="dash")]
-DashPort = Annotated[int | None, options.port("Of that page. [default: free one from 7410]", "dash-port")]
+DashOption = Annotated[
+    bool, Setting("Show the run on a page in the browser while it goes, as atoll dash does.", flag="dash")
+]
+DashPortOption = Annotated[int | None, options.port_setting("Of that page. [default: free one from 7410]", "dash-port")]
 
-RulesFile = Annotated[Path | None, Setting("TOML with limits for alerts; docs/dash.md has them.", "FILE", flag="rules")]
-PageRules = Annotated[Path | None, Setting("With --dash: TOML with limits for its alerts.", "FILE", flag="rules")]
+RulesOption = Annotated[
+    Path | None, Setting("TOML with limits for alerts; docs/dash.md has them.", "FILE", flag="rules")
+]
+DashRulesOption = Annotated[Path | None, Setting("With --dash: TOML with limits for its alerts.", "FILE", flag="rules")]
 
-ENDS_S = 5.0
+SHUTDOWN_TIMEOUT_S = 5.0
 
 
-class Page(NamedTuple):
+class DashboardOptions(NamedTuple):
     """What was said of it on a command line."""
 
-    wanted: bool
+    is_enabled: bool
     port: int | None = None
     rules: Path | None = None
 
     def check(self) -> None:
         """Before anything is begun: whoever waits for alerts of an hour must not learn of a slip in them then."""
-        from atoll.dashboard.alerts import Rules
+        from atoll.dashboard.alerts import AlertRules
 
         for name, value in (("--dash-port", self.port), ("--rules", self.rules)):
-            if value is not None and not self.wanted:
+            if value is not None and not self.is_enabled:
                 raise ValueError(f"{name} means nothing without --dash")
         if self.rules is not None:
-            Rules.load(self.rules)
+            AlertRules.load(self.rules)
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         given = (("--port", self.port), ("--rules", self.rules))
         return [word for name, value in given if value is not None for word in (name, str(value))]
 
 
 @contextmanager
-def page_beside(page_wanted: Page, run: Path, token: str | None, own_token: bool = False) -> Iterator[None]:
+def dashboard_process(
+    options: DashboardOptions, run: Path, token: str | None, own_token: bool = False
+) -> Iterator[None]:
     """A page that cannot be shown is no reason not to train: it is told, and the job goes on.
 
     `own_token`: the token is for this page alone, and may stand in a log; that of a run may not.
     """
-    if not page_wanted.wanted:
+    if not options.is_enabled:
         yield
         return
-    command = [sys.executable, "-m", "atoll", "dash", str(run), "--wait", "--while-stdin", *page_wanted.words()]
+    command = [sys.executable, "-m", "atoll", "dash", str(run), "--wait", "--while-stdin", *options.arguments()]
     if own_token:
         command.append("--own-token")
     # The token is in the environment: others can read a command line.
@@ -81,12 +87,12 @@ def page_beside(page_wanted: Page, run: Path, token: str | None, own_token: bool
                 first = first.partition("#")[0]
             print(first, file=sys.stderr, flush=True)
         else:
-            complain("the page cannot be shown; the run goes on without it")
+            print_to_stderr("the page cannot be shown; the run goes on without it")
         yield
     finally:
         page.stdin.close()  # it ends with that; so it does when this process is killed
         try:
-            page.wait(ENDS_S)
+            page.wait(SHUTDOWN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             page.kill()
             page.wait()
@@ -98,11 +104,11 @@ def run_dash(
         list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown beside it.")
     ],
     host: Annotated[str, Setting("Listen there; others need a token, and TLS.", "HOST")] = "127.0.0.1",
-    port: Annotated[int | None, options.port("[default: the first free one from 7410]")] = None,
-    token: Token = None,
+    port: Annotated[int | None, options.port_setting("[default: the first free one from 7410]")] = None,
+    token: TokenOption = None,
     keys: Annotated[Path | None, Setting("TLS with this key, of atoll keys init; for other machines.", "DIR")] = None,
     plain_text: Annotated[bool, Setting("Show it to others without TLS: everybody on the way can read it.")] = False,
-    rules: RulesFile = None,
+    rules: RulesOption = None,
     wait: Annotated[bool, Setting("The run may begin later: its directory need not hold tapes yet.")] = False,
     while_stdin: Annotated[bool, Setting(hidden=True)] = False,
     own_token: Annotated[bool, Setting(hidden=True)] = False,
@@ -123,14 +129,14 @@ def run_dash(
     serve(runs, host, port, token or None, rules, wait, while_stdin, own_token, open_browser, keys, plain_text)
 
 
-POLL_INTERVAL_S = 1.0
-PLAIN_INTERVAL_S = 10.0
+WATCH_INTERVAL_S = 1.0
+PLAIN_WATCH_INTERVAL_S = 10.0
 
 
 def run_watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: live, finished or simulated.")],
     at: Annotated[float | None, Setting("Show the run as it was then, and end.", "SECONDS")] = None,
-    rules: RulesFile = None,
+    rules: RulesOption = None,
     once: Annotated[bool, Setting("Show it as it is now, and end.")] = False,
     as_json: JsonOption = False,
 ) -> Result:
@@ -139,45 +145,45 @@ def run_watch(
     Ends with the run, or by Ctrl-C, which ends the watching only. Where stdout is no terminal it prints a line now and
     then. With --json it prints the picture once, in the shape of docs/dash.md.
     """
-    from atoll.dashboard.alerts import Rules
-    from atoll.dashboard.picture import RunPicture
-    from atoll.dashboard.view import picture_at
+    from atoll.dashboard.alerts import AlertRules
+    from atoll.dashboard.run_history import RunHistory
+    from atoll.dashboard.view import view_at
 
-    picture = RunPicture(run, Rules.load(rules) if rules is not None else None)
-    _catch_up(picture)
-    return Result(partial(picture_at, picture, at), partial(_show, picture, at, once))
+    picture = RunHistory(run, AlertRules.load(rules) if rules is not None else None)
+    _read_all(picture)
+    return Result(partial(view_at, picture, at), partial(_print_view, picture, at, once))
 
 
-def _catch_up(picture: RunPicture) -> None:
+def _read_all(picture: RunHistory) -> None:
     """Read what there is, with a bar where it takes long."""
     shown = sys.stderr.isatty()
-    with progress("reading", 1000, shown) as tell:
-        while picture.grow(0.25):
-            tell(round(1000 * (picture.loading() or 1.0)))
+    with progress_bar("reading", 1000, shown) as tell:
+        while picture.update(0.25):
+            tell(round(1000 * (picture.loading_progress() or 1.0)))
 
 
-def _shown(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
-    from atoll.dashboard.view import picture_at
+def _view_fields(picture: RunHistory, at: float | None = None) -> dict[str, Any]:
+    from atoll.dashboard.view import view_at
 
-    return {"title": picture.run.resolve().name, **picture_at(picture, at)}
+    return {"title": picture.run.resolve().name, **view_at(picture, at)}
 
 
-def _show(picture: RunPicture, at: float | None, once: bool) -> None:
+def _print_view(picture: RunHistory, at: float | None, once: bool) -> None:
     from rich.console import Console
 
-    from atoll.dashboard.terminal import LiveView, rendered
-    from atoll.dashboard.view import picture_at
+    from atoll.dashboard.terminal import LiveView, render
+    from atoll.dashboard.view import view_at
 
-    if at is not None or once or not picture_at(picture)["live"]:
+    if at is not None or once or not view_at(picture)["live"]:
         console = Console()
-        console.print(rendered(_shown(picture, at), console.width, picture.bands))
+        console.print(render(_view_fields(picture, at), console.width, picture.state_spans))
         return
-    shown = _shown(picture)
-    with LiveView(sys.stdout, PLAIN_INTERVAL_S, transient=False) as view:
-        view.show(shown, picture.bands)
+    shown = _view_fields(picture)
+    with LiveView(sys.stdout, PLAIN_WATCH_INTERVAL_S, transient=False) as view:
+        view.show(shown, picture.state_spans)
         while shown["live"]:
-            time.sleep(POLL_INTERVAL_S)
-            while picture.grow(0.5):
+            time.sleep(WATCH_INTERVAL_S)
+            while picture.update(0.5):
                 pass
-            shown = _shown(picture)
-            view.show(shown, picture.bands, None if shown["live"] else math.inf)  # how it ended is always shown
+            shown = _view_fields(picture)
+            view.show(shown, picture.state_spans, None if shown["live"] else math.inf)  # how it ended is always shown

@@ -12,54 +12,54 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.cli.output import ExitCode, JsonOption, Result, print_to_stderr
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from atoll.launch.fleet import Fleet, UnitStatus
+    from atoll.launch.fleet import Fleet, UnitReport
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML with the syncer and the islands: docs/engines.md.")]
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="TOML with the syncer and the islands: docs/launchers.md.")
+]
 
-COLOURS = {"running": "green", "failed": "red", "gone": "red", "unknown": "yellow", "waiting": "yellow"}
+STATUS_COLOURS = {"running": "green", "failed": "red", "lost": "red", "unknown": "yellow", "waiting": "yellow"}
 
 
-def table_of(statuses: Sequence[UnitStatus]) -> Table:
+def status_table(statuses: Sequence[UnitReport]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("unit", "engine", "standing", "restarts", ""):
-        table.add_column(
-            title, justify="right" if title == "restarts" else "left", no_wrap=title in ("unit", "standing")
-        )
-    for name, engine, standing, restarts, why in statuses:
-        shown = Text(standing, style=COLOURS.get(standing, ""))
-        counted = str(restarts) if standing.is_kept or standing.is_over else ""
-        table.add_row(Text(name), Text(engine), shown, counted, Text(why))
+    for title in ("unit", "launcher", "state", "restarts", ""):
+        table.add_column(title, justify="right" if title == "restarts" else "left", no_wrap=title in ("unit", "state"))
+    for name, launcher, state, restarts, cause in statuses:
+        shown = Text(state, style=STATUS_COLOURS.get(state, ""))
+        counted = str(restarts) if state.is_active or state.is_finished else ""
+        table.add_row(Text(name), Text(launcher), shown, counted, Text(cause))
     return table
 
 
-def line_of(status: UnitStatus) -> str:
+def format_status(status: UnitReport) -> str:
     again = f", restarts: {status.restarts}" if status.restarts else ""
-    why = f" ({status.why})" if status.why else ""
-    return f"{status.name}: {status.standing}{again}{why}"
+    cause = f" ({status.cause})" if status.cause else ""
+    return f"{status.name}: {status.state}{again}{cause}"
 
 
-def print_statuses(statuses: Sequence[UnitStatus]) -> None:
+def print_statuses(statuses: Sequence[UnitReport]) -> None:
     if not sys.stdout.isatty():
         for status in statuses:
-            print(line_of(status))
+            print(format_status(status))
         return
     from rich.console import Console
 
-    Console().print(table_of(statuses))
+    Console().print(status_table(statuses))
 
 
 @contextmanager
-def shown(quiet: bool) -> Iterator[Callable[[list[UnitStatus]], None]]:
+def live_statuses(quiet: bool) -> Iterator[Callable[[list[UnitReport]], None]]:
     """Yield a function that shows the status of all units, and is called again and again."""
     if quiet:
         yield lambda statuses: None
@@ -68,22 +68,22 @@ def shown(quiet: bool) -> Iterator[Callable[[list[UnitStatus]], None]]:
         from rich.live import Live
 
         with Live(console=Console(), auto_refresh=False) as live:
-            yield lambda statuses: live.update(table_of(statuses), refresh=True)
+            yield lambda statuses: live.update(status_table(statuses), refresh=True)
     else:
         before: dict[str, tuple[str, int]] = {}
 
-        def changes(statuses: list[UnitStatus]) -> None:
+        def changes(statuses: list[UnitReport]) -> None:
             for status in statuses:
-                now = status.standing, status.restarts
+                now = status.state, status.restarts
                 if before.get(status.name) != now:
                     before[status.name] = now
-                    print(f"{time.strftime('%H:%M:%S')} {line_of(status)}", flush=True)
+                    print(f"{time.strftime('%H:%M:%S')} {format_status(status)}", flush=True)
 
         yield changes
 
 
 def run_up(
-    file: File,
+    file: FileArgument,
     units: Annotated[
         list[str] | None, typer.Argument(metavar="UNIT", help="Only these: syncer, an island. [default: all]")
     ] = None,
@@ -100,41 +100,41 @@ def run_up(
     """
     from atoll.launch.fleet import Fleet
     from atoll.launch.islands_file import IslandsFile
-    from atoll.launch.units import stays_here, token_of, units_of
+    from atoll.launch.units import build_units, find_address_warning, load_token
 
     read = IslandsFile.load(file)
     fleet = Fleet(read)
     names = fleet.names(units or ())
-    wanted = [unit for unit in units_of(read, token_of(read, make=False)) if unit.name in names]
+    wanted = [unit for unit in build_units(read, load_token(read, create=False)) if unit.name in names]
     fleet.check(wanted)
-    if warning := stays_here(read):
-        complain(warning)
+    if warning := find_address_warning(read):
+        print_to_stderr(warning)
     if dry_run:
         rendered = [
-            {"name": unit.name, "engine": unit.engine, "submitted": fleet.engine(unit.engine).render(unit)}
+            {"name": unit.name, "launcher": unit.launcher, "submitted": fleet.launcher(unit.launcher).render(unit)}
             for unit in wanted
         ]
         fields = {"run": read.run, "directory": str(read.directory), "units": rendered}
         return Result(fields, ["\n\n".join(each["submitted"].rstrip("\n") for each in rendered)])
-    with fleet.alone("atoll up"):  # two who make a token at once would not have the same
-        token = token_of(read, make=True)
-    wanted = [unit for unit in units_of(read, token) if unit.name in names]
+    with fleet.lock("atoll up"):  # two who make a token at once would not have the same
+        token = load_token(read, create=True)
+    wanted = [unit for unit in build_units(read, token) if unit.name in names]
     come_back = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
     try:
-        started = fleet.up(wanted, Said(as_json))
+        started = fleet.up(wanted, UnitMessages(as_json))
         if detach:
             statuses = fleet.statuses()
         else:
-            with shown(quiet=as_json) as show:
+            with live_statuses(quiet=as_json) as show:
                 statuses = fleet.follow(show)
     except KeyboardInterrupt:
-        complain(f"detached; the run goes on: {come_back}")
+        print_to_stderr(f"detached; the run goes on: {come_back}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     lines = [f"It goes on by itself: {come_back}"] if detach else _end_lines(fleet, statuses)
-    wrong = [status for status in statuses if status.is_wrong]
+    wrong = [status for status in statuses if status.is_problem]
     if wrong:
         names = [status.name for status in wrong]
-        complain(f"not well: {', '.join(names)}; what they printed: atoll logs {file} {names[0]}")
+        print_to_stderr(f"not well: {', '.join(names)}; what they printed: atoll logs {file} {names[0]}")
 
     def text() -> None:
         for line in lines:
@@ -154,30 +154,30 @@ def run_up(
     )
 
 
-def _end_lines(fleet: Fleet, statuses: list[UnitStatus]) -> list[str]:
-    from atoll.launch.engine import is_island
+def _end_lines(fleet: Fleet, statuses: list[UnitReport]) -> list[str]:
+    from atoll.launch.launcher import is_island
 
-    left = [each.name for each in statuses if not each.standing.is_over and not is_island(each.name)]
+    left = [each.name for each in statuses if not each.state.is_finished and not is_island(each.name)]
     if left:
         return [f"All islands have ended, and {', '.join(left)} goes on: atoll down {fleet.file.path}"]
-    return [] if any(status.is_wrong for status in statuses) else [f"The run in {fleet.file.directory} has ended."]
+    return [] if any(status.is_problem for status in statuses) else [f"The run in {fleet.file.directory} has ended."]
 
 
-class Said:
+class UnitMessages:
     """Keeps what each unit was last said to do, and prints it unless the result is JSON."""
 
     def __init__(self, as_json: bool) -> None:
-        self.words: dict[str, str] = {}
+        self.messages: dict[str, str] = {}
         self._as_json = as_json
 
-    def __call__(self, unit: str, words: str) -> None:
-        self.words[unit] = words
+    def __call__(self, unit: str, message: str) -> None:
+        self.messages[unit] = message
         if not self._as_json:
-            print(f"{unit}: {words}", flush=True)
+            print(f"{unit}: {message}", flush=True)
 
 
 def run_down(
-    file: File,
+    file: FileArgument,
     units: Annotated[
         list[str] | None,
         typer.Argument(metavar="UNIT", help="Only these: an island, syncer. [default: all, the syncer last]"),
@@ -199,24 +199,24 @@ def run_down(
     names = fleet.names(units or ())
     if forget and not units:
         raise ValueError(f"which units are gone for good? Name them: atoll down {file} UNIT --forget")
-    said = Said(as_json)
+    said = UnitMessages(as_json)
     is_down, lines = True, []
-    if not fleet.known():
-        said.words |= dict.fromkeys(names, "was not started")
+    if not fleet.read_units():
+        said.messages |= dict.fromkeys(names, "was not started")
         lines = [f"Nothing of {file} was started."]
     else:
         is_down = fleet.forget(names, said) if forget else fleet.down(names, said)
     if not is_down:
         left = "not everything was forgotten" if forget else "not everything could be stopped"
-        complain(f"{left}; ask again with atoll down")
-    fields = {"run": read.run, "directory": str(read.directory), "down": is_down, "units": said.words}
+        print_to_stderr(f"{left}; ask again with atoll down")
+    fields = {"run": read.run, "directory": str(read.directory), "down": is_down, "units": said.messages}
     return Result(fields, lines, ExitCode.OK if is_down else ExitCode.FAILED)
 
 
-def run_status(file: File, as_json: JsonOption = False) -> Result:
+def run_status(file: FileArgument, as_json: JsonOption = False) -> Result:
     """Show how the units of a run are: standing, restarts, and why.
 
-    The exit code is 0 where nothing has failed. An engine that does not answer is no sign that its units are lost: they
+    The exit code is 0 where nothing has failed. A launcher that does not answer is no sign that its units are lost: they
     are shown as unknown, with what it says. What the run itself does is shown by atoll watch and atoll dash.
     """
     from atoll.launch.fleet import Fleet
@@ -224,7 +224,7 @@ def run_status(file: File, as_json: JsonOption = False) -> Result:
 
     read = IslandsFile.load(file)
     statuses = Fleet(read).statuses()
-    wrong = any(status.is_wrong for status in statuses)
+    wrong = any(status.is_problem for status in statuses)
 
     def fields() -> dict[str, object]:
         units = [status._asdict() for status in statuses]
@@ -233,11 +233,11 @@ def run_status(file: File, as_json: JsonOption = False) -> Result:
     return Result(fields, partial(print_statuses, statuses), ExitCode.FAILED if wrong else ExitCode.OK)
 
 
-READ_S = 0.5
+LOG_POLL_INTERVAL_S = 0.5
 
 
 def run_logs(
-    file: File,
+    file: FileArgument,
     units: Annotated[list[str] | None, typer.Argument(metavar="UNIT", help="Only these. [default: all]")] = None,
     follow: Annotated[
         bool, Setting("Go on with what is printed from now on, until all have ended.", short="-f")
@@ -249,13 +249,13 @@ def run_logs(
     Starts of one unit come one after the other; a line of [atoll] between them says why there was another. Ctrl-C ends
     the reading only.
     """
-    from atoll.launch.engine import UnitStanding
     from atoll.launch.fleet import POLL_INTERVAL_S, REMOTE_POLL_INTERVAL_S, Fleet, FleetLogs
     from atoll.launch.islands_file import IslandsFile
+    from atoll.launch.launcher import UnitState
 
     fleet = Fleet(IslandsFile.load(file))
     names = fleet.names(units or ())
-    if not fleet.known():
+    if not fleet.read_units():
         raise ValueError(f"nothing of {file} was started yet: atoll up {file}")
     logs = FleetLogs(fleet, names, tail)
     width = max(map(len, names))
@@ -268,16 +268,16 @@ def run_logs(
     while True:
         if not ended and time.monotonic() >= next_look:
             statuses = fleet.statuses(names)
-            ended = all(each.standing.is_over or each.standing == UnitStanding.NOT_STARTED for each in statuses)
-            is_near = all(each.engine == "local" for each in statuses)
+            ended = all(each.state.is_finished or each.state == UnitState.NOT_STARTED for each in statuses)
+            is_near = all(each.launcher == "local" for each in statuses)
             next_look = time.monotonic() + (POLL_INTERVAL_S if is_near else REMOTE_POLL_INTERVAL_S)
-        show(logs.new())
+        show(logs.read_new())
         if ended:
             break
         sys.stdout.flush()
-        time.sleep(READ_S)
-    show(logs.rest())
+        time.sleep(LOG_POLL_INTERVAL_S)
+    show(logs.read_unfinished())
     for unit, problem in logs.problems.items():
-        complain(f"what {unit} has printed cannot be read: {problem}")
+        print_to_stderr(f"what {unit} has printed cannot be read: {problem}")
     if logs.problems:
         raise typer.Exit(ExitCode.FAILED)

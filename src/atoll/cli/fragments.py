@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from atoll.cli.options import OptionsOf
+from atoll.cli.options import DataclassOptions
 from atoll.cli.output import JsonOption, Result
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.tensors.plan import FragmentPlan, TensorInfo
 
-EMBEDDINGS = ("*embed*", "*wte*")
+EMBEDDING_PATTERNS = ("*embed*", "*wte*")
 """Names of embeddings in a file, which does not say what its tensors are for."""
 
-MOST_HEADER_BYTES = 100 << 20  # what the safetensors library reads, too
+MAX_HEADER_BYTES = 100 << 20  # what the safetensors library reads, too
 
 _DTYPES = {
     "F64": "float64",
@@ -36,11 +36,11 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2",
     "C64": "complex64",
 }
-_PARTS = {"weight": "█", "embedding": "▒", "buffer": "░"}
-_PLAIN_PARTS = {"weight": "#", "embedding": "=", "buffer": "."}
+_KIND_SYMBOLS = {"weight": "█", "embedding": "▒", "buffer": "░"}
+_ASCII_KIND_SYMBOLS = {"weight": "#", "embedding": "=", "buffer": "."}
 
 
-class Shares(NamedTuple):
+class FragmentCounts(NamedTuple):
     """One fragment: its tensors (or parts of them), its numbers, and how many of these are of which kind."""
 
     tensors: int
@@ -57,8 +57,12 @@ def run(
         ),
     ],
     *,
-    protocol: Annotated[dict[str, Any], OptionsOf("atoll.core.types:RunConfig", only=("fragments",), as_dict=True)],
-    numerics: Annotated[dict[str, Any], OptionsOf("atoll.tensors.settings:Numerics", only=("plan",), as_dict=True)],
+    protocol: Annotated[
+        dict[str, Any], DataclassOptions("atoll.core.types:RunConfig", only=("fragments",), as_dict=True)
+    ],
+    numerics: Annotated[
+        dict[str, Any], DataclassOptions("atoll.tensors.settings:Numerics", only=("plan",), as_dict=True)
+    ],
     embeddings: Annotated[
         list[str] | None,
         Setting("Names that count as embeddings. Repeatable. [default for files: *embed*, *wte*]", "PATTERN"),
@@ -75,9 +79,9 @@ def run(
     tensors = read_tensors(model, embeddings)
     fragments: int = protocol["fragments"]
     plan = make_plan(tensors, fragments, numerics["plan"])
-    shares = [_shares(plan, fragment) for fragment in range(len(plan.fragments))]
+    shares = [_count_shares(plan, fragment) for fragment in range(len(plan.fragments))]
     found = model, fragments, plan, shares
-    return Result(partial(_fields, *found), partial(_show, *found))
+    return Result(partial(_plan_fields, *found), partial(_print_plan, *found))
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
@@ -87,26 +91,26 @@ def read_tensors(model: str, embeddings: Sequence[str] | None) -> tuple[TensorIn
     """From a file, without reading its values, or from a reference model that is built for it."""
     path = Path(model) / "model.safetensors" if Path(model).is_dir() else Path(model)
     if path.suffix == ".safetensors":
-        return read_header(path, EMBEDDINGS if embeddings is None else embeddings)
+        return read_header(path, EMBEDDING_PATTERNS if embeddings is None else embeddings)
     try:
-        from atoll.reference.models import SIZES, build
-        from atoll.tensors.plan import tensors_of
+        from atoll.reference.models import SIZES, build_model
+        from atoll.tensors.plan import describe_tensors
     except ModuleNotFoundError as missing:
         raise ValueError(
             f"a reference model needs {missing.name}, which comes with the extra 'train': pip install 'atoll[train]'"
         ) from None
     if model not in SIZES:
         raise ValueError(f"there is no model {model!r}; give a .safetensors file or one of {', '.join(SIZES)}")
-    return tensors_of(build(SIZES[model], 0), embeddings or ())
+    return describe_tensors(build_model(SIZES[model], 0), embeddings or ())
 
 
 def read_header(path: Path, embeddings: Sequence[str]) -> tuple[TensorInfo, ...]:
     """Names, shapes and dtypes in a safetensors file. Whole numbers in it are counters and masks: they stay local."""
-    from atoll.tensors.plan import MOST_NUMEL, TensorInfo
+    from atoll.tensors.plan import MAX_NUMEL, TensorInfo
 
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size - 8):
+        if not 2 <= length <= min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size - 8):
             raise ValueError(f"{path} is not a safetensors file, or was cut short")
         raw = file.read(length)
     try:
@@ -120,7 +124,7 @@ def read_header(path: Path, embeddings: Sequence[str]) -> tuple[TensorInfo, ...]
         if name == "__metadata__":
             continue
         shape = about.get("shape") if isinstance(about, dict) else None
-        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MOST_NUMEL for size in shape):
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_NUMEL for size in shape):
             raise ValueError(f"{path} is damaged: {name[:100]!r} has no shape")
         dtype = about.get("dtype")
         if not isinstance(dtype, str):
@@ -128,7 +132,7 @@ def read_header(path: Path, embeddings: Sequence[str]) -> tuple[TensorInfo, ...]
         if dtype in _DTYPES:
             kind = "embedding" if any(fnmatchcase(name, pattern) for pattern in embeddings) else "weight"
             made.append(TensorInfo(name, tuple(shape), _DTYPES[dtype], kind))
-    if not any(tensor.travels for tensor in made):
+    if not any(tensor.is_synced for tensor in made):
         raise ValueError(f"{path} has no floating-point tensors, so that there is nothing to cut")
     return tuple(made)
 
@@ -136,22 +140,22 @@ def read_header(path: Path, embeddings: Sequence[str]) -> tuple[TensorInfo, ...]
 # --------------------------------------------------------------------------------------------------------- the picture
 
 
-def _shares(plan: FragmentPlan, fragment: int) -> Shares:
+def _count_shares(plan: FragmentPlan, fragment: int) -> FragmentCounts:
     kinds: dict[str, int] = {}
     for piece in plan.fragments[fragment]:
         kinds[piece.kind] = kinds.get(piece.kind, 0) + piece.numel
-    return Shares(len({piece.tensor for piece in plan.fragments[fragment]}), plan.numel(fragment), kinds)
+    return FragmentCounts(len({piece.tensor for piece in plan.fragments[fragment]}), plan.numel(fragment), kinds)
 
 
-def _fields(model: str, asked: int, plan: FragmentPlan, shares: Sequence[Shares]) -> dict[str, object]:
+def _plan_fields(model: str, requested: int, plan: FragmentPlan, shares: Sequence[FragmentCounts]) -> dict[str, object]:
     return {
-        "model": writable(model),
-        "plan": plan.how,
-        "asked": asked,
+        "model": replace_unencodable(model),
+        "plan": plan.method,
+        "requested": requested,
         "parameters": plan.total_numel,
-        "tensors": sum(tensor.travels for tensor in plan.tensors),
+        "tensors": sum(tensor.is_synced for tensor in plan.tensors),
         "frozen": sum(tensor.kind == "frozen" for tensor in plan.tensors),
-        "balance": plan.balance,
+        "balance": plan.imbalance,
         "embeddings": [place for place, each in enumerate(shares) if "embedding" in each.kinds],
         "fragments": [
             {
@@ -160,26 +164,31 @@ def _fields(model: str, asked: int, plan: FragmentPlan, shares: Sequence[Shares]
                 "parameters": each.parameters,
                 "bytes_f32": 4 * each.parameters,
                 "kinds": each.kinds,
-                "pieces": [[writable(piece.tensor), piece.start, piece.stop] for piece in plan.fragments[place]],
+                "pieces": [
+                    [replace_unencodable(piece.tensor), piece.start, piece.stop] for piece in plan.fragments[place]
+                ],
             }
             for place, each in enumerate(shares)
         ],
     }
 
 
-def _show(model: str, asked: int, plan: FragmentPlan, shares: Sequence[Shares]) -> None:
-    from atoll.tensors.plan import ROWS_BALANCE
+def _print_plan(model: str, requested: int, plan: FragmentPlan, shares: Sequence[FragmentCounts]) -> None:
+    from atoll.tensors.plan import MAX_ROWS_IMBALANCE
 
     width = min(max(shutil.get_terminal_size((80, 24)).columns, 40), 200)
-    parts = _parts_of_this_terminal()
+    parts = _kind_symbols()
     count = len(plan.fragments)
-    sentences = [f"{writable(model)}: {_plural(count, 'fragment')}, {short(plan.total_numel)} parameters, {plan.how}"]
-    if count < asked:
-        sentences.append(f"Fewer than the {asked} asked for: there is no more to deal out.")
-    _say(sentences, width)
+    sentences = [
+        f"{replace_unencodable(model)}: {_plural(count, 'fragment')}, {format_count(plan.total_numel)} parameters,"
+        f" {plan.method}"
+    ]
+    if count < requested:
+        sentences.append(f"Fewer than the {requested} asked for: there is no more to deal out.")
+    _print_wrapped(sentences, width)
     print()
     rows = [
-        (str(place), str(each.tensors), short(each.parameters), f"{short(4 * each.parameters)}B")
+        (str(place), str(each.tensors), format_count(each.parameters), f"{format_count(4 * each.parameters)}B")
         for place, each in enumerate(shares)
     ]
     head = ("p", "tensors", "params", "as f32") if width >= 60 else ("p", "n", "params", "as f32")
@@ -189,33 +198,33 @@ def _show(model: str, asked: int, plan: FragmentPlan, shares: Sequence[Shares]) 
     largest = max(each.parameters for each in shares)
     for row, each in zip(rows, shares, strict=True):
         print(" ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)), end=" ")
-        print(bar(each.kinds, largest, room, parts))
+        print(draw_bar(each.kinds, largest, room, parts))
     print()
     kinds = [kind for kind in parts if any(kind in each.kinds for each in shares)]
     sentences = ["  ".join(f"{parts[kind]} {kind}s" for kind in kinds)]
-    sentences.append(f"balance {plan.balance:.2f} (the largest over the mean)")
+    sentences.append(f"balance {plan.imbalance:.2f} (the largest over the mean)")
     where = [place for place, each in enumerate(shares) if "embedding" in each.kinds]
     if where:
-        sentences.append(f"embeddings in {'fragment' if len(where) == 1 else 'fragments'} {spans(where)}")
-    if plan.how != "rows" and plan.balance > ROWS_BALANCE:
+        sentences.append(f"embeddings in {'fragment' if len(where) == 1 else 'fragments'} {format_ranges(where)}")
+    if plan.method != "rows" and plan.imbalance > MAX_ROWS_IMBALANCE:
         sentences.append("--plan rows would cut the large tensors")
-    _say(sentences, width)
+    _print_wrapped(sentences, width)
 
 
-def _say(sentences: Sequence[str], width: int) -> None:
+def _print_wrapped(sentences: Sequence[str], width: int) -> None:
     for sentence in sentences:
         print(textwrap.fill(sentence, width, subsequent_indent="  ", break_on_hyphens=False))
 
 
-def writable(text: str) -> str:
+def replace_unencodable(text: str) -> str:
     """Names of files and of tensors may hold what no encoding can write."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def bar(kinds: dict[str, int], largest: int, room: int, parts: dict[str, str]) -> str:
+def draw_bar(kinds: dict[str, int], largest: int, room: int, parts: dict[str, str]) -> str:
     """As long as the fragment is large, and at least one sign; each kind has its share of it.
 
-    >>> bar({"embedding": 3, "weight": 3}, 12, 8, {"weight": "#", "embedding": "="})
+    >>> draw_bar({"embedding": 3, "weight": 3}, 12, 8, {"weight": "#", "embedding": "="})
     '##=='
     """
     drawn, so_far, made = 0, 0, ""
@@ -227,9 +236,9 @@ def bar(kinds: dict[str, int], largest: int, room: int, parts: dict[str, str]) -
     return made or next(parts[kind] for kind in parts if kind in kinds)
 
 
-def short(count: int) -> str:
+def format_count(count: int) -> str:
     """
-    >>> short(999), short(1_536), short(32_768), short(999_950), short(7_240_000_000)
+    >>> format_count(999), format_count(1_536), format_count(32_768), format_count(999_950), format_count(7_240_000_000)
     ('999', '1.54k', '32.8k', '1.00M', '7.24G')
     """
     size, unit = float(count), ""
@@ -242,9 +251,9 @@ def short(count: int) -> str:
     return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}{unit}"
 
 
-def spans(places: Sequence[int]) -> str:
+def format_ranges(places: Sequence[int]) -> str:
     """
-    >>> spans([0, 1, 2, 5])
+    >>> format_ranges([0, 1, 2, 5])
     '0-2, 5'
     """
     made: list[list[int]] = []
@@ -260,10 +269,10 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _parts_of_this_terminal() -> dict[str, str]:
+def _kind_symbols() -> dict[str, str]:
     """Blocks where they can be written, letters of the alphabet of a teletype elsewhere."""
     try:
-        "".join(_PARTS.values()).encode(sys.stdout.encoding or "ascii")
+        "".join(_KIND_SYMBOLS.values()).encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
-        return _PLAIN_PARTS
-    return _PARTS
+        return _ASCII_KIND_SYMBOLS
+    return _KIND_SYMBOLS

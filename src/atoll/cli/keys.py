@@ -11,10 +11,10 @@ from atoll.cli.output import JsonOption, Result
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
-    from atoll.transport.keys import Authority, Issued
+    from atoll.transport.keys import Authority, IssuedKey
 
 ACTIONS = ("init", "add", "show", "renew", "revoke", "retire")
-SOON_DAYS = 30
+EXPIRY_WARNING_DAYS = 30
 
 
 def run(
@@ -56,23 +56,25 @@ def run(
     if action not in ACTIONS:
         raise ValueError(f"there is no action {action!r}; give one of {', '.join(ACTIONS)}")
     try:
-        from atoll.transport.keys import DAYS, Authority
+        from atoll.transport.keys import DEFAULT_DAYS, Authority
     except ModuleNotFoundError as missing:
         raise ValueError(f"making keys needs {missing.name}: pip install 'atoll[train]'") from None
-    _check(action, name, bool(hosts), bool(learners) or any_learner or operator, days is not None)
-    lasting = days if days is not None else DAYS
+    _check_arguments(action, name, bool(hosts), bool(learners) or any_learner or operator, days is not None)
+    lasting = days if days is not None else DEFAULT_DAYS
     if action == "init":
         authority = Authority.init(directory, hosts or (), lasting)
-        return _made(authority, authority.issued[-1:], f"Keep {directory}/authority.key where no island can read it.")
+        return _issued_result(
+            authority, authority.issued[-1:], f"Keep {directory}/authority.key where no island can read it."
+        )
     authority = Authority(directory)
     if action == "show":
-        return _show(authority)
+        return _show_keys(authority)
     if action == "retire":
-        count = authority.retire()
-        return Result({"retired": count}, [f"{count} authorities are not trusted any more. {_SPREAD}"])
+        count = authority.retire_old_authorities()
+        return Result({"retired": count}, [f"{count} authorities are not trusted any more. {_DISTRIBUTE_ADVICE}"])
     if action == "renew" and name == "authority":
         fingerprint = authority.renew_authority()
-        sentence = f"A new authority signs from now on; the old is trusted too. {_SPREAD}"
+        sentence = f"A new authority signs from now on; the old is trusted too. {_DISTRIBUTE_ADVICE}"
         return Result({"authority": fingerprint}, [sentence])
     assert name is not None
     if action == "add":
@@ -84,13 +86,13 @@ def run(
     else:
         made = authority.revoke(name)
         advice = f"Bring {directory}/syncer/revoked.txt to the syncer, if it runs elsewhere."
-    return _made(authority, made, advice)
+    return _issued_result(authority, made, advice)
 
 
-_SPREAD = "Bring every key's authority.pem to where it is used; docs/security.md has the steps."
+_DISTRIBUTE_ADVICE = "Bring every key's authority.pem to where it is used; docs/security.md has the steps."
 
 
-def _check(action: str, name: str | None, hosts: bool, holder: bool, days: bool) -> None:
+def _check_arguments(action: str, name: str | None, hosts: bool, holder: bool, days: bool) -> None:
     takes_name = action in ("add", "renew", "revoke")
     if takes_name and name is None:
         raise ValueError(f"say whose key: atoll keys {action} DIR NAME")
@@ -104,12 +106,12 @@ def _check(action: str, name: str | None, hosts: bool, holder: bool, days: bool)
         raise ValueError("--days is for init, add and renew")
 
 
-def _made(authority: Authority, made: list[Issued], advice: str) -> Result:
-    fields = {"directory": str(authority.directory), "keys": [_fields(each) for each in made]}
-    return Result(fields, [*map(_line, made), advice])
+def _issued_result(authority: Authority, made: list[IssuedKey], advice: str) -> Result:
+    fields = {"directory": str(authority.directory), "keys": [_key_fields(each) for each in made]}
+    return Result(fields, [*map(_key_line, made), advice])
 
 
-def _show(authority: Authority) -> Result:
+def _show_keys(authority: Authority) -> Result:
     from cryptography.hazmat.primitives import hashes
 
     known = [
@@ -120,26 +122,26 @@ def _show(authority: Authority) -> Result:
         }
         for each in authority.authorities()
     ]
-    keys = [_fields(each) for each in authority.issued]
+    keys = [_key_fields(each) for each in authority.issued]
     lines = [f"{each['name']}, until {each['until'][:10]}, {each['fingerprint'][:16]}" for each in known]
     fields = {"directory": str(authority.directory), "authorities": known, "keys": keys}
-    return Result(fields, [*lines, *map(_line, authority.issued)])
+    return Result(fields, [*lines, *map(_key_line, authority.issued)])
 
 
-def _line(issued: Issued) -> str:
+def _key_line(issued: IssuedKey) -> str:
     from datetime import UTC, datetime, timedelta
 
     now = datetime.now(UTC)
     until = datetime.fromisoformat(issued.until)
     state = issued.state(now)
     if state == "good":
-        state = f"until {until.date()}" + (", soon" if until - now < timedelta(days=SOON_DAYS) else "")
+        state = f"until {until.date()}" + (", soon" if until - now < timedelta(days=EXPIRY_WARNING_DAYS) else "")
     else:
         state = f"{state.upper()} {(issued.revoked or issued.until)[:10]}"
     return f"{issued.name}: {issued.holder}; {state}; {issued.fingerprint[:16]}"
 
 
-def _fields(issued: Issued) -> dict[str, Any]:
+def _key_fields(issued: IssuedKey) -> dict[str, Any]:
     from datetime import UTC, datetime
 
     return issued.to_json() | {"state": issued.state(datetime.now(UTC))}

@@ -8,16 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from atoll.cli.check import RunArgument
-from atoll.cli.output import ExitCode, JsonOption, Result, reading
+from atoll.cli.output import ExitCode, JsonOption, Result, reading_progress
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
-    from atoll.core.ledger import Line
+    from atoll.core.ledger import LedgerLine
     from atoll.tape.files import RunTapes
-    from atoll.tape.samples import DataHistory, Range, Stay
+    from atoll.tape.samples import DataHistory, SampleLease, SampleRange
 
 
-class Sums(NamedTuple):
+class SampleCounts(NamedTuple):
     """Of samples: leased = merged + held + waiting."""
 
     leased: int
@@ -26,7 +26,7 @@ class Sums(NamedTuple):
     waiting: int
     held_trained: int  # of those held
 
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         return self.leased == self.merged + self.held + self.waiting
 
 
@@ -49,49 +49,51 @@ def run(
 
     tapes = RunTapes(run)
     history = read_history(tapes)
-    ranges, tokens = history.ranges(), history.tokens()
-    sums = sums_of(history, ranges)
-    balanced = sums.balanced() and not history.problems and all(line.balanced() for line in tokens.values())
+    ranges, tokens = history.ranges(), history.token_ledger()
+    sums = count_samples(history, ranges)
+    balanced = sums.is_balanced() and not history.problems and all(line.is_balanced() for line in tokens.values())
     found = tapes, history, ranges, tokens, sums, balanced
-    return Result(partial(_fields, *found), _lines(*found, rows), ExitCode.OK if balanced else ExitCode.FAILED)
+    return Result(
+        partial(_ledger_fields, *found), _ledger_lines(*found, rows), ExitCode.OK if balanced else ExitCode.FAILED
+    )
 
 
 def read_history(tapes: RunTapes) -> DataHistory:
     from atoll.tape.samples import DataHistory
 
     history = DataHistory(tapes.config)
-    with reading("reading", tapes) as watched:
-        for entry in watched(tapes.merged()):
+    with reading_progress("reading", tapes) as watched:
+        for entry in watched(tapes.merged_entries()):
             if entry.tick == 1:
-                history.started(entry.actor, tapes.readers[entry.actor].header.restored)
+                history.on_process_started(entry.actor, tapes.readers[entry.actor].header.restored)
             history.observe(entry)
     return history
 
 
-def sums_of(history: DataHistory, ranges: Sequence[Range]) -> Sums:
+def count_samples(history: DataHistory, ranges: Sequence[SampleRange]) -> SampleCounts:
     places: Counter[str] = Counter()
     for each in ranges:
-        places[each.place] += each.end - each.begin
-    trained = sum(each.end - each.begin for each in ranges if each.place == "held" and each.stays[-1].trained)
-    return Sums(history.next, places["merged"], places["held"], places["waiting"], trained)
+        places[each.status] += each.end - each.begin
+    trained = sum(each.end - each.begin for each in ranges if each.status == "held" and each.leases[-1].trained)
+    return SampleCounts(history.next_sample, places["merged"], places["held"], places["waiting"], trained)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # For scripts
 
 
-def _fields(
+def _ledger_fields(
     tapes: RunTapes,
     history: DataHistory,
-    ranges: Sequence[Range],
-    tokens: dict[int, Line],
-    sums: Sums,
+    ranges: Sequence[SampleRange],
+    tokens: dict[int, LedgerLine],
+    sums: SampleCounts,
     balanced: bool,
 ) -> dict[str, object]:
     return {
         "balanced": balanced,
         "problems": history.problems,
-        "incomplete": _gaps(tapes, history),
+        "incomplete": _find_gaps(tapes, history),
         "lease_samples": tapes.config.lease_samples,
         "samples": sums._asdict(),
         "repeated_steps": sum(history.repeated.values()),
@@ -99,8 +101,8 @@ def _fields(
             {
                 "begin": each.begin,
                 "end": each.end,
-                "place": each.place,
-                "history": [stay._asdict() for stay in each.stays],
+                "place": each.status,
+                "history": [stay._asdict() for stay in each.leases],
             }
             for each in ranges
         ],
@@ -112,17 +114,17 @@ def _fields(
 # For people
 
 
-def _lines(
+def _ledger_lines(
     tapes: RunTapes,
     history: DataHistory,
-    ranges: Sequence[Range],
-    tokens: dict[int, Line],
-    sums: Sums,
+    ranges: Sequence[SampleRange],
+    tokens: dict[int, LedgerLine],
+    sums: SampleCounts,
     balanced: bool,
     rows: int,
 ) -> Iterator[str]:
     if tapes.config.lease_samples:
-        yield from _sample_lines(compact(ranges), rows)
+        yield from _sample_lines(group_ranges(ranges), rows)
         held = f"{sums.held:,} held ({sums.held_trained:,} of them trained)" if sums.held else "0 held"
         yield f"samples: {sums.leased:,} leased = {sums.merged:,} merged + {held} + {sums.waiting:,} waiting"
         if repeated := sum(history.repeated.values()):
@@ -130,7 +132,7 @@ def _lines(
     else:
         yield "samples: this run has no leases, its learners bring their own data"
     yield _tokens_line(tokens)
-    gaps = _gaps(tapes, history)
+    gaps = _find_gaps(tapes, history)
     yield from (f"incomplete: {sentence}" for sentence in gaps)
     yield from (f"wrong: {sentence}" for sentence in history.problems)
     if balanced:
@@ -139,63 +141,63 @@ def _lines(
         yield "the books do not balance"
 
 
-def _gaps(tapes: RunTapes, history: DataHistory) -> list[str]:
+def _find_gaps(tapes: RunTapes, history: DataHistory) -> list[str]:
     """Islands of other sites keep their tapes there, if they keep any."""
     known = "is on a tape here: only what was merged is known of it"
-    return tapes.gaps() + [f"no step of {actor} {known}" for actor in history.untaped()]
+    return tapes.describe_gaps() + [f"no step of {actor} {known}" for actor in history.untaped_actors()]
 
 
-def compact(ranges: Sequence[Range]) -> list[list[Range]]:
+def group_ranges(ranges: Sequence[SampleRange]) -> list[list[SampleRange]]:
     """Neighbours with the same fate, whatever version they are in."""
-    found: list[list[Range]] = []
+    found: list[list[SampleRange]] = []
     for each in ranges:
-        last = found[-1][-1].stays if found else ()
-        same = found and len(last) == len(each.stays)
-        if same and all(a.same(b) for a, b in zip(last, each.stays, strict=True)):
+        last = found[-1][-1].leases if found else ()
+        same = found and len(last) == len(each.leases)
+        if same and all(a.matches(b) for a, b in zip(last, each.leases, strict=True)):
             found[-1].append(each)
         else:
             found.append([each])
     return found
 
 
-def _sample_lines(groups: Sequence[Sequence[Range]], rows: int) -> Iterator[str]:
+def _sample_lines(groups: Sequence[Sequence[SampleRange]], rows: int) -> Iterator[str]:
     spans = [f"{group[0].begin:,} to {group[-1].end - 1:,}" for group in groups[:rows]]
     width = max(map(len, spans), default=0)
     for span, group in zip(spans, groups, strict=False):
-        yield f"{span:>{width}}  {_told(group)}"
+        yield f"{span:>{width}}  {_format_history(group)}"
     if len(groups) > rows:
         yield f"... and {len(groups) - rows:,} more; --rows shows more of them, --json all"
 
 
-def _told(group: Sequence[Range]) -> str:
+def _format_history(group: Sequence[SampleRange]) -> str:
     parts = []
-    for place, stay in enumerate(group[0].stays):
+    for place, stay in enumerate(group[0].leases):
         who = f"learner {stay.learner} incarnation {stay.incarnation}"
-        if stay.fate == "merged":
-            parts.append(f"{who}: merged, {_where(stay, group[-1].stays[place])}")
+        if stay.outcome == "merged":
+            parts.append(f"{who}: merged, {_format_versions(stay, group[-1].leases[place])}")
         else:
             trained = "trained, " if stay.trained else ""
-            why = f": {stay.why}" if stay.why else ""
-            parts.append(f"{who}: {trained}{stay.fate}{why}")
+            why = f": {stay.cause}" if stay.cause else ""
+            parts.append(f"{who}: {trained}{stay.outcome}{why}")
     return "; then ".join(parts) if parts else "nobody"
 
 
-def _where(first: Stay, last: Stay) -> str:
+def _format_versions(first: SampleLease, last: SampleLease) -> str:
     """
     >>> from atoll.tape.samples import Stay
     >>> a, b = (Stay(1, 1, True, "merged", "", 0, version) for version in (3, 9))
-    >>> _where(a, a), _where(a, b)
+    >>> _format_versions(a, a), _format_versions(a, b)
     ('version 3 of fragment 0', 'version 3 of fragment 0 up to version 9 of fragment 0')
     """
     begin, end = (f"version {stay.version} of fragment {stay.fragment}" for stay in (first, last))
     return begin if begin == end else f"{begin} up to {end}"
 
 
-def _tokens_line(tokens: dict[int, Line]) -> str:
+def _tokens_line(tokens: dict[int, LedgerLine]) -> str:
     """Return the mean over fragments: a token settles in each of them at another time."""
-    from atoll.tape.syncer_tenures import mean_line
+    from atoll.tape.syncer_tenures import mean_ledger_line
 
-    trained, merged, pending, dropped = mean_line(list(tokens.values()))
+    trained, merged, pending, dropped = mean_ledger_line(list(tokens.values()))
     lost = "".join(f" + {total:,} dropped ({why})" for why, total in sorted(dropped.items()))
     of = f", the mean of {len(tokens)} fragments" if len(tokens) > 1 else ""
     return f"tokens: {trained:,} trained = {merged:,} merged + {pending:,} pending{lost or ' + 0 dropped'}{of}"

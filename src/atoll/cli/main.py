@@ -35,19 +35,19 @@ from atoll.cli import (
     syncer,
     train,
 )
-from atoll.cli.options import expand
+from atoll.cli.options import expand_options
 from atoll.cli.output import (
     ExitCode,
     JsonOption,
     Result,
-    complain,
+    ensure_standard_streams,
     flush_stdout,
-    give_up_stdout,
     interruptible,
-    open_streams,
+    print_to_stderr,
+    redirect_stdout_to_null,
 )
 
-EXTRA_OF = {
+MODULE_EXTRAS = {
     "accelerate": "transformers",
     "aiohttp": "train",
     "cryptography": "train",
@@ -74,7 +74,7 @@ class Command(NamedTuple):
 
 
 @dataclass(slots=True)
-class Session:
+class GlobalOptions:
     """What the options before the subcommand chose. Made anew by each call of `main`."""
 
     traceback: bool = False
@@ -128,7 +128,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit(ExitCode.OK)
 
 
-def _before_any_command(
+def _handle_global_options(
     context: typer.Context,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
     show_version: Annotated[
@@ -139,7 +139,7 @@ def _before_any_command(
     context.obj.traceback = traceback
 
 
-_STYLE: dict[str, Any] = {
+_TYPER_OPTIONS: dict[str, Any] = {
     "add_completion": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "pretty_exceptions_enable": False,
@@ -149,8 +149,8 @@ _STYLE: dict[str, Any] = {
 
 def build_command(name: str, command: Command) -> Any:
     """Return the parser of one subcommand, with its options and its help, which ends with the example."""
-    app = typer.Typer(**_STYLE)
-    app.command(name, epilog=f"Example: {command.example}")(interruptible(expand(command.run)))
+    app = typer.Typer(**_TYPER_OPTIONS)
+    app.command(name, epilog=f"Example: {command.example}")(interruptible(expand_options(command.run)))
     return typer.main.get_command(app)
 
 
@@ -170,47 +170,47 @@ def build_app(commands: Mapping[str, Command]) -> Any:
             with formatter.section("Commands"):
                 formatter.write_dl([(name, shorten(text, room, placeholder="...")) for name, text in first.items()])
 
-    app = typer.Typer(no_args_is_help=True, **_STYLE)
-    app.callback(cls=Subcommands, epilog="Example: atoll COMMAND --help")(_before_any_command)
+    app = typer.Typer(no_args_is_help=True, **_TYPER_OPTIONS)
+    app.callback(cls=Subcommands, epilog="Example: atoll COMMAND --help")(_handle_global_options)
     return typer.main.get_command(app)
 
 
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
     """Run one command line and return its exit code. Both arguments are for tests."""
-    open_streams()
-    session = Session()
+    ensure_standard_streams()
+    global_options = GlobalOptions()
     app = build_app(commands)
     try:
-        app(args=None if argv is None else list(argv), prog_name="atoll", obj=session)
+        app(args=None if argv is None else list(argv), prog_name="atoll", obj=global_options)
         code = int(ExitCode.OK)
     except SystemExit as end:  # how Typer returns
         code = end.code if isinstance(end.code, int) else int(ExitCode.OK)
     except KeyboardInterrupt:  # before a command began
-        complain("interrupted")
+        print_to_stderr("interrupted")
         return ExitCode.INTERRUPTED
     except (ValueError, OSError) as error:
-        if session.traceback:
+        if global_options.traceback:
             raise
-        complain(_sentence(error))
+        print_to_stderr(_error_message(error))
         return ExitCode.USAGE
     except ModuleNotFoundError as missing:
         name = (missing.name or "").partition(".")[0]
-        if session.traceback or name not in EXTRA_OF:
+        if global_options.traceback or name not in MODULE_EXTRAS:
             raise
-        complain(f"this needs {name}, which is not installed: pip install 'atoll[{EXTRA_OF[name]}]'")
+        print_to_stderr(f"this needs {name}, which is not installed: pip install 'atoll[{MODULE_EXTRAS[name]}]'")
         return ExitCode.USAGE
     try:
         flush_stdout()
     except BrokenPipeError:  # help is printed outside any command
-        give_up_stdout()
-        return ExitCode.NO_READER
+        redirect_stdout_to_null()
+        return ExitCode.BROKEN_PIPE
     except OSError as error:
-        complain(_sentence(error))
+        print_to_stderr(_error_message(error))
         return ExitCode.USAGE
     return code
 
 
-def _sentence(error: ValueError | OSError) -> str:
+def _error_message(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""`atoll generate`, `export` and `import`: the model that a run leaves, and the one it starts from."""
+"""`atoll generate`, `export_model` and `import`: the model that a run leaves, and the one it starts from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from atoll.tensors.plan import TensorInfo
 
-BYTES = 256
+BYTE_VOCABULARY = 256
 
 
 def run_generate(
@@ -37,15 +37,15 @@ def run_generate(
     """
     import torch
 
-    from atoll.reference.models import sample
+    from atoll.reference.models import generate
     from atoll.reference.saved_models import load_model
 
     torch.set_num_threads(1)
     settings, model = load_model(run)
-    if settings.vocabulary != BYTES:
+    if settings.vocabulary != BYTE_VOCABULARY:
         raise ValueError(f"the model of {run} knows {settings.vocabulary} tokens of its own, not bytes: it has no text")
     start = text.encode("utf-8", "surrogateescape")  # a shell may hand over bytes that are no text
-    made = sample(model, list(start), tokens, temperature, seed)
+    made = generate(model, list(start), tokens, temperature, seed)
     shown = start.decode("utf-8", "replace")
 
     def fields() -> dict[str, object]:
@@ -89,34 +89,36 @@ def run_export(
     For transformers it is a directory that from_pretrained loads. Weights beside the configuration are those of what
     was frozen. Of a run that trained an adapter of LoRA it is the adapter.
     """
-    from atoll.checkpoint.formats import export, model_of
-    from atoll.checkpoint.published import plan_of
+    from atoll.checkpoint.formats import export_model, read_run_model
+    from atoll.checkpoint.published_model import read_plan
 
-    model = model_of(run, snapshot)
+    model = read_run_model(run, snapshot)
     if to == "transformers" and config is not None:
-        frozen = {info.name: info for info in plan_of(run).tensors if info.kind == "frozen"}
-        _to_transformers(model.tensors, frozen, config, out)
+        frozen = {info.name: info for info in read_plan(run).tensors if info.kind == "frozen"}
+        _export_transformers(model.tensors, frozen, config, out)
     elif config is not None:
         raise ValueError(f"--config is for --to transformers, and this is --to {to}")
     else:
-        export(model, to, out)
+        export_model(model, to, out)
     numbers = sum(tensor.numel() for tensor in model.tensors.values())
     tensors = len(model.tensors)
-    fields = {"run": str(run), "which": model.which, "to": to, "out": str(out), "tensors": tensors}
-    lines = [f"{out}: {model.which}, {tensors} tensors, {numbers:,} numbers", f"digest {model.digest}"]
+    fields = {"run": str(run), "which": model.description, "to": to, "out": str(out), "tensors": tensors}
+    lines = [f"{out}: {model.description}, {tensors} tensors, {numbers:,} numbers", f"digest {model.digest}"]
     return Result({**fields, "numbers": numbers, "digest": model.digest}, lines)
 
 
-def _to_transformers(tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo], config: Path, out: Path) -> None:
+def _export_transformers(
+    tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo], config: Path, out: Path
+) -> None:
     try:
         from atoll.integrations.pretrained import export_pretrained
 
         export_pretrained(tensors, frozen, config, out)
     except ModuleNotFoundError as missing:
-        raise ValueError(missing_extra(missing)) from None
+        raise ValueError(missing_extra_message(missing)) from None
 
 
-def missing_extra(missing: ModuleNotFoundError) -> str:
+def missing_extra_message(missing: ModuleNotFoundError) -> str:
     return f"this needs {missing.name}, which comes with the extra 'transformers': pip install 'atoll[transformers]'"
 
 
@@ -150,7 +152,7 @@ def run_import(
     only those that you trust. A directory of transformers is read by the class that its config.json names (--from
     transformers), so that tied tensors have the right names; nothing is downloaded.
     """
-    from atoll.checkpoint.formats import Read, read_checkpoint
+    from atoll.checkpoint.formats import ImportedModel, read_checkpoint
     from atoll.checkpoint.model_file import tensors_digest, write_tensors
 
     if out.suffix != ".safetensors":
@@ -160,13 +162,13 @@ def run_import(
     if kind is None:
         found = read_checkpoint(checkpoint, prefix, rename or ())
     else:
-        found = Read(_of_transformers(kind, checkpoint, bool(prefix or rename)), ())
+        found = ImportedModel(_read_transformers(kind, checkpoint, bool(prefix or rename)), ())
     out.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(found.tensors, out)
     numbers = sum(tensor.numel() for tensor in found.tensors.values())
     digest = tensors_digest(found.tensors)
-    left_out = [f"left out, as whole numbers stay local: {', '.join(found.left_out)}"] if found.left_out else []
-    fields = {"out": str(out), "tensors": len(found.tensors), "numbers": numbers, "left_out": list(found.left_out)}
+    left_out = [f"left out, as whole numbers stay local: {', '.join(found.skipped)}"] if found.skipped else []
+    fields = {"out": str(out), "tensors": len(found.tensors), "numbers": numbers, "left_out": list(found.skipped)}
     lines = [
         f"{out}: {len(found.tensors)} tensors, {numbers:,} numbers",
         *left_out,
@@ -176,7 +178,7 @@ def run_import(
     return Result({**fields, "digest": digest}, lines)
 
 
-def _of_transformers(kind: str, folder: Path, is_renamed: bool) -> dict[str, Tensor]:
+def _read_transformers(kind: str, folder: Path, is_renamed: bool) -> dict[str, Tensor]:
 
     if kind != "transformers":
         raise ValueError(f"--from {kind}: only transformers is named; other checkpoints are known by what they hold")
@@ -187,4 +189,4 @@ def _of_transformers(kind: str, folder: Path, is_renamed: bool) -> dict[str, Ten
 
         return read_pretrained(folder)
     except ModuleNotFoundError as missing:
-        raise ValueError(missing_extra(missing)) from None
+        raise ValueError(missing_extra_message(missing)) from None

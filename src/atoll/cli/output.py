@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atoll.tape.files import RunTapes
     from atoll.tape.format import Entry
 
-    Watched = Callable[[Iterable[Entry]], Iterator[Entry]]
+    EntryTracker = Callable[[Iterable[Entry]], Iterator[Entry]]
 
 JsonOption = Annotated[bool, Setting("Print one JSON object to stdout, for scripts.", flag="json")]
 
@@ -34,7 +34,7 @@ class ExitCode(IntEnum):
     FAILED = 1  # the command did its work and found something wrong: a violation, a difference
     USAGE = 2  # the user asked for something that cannot be done; stderr has one line that says what
     INTERRUPTED = 130  # Ctrl-C
-    NO_READER = 141  # whoever read our output has gone, as in `atoll story run | head`
+    BROKEN_PIPE = 141  # whoever read our output has gone, as in `atoll story run | head`
 
 
 class Result(NamedTuple):
@@ -62,12 +62,12 @@ def print_json(fields: Mapping[str, object]) -> None:
     sys.stdout.write(json.dumps(dict(fields), ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def complain(sentence: str) -> None:
+def print_to_stderr(sentence: str) -> None:
     """One line on stderr, whatever the sentence holds. Never anything on stdout, which may be feeding a script."""
     print(f"atoll: {' '.join(sentence.split())}", file=sys.stderr)
 
 
-def give_up_stdout() -> None:
+def redirect_stdout_to_null() -> None:
     """Point stdout at nothing after its reader has gone, or the interpreter complains when it flushes at exit."""
     try:
         stdout = sys.stdout.fileno()
@@ -78,7 +78,7 @@ def give_up_stdout() -> None:
     os.close(nothing)
 
 
-def open_streams() -> None:
+def ensure_standard_streams() -> None:
     """Where the shell has closed a stream, as by `>&-`, Python has None, and the next file would take its number."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
@@ -93,7 +93,7 @@ def flush_stdout() -> None:
         raise
     except OSError as wrong:
         wrong.filename = "standard output"
-        give_up_stdout()
+        redirect_stdout_to_null()
         raise
 
 
@@ -111,20 +111,20 @@ def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
                 result.show(bool(kwargs.get("as_json")))
             flush_stdout()
         except KeyboardInterrupt:
-            complain("interrupted")
+            print_to_stderr("interrupted")
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         except BrokenPipeError:
-            give_up_stdout()
-            raise typer.Exit(ExitCode.NO_READER) from None
+            redirect_stdout_to_null()
+            raise typer.Exit(ExitCode.BROKEN_PIPE) from None
         if result is not None and result.code:
             raise typer.Exit(result.code)
 
     return wrapped
 
 
-def size_text(count: float) -> str:
+def format_size(count: float) -> str:
     """
-    >>> size_text(1_250_000), size_text(12)
+    >>> format_size(1_250_000), format_size(12)
     ('1.2 MB', '12 B')
     """
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -133,16 +133,16 @@ def size_text(count: float) -> str:
     return f"{count:.0f} B"
 
 
-LONG_BYTES = 8 * 1024 * 1024
+MIN_PROGRESS_BYTES = 8 * 1024 * 1024
 """Tapes of this size take a few seconds to read."""
 
-_ENTRIES_PER_LOOK = 512
+_ENTRIES_PER_UPDATE = 512
 
 
 @contextmanager
-def progress(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(title: str, total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
     """Yields a function that is told how much of `total` is done. Nothing is drawn where nobody watches."""
-    if not shown or not sys.stderr.isatty():
+    if not is_shown or not sys.stderr.isatty():
         yield lambda done: None
         return
     from rich.console import Console
@@ -154,35 +154,35 @@ def progress(title: str, total: int, shown: bool) -> Iterator[Callable[[int], No
         yield lambda done: bar.update(task, completed=done)
 
 
-def reading(title: str, tapes: RunTapes) -> AbstractContextManager[Watched]:
+def reading_progress(title: str, tapes: RunTapes) -> AbstractContextManager[EntryTracker]:
     """Yields a function through which entries are read while the bar shows how much of the tapes is behind us."""
-    return _watching(title, tapes, tapes.size_bytes() >= LONG_BYTES, _ENTRIES_PER_LOOK)
+    return _entry_progress(title, tapes, tapes.size_bytes() >= MIN_PROGRESS_BYTES, _ENTRIES_PER_UPDATE)
 
 
-def training_again(tapes: RunTapes) -> AbstractContextManager[Watched]:
+def retraining_progress(tapes: RunTapes) -> AbstractContextManager[EntryTracker]:
     """The same, where an entry may be an inner step: it is long, however short the tapes are."""
-    return _watching("training again", tapes, True, 16)
+    return _entry_progress("training again", tapes, True, 16)
 
 
 @contextmanager
-def _watching(title: str, tapes: RunTapes, shown: bool, every: int) -> Iterator[Watched]:
-    with progress(title, tapes.size_bytes(), shown) as tell:
+def _entry_progress(title: str, tapes: RunTapes, is_shown: bool, every: int) -> Iterator[EntryTracker]:
+    with progress_bar(title, tapes.size_bytes(), is_shown) as report:
 
         def watched(entries: Iterable[Entry]) -> Iterator[Entry]:
             for number, entry in enumerate(entries):
                 if number % every == 0:
-                    tell(tapes.bytes_read())
+                    report(tapes.bytes_read())
                 yield entry
 
         yield watched
 
 
 R = TypeVar("R")
-Tell = Callable[[float], None]
-Task = Callable[[Tell], R]
+ReportProgress = Callable[[float], None]
+Task = Callable[[ReportProgress], R]
 
-_UNITS = 1_000  # of the bar
-_LOOK_S = 0.2  # how often the bar is brought up to date
+_PROGRESS_STEPS = 1_000  # of the bar
+_PROGRESS_INTERVAL_S = 0.2  # how often the bar is brought up to date
 
 
 def usable_cores() -> int:
@@ -190,8 +190,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_all(
-    title: str, tasks: Sequence[Task[R]], jobs: int, weights: Sequence[float] = (), shown: bool = True
+def run_tasks(
+    title: str, tasks: Sequence[Task[R]], jobs: int, weights: Sequence[float] = (), is_shown: bool = True
 ) -> list[R]:
     """The results of all tasks. The first one that fails ends the rest; so does Ctrl-C.
 
@@ -200,46 +200,46 @@ def run_all(
     weights = weights or [1.0] * len(tasks)
     jobs = min(jobs, len(tasks))
     if jobs > 1:
-        return _in_processes(title, tasks, jobs, weights, shown)
+        return _run_in_processes(title, tasks, jobs, weights, is_shown)
     shares = [0.0] * len(tasks)
     results: list[R] = []
-    with progress(title, _UNITS, shown) as tell:
+    with progress_bar(title, _PROGRESS_STEPS, is_shown) as report:
         for number, task in enumerate(tasks):
 
             def told(share: float, number: int = number) -> None:
                 shares[number] = share
-                tell(_done(weights, shares))
+                report(_weighted_progress(weights, shares))
 
             results.append(task(told))
             told(1.0)
     return results
 
 
-def _done(weights: Sequence[float], shares: Sequence[float]) -> int:
-    return round(_UNITS * sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights))
+def _weighted_progress(weights: Sequence[float], shares: Sequence[float]) -> int:
+    return round(_PROGRESS_STEPS * sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights))
 
 
-def _in_processes(
-    title: str, tasks: Sequence[Task[Any]], jobs: int, weights: Sequence[float], shown: bool
+def _run_in_processes(
+    title: str, tasks: Sequence[Task[Any]], jobs: int, weights: Sequence[float], is_shown: bool
 ) -> list[Any]:
     from concurrent.futures import FIRST_EXCEPTION, wait
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import RawArray
 
-    from atoll.sim.swarm import forks
+    from atoll.sim.swarm import process_pool
 
     shares = RawArray("d", len(tasks))  # each process writes the places of its own tasks
     try:
-        with forks(jobs, _take, tasks, shares) as pool:
+        with process_pool(jobs, _init_worker, tasks, shares) as pool:
             # Submitted, and so forked, before the bar starts: its thread must not be copied into the processes.
-            futures = [pool.submit(_do, number) for number in range(len(tasks))]
-            with progress(title, _UNITS, shown) as tell:
+            futures = [pool.submit(_run_task, number) for number in range(len(tasks))]
+            with progress_bar(title, _PROGRESS_STEPS, is_shown) as report:
                 waiting = set(futures)
                 while waiting:
-                    done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                    done, waiting = wait(waiting, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_EXCEPTION)
                     for future in done:
                         future.result()
-                    tell(_done(weights, shares))
+                    report(_weighted_progress(weights, shares))
             return [future.result() for future in futures]
     except BrokenProcessPool:
         raise OSError("a process of the simulation was killed, perhaps for lack of memory") from None
@@ -249,13 +249,13 @@ _tasks: Sequence[Task[Any]] = ()
 _shares: MutableSequence[float] = []
 
 
-def _take(tasks: Sequence[Task[Any]], shares: MutableSequence[float]) -> None:
+def _init_worker(tasks: Sequence[Task[Any]], shares: MutableSequence[float]) -> None:
     """In a new process: what it was forked with. A task is then named by its number, and need not be picklable."""
     global _tasks, _shares
     _tasks, _shares = tasks, shares
 
 
-def _do(number: int) -> Any:
+def _run_task(number: int) -> Any:
     result = _tasks[number](partial(_shares.__setitem__, number))
     _shares[number] = 1.0
     return result

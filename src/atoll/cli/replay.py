@@ -12,15 +12,15 @@ import typer
 
 from atoll.cli import options
 from atoll.cli.check import RunArgument
-from atoll.cli.output import ExitCode, JsonOption, Result, progress, reading, training_again
+from atoll.cli.output import ExitCode, JsonOption, Result, progress_bar, reading_progress, retraining_progress
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.reference.job_settings import JobSettings
-    from atoll.reference.replaying import Replayed
-    from atoll.reference.synthetic import Trained
+    from atoll.reference.replay import ReplayResult
+    from atoll.reference.simulated_training import SimulatedTrainingResult
     from atoll.tape.files import RunTapes
-    from atoll.tape.replay import ReplayDifference
+    from atoll.tape.replay import ReplayMismatchError
 
 
 # long: the list of options
@@ -44,21 +44,21 @@ def run(
     ends after the tokens or with the tapes. Options that say what to train are for such tapes only.
     """
     from atoll.tape.files import RunTapes
-    from atoll.tape.replay import ReplayDifference, replay
+    from atoll.tape.replay import ReplayMismatchError, replay
 
     tapes = RunTapes(run)
-    wished = _settings_for(ctx, job, tapes)
+    wished = _requested_settings(ctx, job, tapes)
     entries = 0
-    found: ReplayDifference | None = None
-    with reading("replaying", tapes) as watched:
+    found: ReplayMismatchError | None = None
+    with reading_progress("replaying", tapes) as watched:
         for reader in tapes.readers.values():
             try:
                 entries += replay(reader.header, watched(reader))
-            except ReplayDifference as difference:
+            except ReplayMismatchError as difference:
                 entries += difference.tick
                 found = difference
                 break
-    gaps = tapes.gaps()
+    gaps = tapes.describe_gaps()
     if not as_json:
         if found is None:
             rest = ", as far as the tapes go" if gaps else ""
@@ -66,11 +66,11 @@ def run(
                 f"{len(tapes.readers)} tapes, {entries:,} entries: every effect came out as recorded{rest}", flush=True
             )
         else:
-            _show(found)
+            _print_difference(found)
         for gap in gaps:
             print(f"incomplete: {gap}", flush=True)
-    trained: Replayed | None = None
-    simulated: Trained | None = None
+    trained: ReplayResult | None = None
+    simulated: SimulatedTrainingResult | None = None
     why = ""
     if found is None and wished is not None:
         simulated = _train_simulated(tapes, wished)
@@ -81,50 +81,50 @@ def run(
     if simulated is not None:
         training, lines = _simulated_fields(simulated), _simulated_lines(simulated)
     elif trained is not None:
-        training, lines = {**trained._asdict(), "same": trained.is_same}, [_told(trained)]
+        training, lines = {**trained._asdict(), "same": trained.is_identical}, [_training_line(trained)]
     fields = {
         "tapes": len(tapes.readers),
         "entries": entries,
-        "difference": found and _fields(found),
+        "difference": found and _difference_fields(found),
         "complete": not gaps,
         "incomplete": gaps,
         "training": training,
         "not_trained": why or None,
     }
-    failed = found is not None or (trained is not None and not trained.is_same)
+    failed = found is not None or (trained is not None and not trained.is_identical)
     return Result(fields, lines, ExitCode.FAILED if failed else ExitCode.OK)
 
 
-def _train(run: Path) -> tuple[Replayed | None, str]:
+def _train(run: Path) -> tuple[ReplayResult | None, str]:
     """The training, or why there is none; nothing of both for tapes that are no training run of ours."""
     from atoll.tape.files import RunTapes
 
     tapes = RunTapes(run)  # from the beginning
     if tapes.is_simulated:
-        return None, _what_to_add(tapes)
+        return None, _simulated_advice(tapes)
     try:
-        from atoll.reference.replaying import CannotReplay, can_replay, replay_training
+        from atoll.reference.replay import CannotReplayError, can_replay, replay_training
     except ModuleNotFoundError:  # the tools that need no tensors are installed alone
         return None, ""
     if not can_replay(run):
         return None, ""
-    with training_again(tapes) as watched:
+    with retraining_progress(tapes) as watched:
         try:
             return replay_training(run, tapes, watched), ""
-        except CannotReplay as cannot:
+        except CannotReplayError as cannot:
             return None, str(cannot)
 
 
-def _told(trained: Replayed) -> str:
+def _training_line(trained: ReplayResult) -> str:
     done = f"trained again: {trained.steps:,} steps, {trained.tokens:,} tokens, {trained.contributions:,} contributions"
     if trained.recorded is None:
         return f"{done}; digest {trained.digest}. The run has not finished, so there is none to compare it with"
-    if trained.is_same:
+    if trained.is_identical:
         return f"{done}; the model is the same to the last bit, digest {trained.digest}"
     return f"{done}; the model is another one: digest {trained.digest}, the run left {trained.recorded}"
 
 
-def _fields(difference: ReplayDifference) -> dict[str, object]:
+def _difference_fields(difference: ReplayMismatchError) -> dict[str, object]:
     import json
 
     from atoll.tape.format import canonical
@@ -138,16 +138,16 @@ def _fields(difference: ReplayDifference) -> dict[str, object]:
         "recorded": json.loads(canonical(difference.recorded)),
         "derived": None if derived is None else json.loads(canonical(derived)),
         "raised": difference.raised or None,
-        "first": difference.first_place(),
+        "first": difference.first_difference(),
     }
 
 
-def _show(difference: ReplayDifference) -> None:
+def _print_difference(difference: ReplayMismatchError) -> None:
     from atoll.tape.format import canonical
 
     print(f"{difference.actor}, tick {difference.tick} at {difference.at:.3f} s: the replay does something else")
     print(f"  event     {canonical(difference.event)}")
-    first = difference.first_place()
+    first = difference.first_difference()
     for word, effects in (("recorded", difference.recorded), ("derived", difference.derived)):
         if effects is None:
             print(f"  {word:<9} raised {difference.raised}")
@@ -157,7 +157,7 @@ def _show(difference: ReplayDifference) -> None:
             print(f"  {'>' if place == first else ' '} {place + 1:>3}     {canonical(effect)}")
 
 
-def _settings_for(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes) -> JobSettings | None:
+def _requested_settings(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes) -> JobSettings | None:
     """What the options ask to train; None where none is given.
 
     Raises `ValueError` before anything long begins: where the tapes are of a run that has a model of its own, or are
@@ -166,7 +166,7 @@ def _settings_for(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes) -> J
     given = [name for name in job if options.is_given(ctx, name)]
     if not given:
         return None
-    flag = options.flag_of(ctx, given[0])
+    flag = options.option_flag(ctx, given[0])
     if not tapes.is_simulated:
         raise ValueError(
             f"{flag} is for tapes of atoll simulate, and {tapes.run} is none of them: a run is trained again by its own"
@@ -176,25 +176,25 @@ def _settings_for(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes) -> J
         raise ValueError(f"--effects-only trains nothing, and {flag} says what to train; give one of them")
     settings = options.make_job({**job, "learners": len(tapes.learners())})
     try:
-        from atoll.reference.synthetic import check_simulated, with_fitting_plan
+        from atoll.reference.simulated_training import check_simulated, fit_plan
     except ModuleNotFoundError as missing:
         raise ValueError(
             f"training needs {missing.name}, which comes with the extra 'train': pip install 'atoll[train]'"
         ) from None
     if job["plan"] is None:
-        settings = with_fitting_plan(settings, tapes.config.fragments)
+        settings = fit_plan(settings, tapes.config.fragments)
     check_simulated(tapes, settings)
     return settings
 
 
-def _train_simulated(tapes: RunTapes, settings: JobSettings) -> Trained:
-    from atoll.reference.synthetic import train_simulated
+def _train_simulated(tapes: RunTapes, settings: JobSettings) -> SimulatedTrainingResult:
+    from atoll.reference.simulated_training import train_simulated
 
-    with progress("training", settings.tokens, True) as tell:
+    with progress_bar("training", settings.tokens, True) as tell:
         return train_simulated(tapes, settings, tell)
 
 
-def _what_to_add(tapes: RunTapes) -> str:
+def _simulated_advice(tapes: RunTapes) -> str:
     """For whoever has not said what to train."""
     return (
         "the tapes are simulated and have no model; to train one under their failures, say which:"
@@ -202,18 +202,18 @@ def _what_to_add(tapes: RunTapes) -> str:
     )
 
 
-def _simulated_fields(trained: Trained) -> dict[str, Any]:
+def _simulated_fields(trained: SimulatedTrainingResult) -> dict[str, Any]:
     learners = {str(learner): one._asdict() for learner, one in trained.learners.items()}
     return {**trained._asdict(), "learners": learners, "contributions_per_merge": trained.contributions_per_merge}
 
 
-def _simulated_lines(trained: Trained) -> list[str]:
+def _simulated_lines(trained: SimulatedTrainingResult) -> list[str]:
     per_merge = f"{trained.contributions_per_merge:.2f}"
     why = {
-        "tokens": f"all {trained.wished_tokens:,} tokens that were wished for are trained",
-        "tapes": f"the tapes are over, before the {trained.wished_tokens:,} tokens that were wished for",
+        "tokens": f"all {trained.target_tokens:,} tokens that were wished for are trained",
+        "tapes": f"the tapes are over, before the {trained.target_tokens:,} tokens that were wished for",
     }
-    steps = ", ".join(f"learner {learner}: {_steps(one)}" for learner, one in trained.learners.items())
+    steps = ", ".join(f"learner {learner}: {_step_text(one)}" for learner, one in trained.learners.items())
     return [
         f"trained on simulated tapes: {trained.tokens:,} tokens in {trained.steps:,} steps and"
         f" {trained.simulated_s / 60.0:.1f} simulated minutes; {why[trained.ended_by]}",
@@ -223,7 +223,7 @@ def _simulated_lines(trained: Trained) -> list[str]:
     ]
 
 
-def _steps(one: Any) -> str:
+def _step_text(one: Any) -> str:
     also = f" in {one.starts} incarnations" if one.starts > 1 else ""
     empty = f" ({one.empty_steps:,} without a sample)" if one.empty_steps else ""
     return f"{one.steps:,}{also}{empty}"

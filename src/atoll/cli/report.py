@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import JsonOption, Result, complain, progress, reading
+from atoll.cli.output import JsonOption, Result, print_to_stderr, progress_bar, reading_progress
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
-    from atoll.dashboard.picture import RunPicture
-    from atoll.dashboard.report_page import Reported
+    from atoll.dashboard.report_page import ReportedRun
+    from atoll.dashboard.run_history import RunHistory
     from atoll.dashboard.writers import Exporter, Writer
 
-MOST_RUNS = 8
+MAX_RUNS = 8
 
 
 def run_report(
@@ -30,41 +30,41 @@ def run_report(
     The page has the curves, the timeline, the verdict of the checkers and the configuration, without scripts and
     without anything from elsewhere: fit to be sent by mail. It may be made while the run goes.
     """
-    from atoll.dashboard.report_page import headline, page
+    from atoll.dashboard.report_page import render_report, summary_figures
     from atoll.files import write_text
 
-    if len(runs) > MOST_RUNS:
-        raise ValueError(f"{len(runs)} runs are too many for one page: give at most {MOST_RUNS}")
-    names = _names(runs)
-    reported = [_read(path, name, check, not as_json) for path, name in zip(runs, names, strict=True)]
+    if len(runs) > MAX_RUNS:
+        raise ValueError(f"{len(runs)} runs are too many for one page: give at most {MAX_RUNS}")
+    names = _run_names(runs)
+    reported = [_read_run(path, name, check, not as_json) for path, name in zip(runs, names, strict=True)]
     if html is not None:
-        write_text(html, page(reported), durable=False)
-    told = {each.name: headline(each) for each in reported}
+        write_text(html, render_report(reported), durable=False)
+    told = {each.name: summary_figures(each) for each in reported}
     return Result({"runs": told, "html": str(html) if html is not None else None}, partial(_show_report, told, html))
 
 
-def _names(runs: list[Path]) -> list[str]:
+def _run_names(runs: list[Path]) -> list[str]:
     """The last parts of their paths, or the whole paths where those are not told apart by them."""
     short = [path.resolve().name for path in runs]
     return short if len(set(short)) == len(short) else [str(path) for path in runs]
 
 
-def _read(path: Path, name: str, check: bool, shown: bool) -> Reported:
-    from atoll.dashboard.picture import RunPicture
-    from atoll.dashboard.report_page import Reported
+def _read_run(path: Path, name: str, check: bool, shown: bool) -> ReportedRun:
+    from atoll.dashboard.report_page import ReportedRun
+    from atoll.dashboard.run_history import RunHistory
     from atoll.sim.check_tapes import check_tapes
-    from atoll.sim.checkers import all_checkers
+    from atoll.sim.checkers import create_checkers
     from atoll.tape.files import RunTapes
 
-    picture = RunPicture(path)
-    with progress(f"reading {name}", 1000, shown) as tell:
-        while picture.grow(0.25):
-            tell(round(1000 * (picture.loading() or 1.0)))
+    picture = RunHistory(path)
+    with progress_bar(f"reading {name}", 1000, shown) as tell:
+        while picture.update(0.25):
+            tell(round(1000 * (picture.loading_progress() or 1.0)))
     if not check:
-        return Reported(name, picture, None)
+        return ReportedRun(name, picture, None)
     tapes = RunTapes(path)
-    with reading(f"checking {name}", tapes) as watched:
-        return Reported(name, picture, check_tapes(tapes, all_checkers(tapes.config), watched))
+    with reading_progress(f"checking {name}", tapes) as watched:
+        return ReportedRun(name, picture, check_tapes(tapes, create_checkers(tapes.config), watched))
 
 
 def _show_report(told: dict[str, dict[str, str]], html: Path | None) -> None:
@@ -102,17 +102,17 @@ def run_curves(
     if tensorboard is None and wandb is None and table is None:
         raise ValueError("say where to: --tensorboard DIR, --wandb DIR or --csv DIR")
     try:
-        from atoll.dashboard.picture import RunPicture
+        from atoll.dashboard.run_history import RunHistory
         from atoll.dashboard.writers import export
     except ModuleNotFoundError as missing:
         raise ValueError(f"curves need {missing.name}: pip install 'atoll[train]'") from None
-    picture = RunPicture(directory)
-    writers = _writers(picture, directory, tensorboard, wandb, table)
-    watch = _Watch(follow and not as_json)
+    picture = RunHistory(directory)
+    writers = _open_writers(picture, directory, tensorboard, wandb, table)
+    watch = ExportProgress(follow and not as_json)
     try:
         done = export(picture, writers, follow, watch)
     except KeyboardInterrupt:
-        complain(f"stopped; {watch.points:,} points are written")
+        print_to_stderr(f"stopped; {watch.points:,} points are written")
         raise
     lines = [f"{done.points:,} points of {len(done.names)} curves are written."]
     if tensorboard is not None:
@@ -120,15 +120,15 @@ def run_curves(
     return Result({"curves": sorted(done.names), "points": done.points}, lines)
 
 
-def _writers(
-    picture: RunPicture, directory: Path, tensorboard: Path | None, wandb: Path | None, table: Path | None
+def _open_writers(
+    picture: RunHistory, directory: Path, tensorboard: Path | None, wandb: Path | None, table: Path | None
 ) -> list[Writer]:
     """Folders first, so that nothing is begun where another option is wrong."""
-    from atoll.dashboard.writers import CsvWriter, TensorBoardWriter, WandbWriter, new_folder
+    from atoll.dashboard.writers import CsvWriter, TensorBoardWriter, WandbWriter, create_empty_folder
 
     name = directory.absolute().name
-    of_board = new_folder(tensorboard / name, "--tensorboard") if tensorboard is not None else None
-    of_table = new_folder(table, "--csv") if table is not None else None
+    of_board = create_empty_folder(tensorboard / name, "--tensorboard") if tensorboard is not None else None
+    of_table = create_empty_folder(table, "--csv") if table is not None else None
     found: list[Writer] = []
     if of_table is not None:
         found.append(CsvWriter(of_table))
@@ -140,7 +140,7 @@ def _writers(
     return found
 
 
-class _Watch:
+class ExportProgress:
     """Says how far it is when there is something to say and somebody follows."""
 
     def __init__(self, shown: bool) -> None:

@@ -15,38 +15,38 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli.output import Result, Task, Tell, run_all, usable_cores
+from atoll.cli.output import ReportProgress, Result, Task, run_tasks, usable_cores
 from atoll.core.settings import setting
 from atoll.sim.decoupled import (
-    MOST_EVENTS,
-    MOST_TAPE_EVENTS,
+    MAX_EVENTS,
+    MAX_TAPE_EVENTS,
     DecoupledConfig,
     DecoupledResult,
     DecoupledRun,
-    Detail,
+    SimulationDetail,
     choose_detail,
-    span,
+    format_hours,
 )
 from atoll.sim.fleet import DAY_S, ExtraLearners, FleetConfig, build_islands, parse_speed_classes
 from atoll.sim.goodput import (
     TABLE_CHIPS,
     TABLE_ROWS,
     BarrierConfig,
-    Figure,
     GoodputResult,
+    MeanEstimate,
     TableCell,
-    estimate,
-    over_seeds,
+    estimate_goodput,
+    estimate_over_seeds,
     simulate,
 )
-from atoll.sim.mixed import MIXED_ROWS, MixedResult, MixedRow, run_mixed
+from atoll.sim.mixed_hardware import MIXED_ROWS, MixedResult, MixedRow, run_mixed
 from atoll.sim.published import Method, Metric, published_percent
-from atoll.tape.files import Simulated, SimulatedTapes, TapeTotals, check_tape_directory
+from atoll.tape.files import SimulatedTapeWriter, SimulationRecord, TapeTotals, require_empty_directory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ONE_JOB = ("data-parallel", "elastic")
+SINGLE_JOB_METHODS = ("data-parallel", "elastic")
 
 
 TABLE_DAYS = 4.0
@@ -66,11 +66,11 @@ class SimulateOptions:
     )
     learners: int = setting(8, "Learners, one per island.", "M")
     chips: int = setting(1_200_000, "Chips of all learners together.", "N")
-    given_days: float | None = setting(
+    requested_days: float | None = setting(
         None, "Simulated days.", "DAYS", flag="days", default_text="30; 4 with --table, 1/24 with --mixed"
     )
     seed: int = setting(0, "First seed. A seed fixes the whole world.", "S")
-    given_count: int | None = setting(
+    requested_seed_count: int | None = setting(
         None,
         "Seeds, counted up from the first; intervals are over them.",
         "COUNT",
@@ -118,12 +118,14 @@ class SimulateOptions:
         """Raise `ValueError` with the fix where it cannot be done."""
         if not 0.0 < self.days < math.inf:
             raise ValueError(f"days is {self.days:g}; give a number above 0")
-        if self.count < 1:
-            raise ValueError(f"{self.count} seeds say nothing; give at least 1, and 2 for an interval")
+        if self.seed_count < 1:
+            raise ValueError(f"{self.seed_count} seeds say nothing; give at least 1, and 2 for an interval")
         if self.jobs is not None and self.jobs < 1:
             raise ValueError(f"{self.jobs} jobs do nothing; give at least 1")
-        if self.tape is not None and self.count != 1:
-            raise ValueError(f"a tape is of one run, and {self.count} seeds are {self.count} runs; give --seeds 1")
+        if self.tape is not None and self.seed_count != 1:
+            raise ValueError(
+                f"a tape is of one run, and {self.seed_count} seeds are {self.seed_count} runs; give --seeds 1"
+            )
         self.barrier()
         build_islands(self.fleet, self.learners, self.chips, 0, speeds=self.speeds, extras=self.extras)
         if self.method == "decoupled":
@@ -137,17 +139,17 @@ class SimulateOptions:
     @property
     def days(self) -> float:
         default = TABLE_DAYS if self.table else 1.0 / 24.0 if self.mixed else 30.0
-        return default if self.given_days is None else self.given_days
+        return default if self.requested_days is None else self.requested_days
 
     @property
-    def count(self) -> int:
+    def seed_count(self) -> int:
         """Number of seeds."""
         default = TABLE_SEEDS if self.table or self.mixed else 3 if self.tape is None else 1
-        return default if self.given_count is None else self.given_count
+        return default if self.requested_seed_count is None else self.requested_seed_count
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        return tuple(range(self.seed, self.seed + self.count))
+        return tuple(range(self.seed, self.seed + self.seed_count))
 
     @property
     def processes(self) -> int:
@@ -195,10 +197,10 @@ class SimulateOptions:
             fields["fragment_time_s"] = protocol["fragment_s"]
         elif barrier is not None:
             fields |= {
-                "every_steps": barrier.h_steps,
+                "every_steps": barrier.every_steps,
                 "fragments": barrier.fragments if self.method == "streaming" else 1,
                 "tau_steps": barrier.tau_steps if self.method == "streaming" else 0,
-                "exchange_time_s": barrier.comm_s,
+                "exchange_time_s": barrier.exchange_s,
             }
         return fields
 
@@ -240,187 +242,196 @@ class CoreRun(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class TokenFigures:
     """Where the tokens went in the hours that the cores ran; trained = merged + pending + dropped."""
 
-    trained: Figure
-    merged: Figure
-    pending: Figure
-    dropped: Figure
-    merged_share: Figure  # of trained
-    pending_share: Figure
-    dropped_share: Figure
+    trained: MeanEstimate
+    merged: MeanEstimate
+    pending: MeanEstimate
+    dropped: MeanEstimate
+    merged_share: MeanEstimate  # of trained
+    pending_share: MeanEstimate
+    dropped_share: MeanEstimate
     dropped_by_reason: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """Figures over seeds. Those that have no meaning for the method are None."""
 
-    wish: SimulateOptions
+    options: SimulateOptions
     learners: int
-    goodput: Figure
-    uptime: Figure
-    failures: Figure
-    tokens_trained: Figure  # in the days that goodput covers
+    goodput: MeanEstimate
+    uptime: MeanEstimate
+    failures: MeanEstimate
+    tokens_trained: MeanEstimate  # in the days that goodput covers
     goodput_days: float  # that goodput and uptime cover: all, except where only the cores can tell
-    detail: Detail | None = None
-    ledger: Ledger | None = None
-    contributions_per_merge: Figure | None = None
-    effective_h: Figure | None = None
-    staleness_steps: Figure | None = None
-    merges_per_fragment: Figure | None = None
-    suspected: Figure | None = None
-    core_goodput: Figure | None = None  # of the hours that the cores ran
-    fleet_goodput: Figure | None = None  # of the same hours
+    detail: SimulationDetail | None = None
+    ledger: TokenFigures | None = None
+    contributions_per_merge: MeanEstimate | None = None
+    effective_h: MeanEstimate | None = None
+    staleness_steps: MeanEstimate | None = None
+    merges_per_fragment: MeanEstimate | None = None
+    suspected: MeanEstimate | None = None
+    core_goodput: MeanEstimate | None = None  # of the hours that the cores ran
+    fleet_goodput: MeanEstimate | None = None  # of the same hours
     tapes: TapeTotals | None = None
 
     def published(self, metric: Metric) -> float | None:
         """The published figure as a fraction, if this is the published case."""
-        wish = self.wish
-        if wish.fleet != FleetConfig() or wish.speeds or wish.extras or wish.protocol.lockstep:
+        options = self.options
+        if options.fleet != FleetConfig() or options.speeds or options.extras or options.protocol.lockstep:
             return None
-        percent = published_percent(wish.method, self.learners, wish.chips, metric)
+        percent = published_percent(options.method, self.learners, options.chips, metric)
         return None if percent is None else percent / 100.0
 
 
-def simulate_run(wish: SimulateOptions) -> Outcome:
+def simulate_seeds(options: SimulateOptions) -> SimulationResult:
     """Run all seeds of one run, on as many processes as the user allows."""
-    wish.check()
-    if wish.method != "decoupled":
-        return _without_cores(wish)
-    if wish.tape is not None:
-        check_tape_directory(wish.tape)
+    options.check()
+    if options.method != "decoupled":
+        return _simulate_synchronous(options)
+    if options.tape is not None:
+        require_empty_directory(options.tape)
     detail = choose_detail(
-        wish.protocol,
-        wish.days,
-        wish.learner_steps_per_s(),
-        full=wish.full,
-        hours=wish.protocol_hours,
-        most_events=MOST_EVENTS if wish.tape is None else MOST_TAPE_EVENTS,
+        options.protocol,
+        options.days,
+        options.learner_steps_per_s(),
+        full=options.full,
+        hours=options.protocol_hours,
+        max_events=MAX_EVENTS if options.tape is None else MAX_TAPE_EVENTS,
     )
-    by_cores = detail.whole or wish.protocol.lockstep
-    tasks: list[Task[CoreRun | GoodputResult]] = [partial(_run_cores, wish, detail, seed) for seed in wish.seeds]
-    weights = [10.0] * wish.count
+    by_cores = detail.covers_run or options.protocol.lockstep
+    tasks: list[Task[CoreRun | GoodputResult]] = [partial(_run_cores, options, detail, seed) for seed in options.seeds]
+    weights = [10.0] * options.seed_count
     if not by_cores:
-        tasks += [partial(_run_fleet, wish, seed) for seed in wish.seeds]
-        weights += [1.0] * wish.count
-    results = run_all("simulating", tasks, wish.processes, weights)
+        tasks += [partial(_run_fleet, options, seed) for seed in options.seeds]
+        weights += [1.0] * options.seed_count
+    results = run_tasks("simulating", tasks, options.processes, weights)
     cores = [result for result in results if isinstance(result, CoreRun)]
     fleets = [result for result in results if isinstance(result, GoodputResult)]
-    outcome = _outcome(wish, detail, cores, fleets)
-    if wish.tape is not None:
-        Simulated(cores[0].full_step_tokens, outcome_fields(outcome)).save(wish.tape)
+    outcome = _combine_results(options, detail, cores, fleets)
+    if options.tape is not None:
+        SimulationRecord(cores[0].full_step_tokens, result_fields(outcome)).save(options.tape)
     return outcome
 
 
-def _run_fleet(wish: SimulateOptions, seed: int, tell: Tell) -> GoodputResult:
-    return _fleet(wish, wish.days, seed)
+def _run_fleet(options: SimulateOptions, seed: int, tell: ReportProgress) -> GoodputResult:
+    return _simulate_fleet(options, options.days, seed)
 
 
-def _fleet(wish: SimulateOptions, days: float, seed: int) -> GoodputResult:
+def _simulate_fleet(options: SimulateOptions, days: float, seed: int) -> GoodputResult:
     return simulate(
-        wish.fleet,
-        wish.method,
-        wish.learners,
-        wish.chips,
+        options.fleet,
+        options.method,
+        options.learners,
+        options.chips,
         days,
         seed,
-        speeds=wish.speeds,
-        extras=wish.extras,
-        barrier=wish.barrier(),
+        speeds=options.speeds,
+        extras=options.extras,
+        barrier=options.barrier(),
     )
 
 
-def _run_cores(wish: SimulateOptions, detail: Detail, seed: int, tell: Tell) -> CoreRun:
+def _run_cores(options: SimulateOptions, detail: SimulationDetail, seed: int, tell: ReportProgress) -> CoreRun:
     days = detail.hours / 24.0
     config = detail.protocol.run_config()
-    with nullcontext() if wish.tape is None else SimulatedTapes(wish.tape, config, seed) as tapes:
+    with nullcontext() if options.tape is None else SimulatedTapeWriter(options.tape, config, seed) as tapes:
         run = DecoupledRun(
-            wish.fleet,
+            options.fleet,
             detail.protocol,
-            wish.learners,
-            wish.chips,
+            options.learners,
+            options.chips,
             days,
             seed,
-            speeds=wish.speeds,
-            extras=wish.extras,
+            speeds=options.speeds,
+            extras=options.extras,
             on_entry=None if tapes is None else tapes.write,
-            on_start=None if tapes is None else tapes.start,
+            on_start=None if tapes is None else tapes.start_tape,
         )
         result = run.run(tell)
         if tapes is not None:
             tapes.finished = run.finish()
             tapes.merges = run.syncer.state.merges
-    fleet = None if wish.protocol.lockstep else _fleet(wish, days, seed)
+    fleet = None if options.protocol.lockstep else _simulate_fleet(options, days, seed)
     full_step_tokens = {i: round(learner.tokens_per_step) for i, learner in run.learners.items()}
     return CoreRun(result, fleet, None if tapes is None else tapes.totals(), full_step_tokens)
 
 
-def _shares(values: list[float]) -> Figure:
-    return over_seeds(values, least=0.0, most=1.0)
+def _share_figure(values: list[float]) -> MeanEstimate:
+    return estimate_over_seeds(values, lower=0.0, upper=1.0)
 
 
-def _counts(values: list[float]) -> Figure:
-    return over_seeds(values, least=0.0)
+def _count_figure(values: list[float]) -> MeanEstimate:
+    return estimate_over_seeds(values, lower=0.0)
 
 
-def _without_cores(wish: SimulateOptions) -> Outcome:
+def _simulate_synchronous(options: SimulateOptions) -> SimulationResult:
     """Synchronous methods by the fleet model: what they merge, and how often, holds by construction."""
-    tasks: list[Task[GoodputResult]] = [partial(_run_fleet, wish, seed) for seed in wish.seeds]
-    runs = run_all("simulating", tasks, wish.processes)
+    tasks: list[Task[GoodputResult]] = [partial(_run_fleet, options, seed) for seed in options.seeds]
+    runs = run_tasks("simulating", tasks, options.processes)
     learners = runs[0].learners
-    barrier = wish.barrier()
-    return Outcome(
-        wish=wish,
+    barrier = options.barrier()
+    return SimulationResult(
+        options=options,
         learners=learners,
-        goodput=_shares([run.goodput for run in runs]),
-        uptime=_shares([run.uptime for run in runs]),
-        failures=_counts([run.failures for run in runs]),
-        tokens_trained=_counts([run.tokens for run in runs]),
-        goodput_days=wish.days,
-        contributions_per_merge=over_seeds([float(learners)] * wish.count) if barrier is not None else None,
-        effective_h=over_seeds([float(barrier.h_steps)] * wish.count) if barrier is not None else None,
+        goodput=_share_figure([run.goodput for run in runs]),
+        uptime=_share_figure([run.uptime for run in runs]),
+        failures=_count_figure([run.failures for run in runs]),
+        tokens_trained=_count_figure([run.tokens for run in runs]),
+        goodput_days=options.days,
+        contributions_per_merge=estimate_over_seeds([float(learners)] * options.seed_count)
+        if barrier is not None
+        else None,
+        effective_h=estimate_over_seeds([float(barrier.every_steps)] * options.seed_count)
+        if barrier is not None
+        else None,
     )
 
 
-def _outcome(wish: SimulateOptions, detail: Detail, cores: list[CoreRun], fleets: list[GoodputResult]) -> Outcome:
+def _combine_results(
+    options: SimulateOptions, detail: SimulationDetail, cores: list[CoreRun], fleets: list[GoodputResult]
+) -> SimulationResult:
     results = [core.result for core in cores]
     same_hours = [core.fleet for core in cores if core.fleet is not None]
     fragments = len(detail.protocol.run_config().fragment_ids())
 
-    def figure(read: Callable[[DecoupledResult], float]) -> Figure:
-        return _counts([read(result) for result in results])
+    def figure(read: Callable[[DecoupledResult], float]) -> MeanEstimate:
+        return _count_figure([read(result) for result in results])
 
     reasons = sorted({why for result in results for why, _ in result.dropped_by_reason})
-    ledger = Ledger(
+    ledger = TokenFigures(
         trained=figure(lambda r: r.tokens_trained),
         merged=figure(lambda r: r.tokens_merged),
         pending=figure(lambda r: r.tokens_pending),
         dropped=figure(lambda r: r.tokens_dropped),
-        merged_share=_shares([r.tokens_merged / (r.tokens_trained or 1.0) for r in results]),
-        pending_share=_shares([r.tokens_pending / (r.tokens_trained or 1.0) for r in results]),
-        dropped_share=_shares([r.tokens_dropped / (r.tokens_trained or 1.0) for r in results]),
+        merged_share=_share_figure([r.tokens_merged / (r.tokens_trained or 1.0) for r in results]),
+        pending_share=_share_figure([r.tokens_pending / (r.tokens_trained or 1.0) for r in results]),
+        dropped_share=_share_figure([r.tokens_dropped / (r.tokens_trained or 1.0) for r in results]),
         dropped_by_reason={
             why: figure(lambda r, why=why: dict(r.dropped_by_reason).get(why, 0.0)).mean  # type: ignore[misc]
             for why in reasons
         },
     )
-    core_goodput = _shares([result.goodput for result in results])
+    core_goodput = _share_figure([result.goodput for result in results])
     if fleets:
-        goodput, uptime = _shares([run.goodput for run in fleets]), _shares([run.uptime for run in fleets])
-        failures, tokens = _counts([run.failures for run in fleets]), _counts([run.tokens for run in fleets])
+        goodput, uptime = _share_figure([run.goodput for run in fleets]), _share_figure([run.uptime for run in fleets])
+        failures, tokens = (
+            _count_figure([run.failures for run in fleets]),
+            _count_figure([run.tokens for run in fleets]),
+        )
     else:
-        goodput, uptime = core_goodput, _shares([result.uptime for result in results])
+        goodput, uptime = core_goodput, _share_figure([result.uptime for result in results])
         failures, tokens = figure(lambda r: r.failures), ledger.trained
-    return Outcome(
-        wish=wish,
-        learners=wish.learners,
+    return SimulationResult(
+        options=options,
+        learners=options.learners,
         goodput=goodput,
         uptime=uptime,
         failures=failures,
         tokens_trained=tokens,
-        goodput_days=wish.days if fleets else detail.hours / 24.0,
+        goodput_days=options.days if fleets else detail.hours / 24.0,
         detail=detail,
         ledger=ledger,
         contributions_per_merge=figure(lambda r: r.contributions_per_merge),
@@ -429,7 +440,7 @@ def _outcome(wish: SimulateOptions, detail: Detail, cores: list[CoreRun], fleets
         merges_per_fragment=figure(lambda r: r.merges / fragments),
         suspected=figure(lambda r: r.suspected),
         core_goodput=core_goodput,
-        fleet_goodput=_shares([run.goodput for run in same_hours]) if same_hours else None,
+        fleet_goodput=_share_figure([run.goodput for run in same_hours]) if same_hours else None,
         tapes=cores[0].tapes,
     )
 
@@ -438,15 +449,15 @@ def _outcome(wish: SimulateOptions, detail: Detail, cores: list[CoreRun], fleets
 # For scripts
 
 
-def outcome_fields(outcome: Outcome) -> dict[str, object]:
+def result_fields(outcome: SimulationResult) -> dict[str, object]:
     """The JSON object. Shares are fractions; an interval is null over one seed."""
-    wish, ledger, detail = outcome.wish, outcome.ledger, outcome.detail
+    options, ledger, detail = outcome.options, outcome.ledger, outcome.detail
     fields: dict[str, object] = {
-        "method": wish.method,
+        "method": options.method,
         "learners": outcome.learners,
-        "chips": wish.chips,
-        "days": wish.days,
-        "seeds": list(wish.seeds),
+        "chips": options.chips,
+        "days": options.days,
+        "seeds": list(options.seeds),
     }
     for name in ("goodput", "uptime", "failures"):
         fields |= _with_interval(name, getattr(outcome, name))
@@ -464,62 +475,68 @@ def outcome_fields(outcome: Outcome) -> dict[str, object]:
         "goodput_days": outcome.goodput_days,
         "goodput_by": "cores" if detail is not None and outcome.goodput is outcome.core_goodput else "fleet",
         "protocol_hours": detail.hours if detail else None,
-        "full": detail.full if detail else None,
+        "full": detail.is_full if detail else None,
         "fragments": (detail.protocol.sampled_fragments or detail.protocol.fragments) if detail else None,
         "steps_per_event": detail.protocol.steps_per_event if detail else None,
         "core_goodput_in_protocol_hours": outcome.core_goodput.mean if outcome.core_goodput else None,
         "fleet_goodput_in_protocol_hours": outcome.fleet_goodput.mean if outcome.fleet_goodput else None,
-        "sentence": how_sentence(outcome),
+        "sentence": describe_method(outcome),
     }
-    fields["settings"] = wish.settings()
+    fields["settings"] = options.settings()
     tapes = outcome.tapes
     fields["tape"] = None if tapes is None else tapes._asdict()
     return fields
 
 
-def _with_interval(name: str, figure: Figure | None) -> dict[str, object]:
+def _with_interval(name: str, figure: MeanEstimate | None) -> dict[str, object]:
     return {name: figure.mean if figure else None, f"{name}_ci": figure.interval() if figure else None}
 
 
-def how_sentence(outcome: Outcome) -> str:
+def describe_method(outcome: SimulationResult) -> str:
     """What was simulated how, and for how long."""
-    wish, detail = outcome.wish, outcome.detail
+    options, detail = outcome.options, outcome.detail
     if detail is None:
-        return f"The fleet model ran all of it; {wish.method} has no cores of its own."
-    said = detail.sentence()
+        return f"The fleet model ran all of it; {options.method} has no cores of its own."
+    said = detail.description()
     if outcome.goodput is outcome.core_goodput:
-        lockstep = "; the fleet model knows no lockstep, so goodput is of these hours too" if not detail.whole else ""
+        lockstep = (
+            "; the fleet model knows no lockstep, so goodput is of these hours too" if not detail.covers_run else ""
+        )
         return f"{said[0].upper()}{said[1:]}{lockstep}."
-    return f"Goodput, uptime and failures are of all {span(24.0 * wish.days)}, by the fleet model; {said}."
+    return f"Goodput, uptime and failures are of all {format_hours(24.0 * options.days)}, by the fleet model; {said}."
 
 
-def seeds_sentence(wish: SimulateOptions) -> str:
-    return f"seed {wish.seed}" if wish.count == 1 else f"seeds {wish.seeds[0]} to {wish.seeds[-1]}"
+def format_seeds(options: SimulateOptions) -> str:
+    return f"seed {options.seed}" if options.seed_count == 1 else f"seeds {options.seeds[0]} to {options.seeds[-1]}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # For people
 
 
-def run_simulation(wish: SimulateOptions) -> Result:
+def run_simulation(options: SimulateOptions) -> Result:
     """Simulate what the options ask for: a run, the table or the comparison of mixed hardware."""
-    wish.check()
-    plot = wish.plot
+    options.check()
+    plot = options.plot
     if plot is not None:
         check_plot(plot)
-    if wish.mixed:
-        return compare_mixed(wish)
-    outcome = None if wish.table else simulate_run(wish)
-    cells = simulate_cells(wish if wish.table else wish_for_plot(wish)) if wish.table or plot is not None else []
+    if options.mixed:
+        return compare_mixed(options)
+    outcome = None if options.table else simulate_seeds(options)
+    cells = (
+        simulate_cells(options if options.table else options_for_plot(options))
+        if options.table or plot is not None
+        else []
+    )
     if plot is not None:
         draw_plot(plot, cells, outcome)
-    fields = table_fields(wish, cells) if outcome is None else outcome_fields(outcome)
+    fields = table_fields(options, cells) if outcome is None else result_fields(outcome)
 
     def text() -> None:
         if outcome is None:
-            show_tables(wish, cells)
+            show_tables(options, cells)
         else:
-            show_outcome(outcome)
+            show_result(outcome)
         if plot is not None:
             print(f"The figure is in {plot}.")
 
@@ -536,13 +553,13 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def console() -> Console:
+def make_console() -> Console:
     made = _Console(highlight=False, soft_wrap=False)
     return made if made.width >= MIN_WIDTH or made.is_terminal else _Console(highlight=False, width=MIN_WIDTH)
 
 
-def interval_text(figure: Figure, show: Callable[[float], str]) -> str:
-    """Both ends, with the unit of `amount` said once."""
+def format_interval(figure: MeanEstimate, show: Callable[[float], str]) -> str:
+    """Both ends, with the unit of `format_amount` said once."""
     if figure.low is None or figure.high is None:
         return "one seed"
     low, high = show(figure.low), show(figure.high)
@@ -552,9 +569,9 @@ def interval_text(figure: Figure, show: Callable[[float], str]) -> str:
     return f"{low.removesuffix(unit).rstrip() if unit else low} to {high}"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """
-    >>> percent(0.98765), percent(0.99995), percent(0.0)
+    >>> format_percent(0.98765), format_percent(0.99995), format_percent(0.0)
     ('98.8', '99.995', '0.0')
     """
     near = min(abs(1.0 - share), abs(share))
@@ -562,9 +579,9 @@ def percent(share: float) -> str:
     return f"{100.0 * share:.{places}f}"
 
 
-def amount(count: float) -> str:
+def format_amount(count: float) -> str:
     """
-    >>> amount(2_930_000_000_000), amount(1_234), amount(12.4)
+    >>> format_amount(2_930_000_000_000), format_amount(1_234), format_amount(12.4)
     ('2.93 trillion', '1,234', '12')
     """
     for size, name in ((1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
@@ -574,48 +591,53 @@ def amount(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def steps(count: float) -> str:
+def format_steps(count: float) -> str:
     return f"{count:.2f}"
 
 
-Row = tuple[str, Figure | None, Callable[[float], str], str]
+FigureRow = tuple[str, MeanEstimate | None, Callable[[float], str], str]
 
 
-def show_outcome(outcome: Outcome) -> None:
-    wish, detail, ledger = outcome.wish, outcome.detail, outcome.ledger
-    out = console()
-    out.print(_title(outcome))
+def show_result(outcome: SimulationResult) -> None:
+    options, detail, ledger = outcome.options, outcome.detail, outcome.ledger
+    out = make_console()
+    out.print(_result_title(outcome))
     out.print()
-    rows: list[Row] = [
-        ("goodput: chip time in steps that counted", outcome.goodput, percent, " %"),
-        ("uptime: time in which somebody steps", outcome.uptime, percent, " %"),
-        ("failures of chips", outcome.failures, amount, ""),
-        ("tokens trained", outcome.tokens_trained, amount, ""),
+    rows: list[FigureRow] = [
+        ("goodput: chip time in steps that counted", outcome.goodput, format_percent, " %"),
+        ("uptime: time in which somebody steps", outcome.uptime, format_percent, " %"),
+        ("failures of chips", outcome.failures, format_amount, ""),
+        ("tokens trained", outcome.tokens_trained, format_amount, ""),
     ]
     if detail is not None and ledger is not None:
-        if not detail.whole:
-            out.print(_table(f"all {span(outcome.goodput_days * 24.0)}", rows, wish.count > 1))
+        if not detail.covers_run:
+            out.print(_figure_table(f"all {format_hours(outcome.goodput_days * 24.0)}", rows, options.seed_count > 1))
             out.print()
-            rows = [("tokens trained", ledger.trained, amount, "")]
+            rows = [("tokens trained", ledger.trained, format_amount, "")]
         lost = ", ".join(ledger.dropped_by_reason)
         rows += [
-            ("  merged", ledger.merged_share, percent, " %"),
-            ("  pending", ledger.pending_share, percent, " %"),
-            (f"  dropped{f' ({lost})' if lost else ''}", ledger.dropped_share, percent, " %"),
+            ("  merged", ledger.merged_share, format_percent, " %"),
+            ("  pending", ledger.pending_share, format_percent, " %"),
+            (f"  dropped{f' ({lost})' if lost else ''}", ledger.dropped_share, format_percent, " %"),
         ]
     rows += [
-        (f"contributions per merge, of {_learners(wish, outcome)}", outcome.contributions_per_merge, steps, ""),
-        ("staleness: steps from copy to adoption", outcome.staleness_steps, steps, ""),
-        (f"effective H: steps per merge (H = {wish.protocol.every_steps})", outcome.effective_h, steps, ""),
+        (
+            f"contributions per merge, of {_format_learners(options, outcome)}",
+            outcome.contributions_per_merge,
+            format_steps,
+            "",
+        ),
+        ("staleness: steps from copy to adoption", outcome.staleness_steps, format_steps, ""),
+        (f"effective H: steps per merge (H = {options.protocol.every_steps})", outcome.effective_h, format_steps, ""),
     ]
-    title = "" if detail is None or detail.whole else f"the protocol, first {span(detail.hours)}"
-    out.print(_table(title, rows, wish.count > 1))
+    title = "" if detail is None or detail.covers_run else f"the protocol, first {format_hours(detail.hours)}"
+    out.print(_figure_table(title, rows, options.seed_count > 1))
     out.print()
-    for sentence in _sentences(outcome):
+    for sentence in _result_sentences(outcome):
         out.print(sentence)
 
 
-def _table(title: str, rows: list[Row], intervals: bool) -> Table:
+def _figure_table(title: str, rows: list[FigureRow], intervals: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=intervals or title != "")
     table.add_column(title, width=41)
     table.add_column("mean" if intervals else "", justify="right", width=13, no_wrap=True)
@@ -623,33 +645,33 @@ def _table(title: str, rows: list[Row], intervals: bool) -> Table:
         table.add_column("95 % interval", justify="right", width=22, no_wrap=True)
     for name, figure, show, unit in rows:
         if figure is not None:
-            table.add_row(name, show(figure.mean) + unit, *([interval_text(figure, show)] if intervals else []))
+            table.add_row(name, show(figure.mean) + unit, *([format_interval(figure, show)] if intervals else []))
     return table
 
 
-def _title(outcome: Outcome) -> str:
-    wish = outcome.wish
-    who = "one job" if wish.method in ONE_JOB else f"{outcome.learners} learners"
-    if wish.extras:
-        who += f" and {sum(extra.count for extra in wish.extras)} that come and go"
-    return f"{wish.method}: {who} on {wish.chips:,} chips for {span(wish.days * 24.0)}, {seeds_sentence(wish)}"
+def _result_title(outcome: SimulationResult) -> str:
+    options = outcome.options
+    who = "one job" if options.method in SINGLE_JOB_METHODS else f"{outcome.learners} learners"
+    if options.extras:
+        who += f" and {sum(extra.count for extra in options.extras)} that come and go"
+    return f"{options.method}: {who} on {options.chips:,} chips for {format_hours(options.days * 24.0)}, {format_seeds(options)}"
 
 
-def _learners(wish: SimulateOptions, outcome: Outcome) -> str:
-    return " + ".join(str(count) for count in (outcome.learners, *(extra.count for extra in wish.extras)))
+def _format_learners(options: SimulateOptions, outcome: SimulationResult) -> str:
+    return " + ".join(str(count) for count in (outcome.learners, *(extra.count for extra in options.extras)))
 
 
-def _sentences(outcome: Outcome) -> list[str]:
-    wish = outcome.wish
-    said = [how_sentence(outcome)]
+def _result_sentences(outcome: SimulationResult) -> list[str]:
+    options = outcome.options
+    said = [describe_method(outcome)]
     detail = outcome.detail
-    if detail is not None and not detail.full:
+    if detail is not None and not detail.is_full:
         said[-1] += " --full simulates all of it."
     if outcome.core_goodput is not None and outcome.fleet_goodput is not None:
         ours, theirs = 100.0 * outcome.core_goodput.mean, 100.0 * outcome.fleet_goodput.mean
         said.append(f"For that time the cores say {ours:.2f} % goodput and the fleet model {theirs:.2f} %.")
     if outcome.suspected is not None and outcome.suspected.mean > 0.0:
-        times = f"{outcome.suspected.mean:.3g} times" + (" per seed" if wish.count > 1 else "")
+        times = f"{outcome.suspected.mean:.3g} times" + (" per seed" if options.seed_count > 1 else "")
         said.append(f"The syncer suspected a silent learner {times}.")
     published = outcome.published("goodput")
     if published is not None:
@@ -662,7 +684,7 @@ def _sentences(outcome: Outcome) -> list[str]:
         said.append(f"{tapes.tapes} tapes with {tapes.entries:,} entries ({size}) are in {tapes.directory}.")
         if tapes.finished:
             said.append(f"After that time the run was finished in order, with {tapes.merges:,} merges in all.")
-        if wish.protocol.lockstep:
+        if options.protocol.lockstep:
             said.append("In lockstep learners wait for each other, which atoll check reports as a violation.")
     return said
 
@@ -671,25 +693,25 @@ METRICS: tuple[Metric, ...] = ("goodput", "uptime")
 
 
 def simulate_cells(
-    wish: SimulateOptions, rows: Sequence[tuple[Method, int]] = TABLE_ROWS, chips: Sequence[int] = TABLE_CHIPS
+    options: SimulateOptions, rows: Sequence[tuple[Method, int]] = TABLE_ROWS, chips: Sequence[int] = TABLE_CHIPS
 ) -> list[TableCell]:
     """Every row at every number of chips, by the fleet model."""
-    if wish.count < 2:
+    if options.seed_count < 2:
         raise ValueError("a table over one seed has no intervals; give --seeds 2 or more")
     # The largest first, so that no process is left alone with one at the end.
     places = [(row, count) for count in sorted(chips, reverse=True) for row in rows]
     tasks: list[Task[GoodputResult]] = [
-        partial(_simulate_cell, wish, row, count, seed) for row, count in places for seed in wish.seeds
+        partial(_simulate_cell, options, row, count, seed) for row, count in places for seed in options.seeds
     ]
-    results = iter(run_all("simulating the table", tasks, wish.processes))
-    runs = {place: [next(results) for _ in wish.seeds] for place in places}
+    results = iter(run_tasks("simulating the table", tasks, options.processes))
+    runs = {place: [next(results) for _ in options.seeds] for place in places}
     return [
         TableCell(
             method,
             learners,
             count,
             metric,
-            estimate(100.0 * getattr(run, metric) for run in runs[((method, learners), count)]),
+            estimate_goodput(100.0 * getattr(run, metric) for run in runs[((method, learners), count)]),
             published_percent(method, learners, count, metric),
         )
         for metric in METRICS
@@ -698,14 +720,18 @@ def simulate_cells(
     ]
 
 
-def wish_for_plot(wish: SimulateOptions) -> SimulateOptions:
+def options_for_plot(options: SimulateOptions) -> SimulateOptions:
     """The table around one run: the same chips and seeds' beginning, as long as a table needs."""
-    return replace(wish, given_days=TABLE_DAYS, given_count=TABLE_SEEDS, tape=None, speeds=(), extras=())
+    return replace(
+        options, requested_days=TABLE_DAYS, requested_seed_count=TABLE_SEEDS, tape=None, speeds=(), extras=()
+    )
 
 
-def _simulate_cell(wish: SimulateOptions, row: tuple[Method, int], chips: int, seed: int, tell: Tell) -> GoodputResult:
+def _simulate_cell(
+    options: SimulateOptions, row: tuple[Method, int], chips: int, seed: int, tell: ReportProgress
+) -> GoodputResult:
     method, learners = row
-    return simulate(wish.fleet, method, learners, chips, wish.days, seed)
+    return simulate(options.fleet, method, learners, chips, options.days, seed)
 
 
 def row_label(method: Method, learners: int) -> str:
@@ -717,15 +743,15 @@ def chips_label(chips: int) -> str:
     return f"{chips / 1e6:g}M" if chips >= 1_000_000 else f"{chips / 1e3:g}k"
 
 
-def show_tables(wish: SimulateOptions, cells: Sequence[TableCell]) -> None:
-    out = console()
+def show_tables(options: SimulateOptions, cells: Sequence[TableCell]) -> None:
+    out = make_console()
     for metric in METRICS:
         out.print(_metric_table(metric, [cell for cell in cells if cell.metric == metric]))
         out.print()
     worst = max((abs(cell.difference) for cell in cells if cell.difference is not None), default=0.0)
     out.print(
         "Published cells have a second line: the published figure, and ours less published. The others are predictions."
-        f" Largest difference {worst:.1f} points. Each cell: {span(24.0 * wish.days)}, {wish.count} seeds,"
+        f" Largest difference {worst:.1f} points. Each cell: {format_hours(24.0 * options.days)}, {options.seed_count} seeds,"
         " 95 % interval over them."
     )
     out.print(
@@ -747,60 +773,68 @@ def _metric_table(metric: Metric, cells: Sequence[TableCell]) -> Table:
 
 
 def _cell_text(cell: TableCell) -> str:
-    ours = f"{cell.ours.mean:.1f} ±{cell.ours.high - cell.ours.mean:.1f}"
+    ours = f"{cell.simulated.mean:.1f} ±{cell.simulated.high - cell.simulated.mean:.1f}"
     if cell.difference is None:
         return ours
     difference = round(cell.difference, 1) + 0.0  # never -0.0
     return f"{ours}\n{cell.published:.0f} {difference:+.1f}"
 
 
-def table_fields(wish: SimulateOptions, cells: Sequence[TableCell]) -> dict[str, object]:
+def table_fields(options: SimulateOptions, cells: Sequence[TableCell]) -> dict[str, object]:
     """In percent, as published; an interval is over seeds."""
     return {
-        "days": wish.days,
-        "seeds": list(wish.seeds),
+        "days": options.days,
+        "seeds": list(options.seeds),
         "cells": [
             {
                 "metric": cell.metric,
                 "method": cell.method,
                 "learners": cell.learners,
                 "chips": cell.chips,
-                "percent": cell.ours.mean,
-                "percent_ci": [cell.ours.low, cell.ours.high],
+                "percent": cell.simulated.mean,
+                "percent_ci": [cell.simulated.low, cell.simulated.high],
                 "published_percent": cell.published,
                 "difference": cell.difference,
             }
             for cell in cells
         ],
-        "settings": wish.settings(),
+        "settings": options.settings(),
     }
 
 
-SHARES = ("goodput", "goodput_fast", "goodput_slow")
-MEASURES = ("contributions_per_merge", "effective_h", "staleness_steps")
+MIXED_SHARES = ("goodput", "goodput_fast", "goodput_slow")
+MIXED_MEASURES = ("contributions_per_merge", "effective_h", "staleness_steps")
 
 
-def compare_mixed(wish: SimulateOptions) -> Result:
+def compare_mixed(options: SimulateOptions) -> Result:
     """Run every row on every seed and show them side by side."""
-    tasks: list[Task[MixedResult]] = [partial(_run_row, wish, row, seed) for row in MIXED_ROWS for seed in wish.seeds]
-    results = iter(run_all("comparing", tasks, wish.processes))
-    rows = [(row, _figures([next(results) for _ in wish.seeds])) for row in MIXED_ROWS]
-    return Result(partial(_mixed_fields, wish, rows), partial(_show_mixed, wish, rows))
+    tasks: list[Task[MixedResult]] = [
+        partial(_run_row, options, row, seed) for row in MIXED_ROWS for seed in options.seeds
+    ]
+    results = iter(run_tasks("comparing", tasks, options.processes))
+    rows = [(row, _average_results([next(results) for _ in options.seeds])) for row in MIXED_ROWS]
+    return Result(partial(_mixed_fields, options, rows), partial(_show_mixed, options, rows))
 
 
-def _run_row(wish: SimulateOptions, row: MixedRow, seed: int, tell: Tell) -> MixedResult:
-    return run_mixed(row, wish.protocol, wish.days * 24.0, seed, step_time_s=wish.fleet.step_time_s, on_progress=tell)
+def _run_row(options: SimulateOptions, row: MixedRow, seed: int, tell: ReportProgress) -> MixedResult:
+    return run_mixed(
+        row, options.protocol, options.days * 24.0, seed, step_time_s=options.fleet.step_time_s, on_progress=tell
+    )
 
 
-def _figures(results: list[MixedResult]) -> dict[str, Figure]:
-    figures = {name: over_seeds([getattr(r, name) for r in results], least=0.0, most=1.0) for name in SHARES}
-    return figures | {name: over_seeds([getattr(r, name) for r in results], least=0.0) for name in MEASURES}
+def _average_results(results: list[MixedResult]) -> dict[str, MeanEstimate]:
+    figures = {
+        name: estimate_over_seeds([getattr(r, name) for r in results], lower=0.0, upper=1.0) for name in MIXED_SHARES
+    }
+    return figures | {
+        name: estimate_over_seeds([getattr(r, name) for r in results], lower=0.0) for name in MIXED_MEASURES
+    }
 
 
-def _mixed_fields(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figure]]]) -> dict[str, object]:
+def _mixed_fields(options: SimulateOptions, rows: list[tuple[MixedRow, dict[str, MeanEstimate]]]) -> dict[str, object]:
     return {
-        "days": wish.days,
-        "seeds": list(wish.seeds),
+        "days": options.days,
+        "seeds": list(options.seeds),
         "rows": [
             {
                 "quorum": row.quorum,
@@ -812,12 +846,12 @@ def _mixed_fields(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Fi
             }
             for row, figures in rows
         ],
-        "settings": wish.settings(),
+        "settings": options.settings(),
     }
 
 
-def _show_mixed(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figure]]]) -> None:
-    out = console()
+def _show_mixed(options: SimulateOptions, rows: list[tuple[MixedRow, dict[str, MeanEstimate]]]) -> None:
+    out = make_console()
     out.print("Eight learners, four of each of two generations, the slower 18 % behind; 10 % jitter, no failures.")
     out.print()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -830,7 +864,7 @@ def _show_mixed(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figu
         ("goodput_fast", "  fast generation, %"),
         ("goodput_slow", "  slow generation, %"),
     ):
-        table.add_row(label, *(_figure_text(figures[name].times(100.0), 1) for _, figures in rows))
+        table.add_row(label, *(_figure_text(figures[name].scaled(100.0), 1) for _, figures in rows))
     table.add_row("goodput, published, %", *(f"{row.published_percent:.0f}" for row, _ in rows))
     for name, label in (
         ("contributions_per_merge", "contributions per merge"),
@@ -845,16 +879,18 @@ def _show_mixed(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figu
         " fast generation is the one that waits. A decoupled learner never waits, whatever the quorum: a loss at K = 8"
         " means that learners waited for the round, so that column is run in lockstep."
     )
-    out.print(f"Every fragment and every step for {span(24.0 * wish.days)}, {wish.count} seeds, 95 % interval.")
+    out.print(
+        f"Every fragment and every step for {format_hours(24.0 * options.days)}, {options.seed_count} seeds, 95 % interval."
+    )
 
 
-def _figure_text(figure: Figure, places: int) -> str:
+def _figure_text(figure: MeanEstimate, places: int) -> str:
     if figure.low is None or figure.high is None:
         return f"{figure.mean:.{places}f}"
     return f"{figure.mean:.{places}f} ±{max(figure.high - figure.mean, figure.mean - figure.low):.{places}f}"
 
 
-SUFFIXES = (".png", ".svg", ".pdf")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 # Okabe and Ito's colours, told apart by every kind of colour vision; markers and dashes say the same once more.
 _STYLES = (
@@ -873,8 +909,10 @@ _TITLES: dict[Metric, str] = {
 
 def check_plot(path: Path) -> None:
     """Before anything is simulated: can this file be drawn?"""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"cannot draw {path}; end its name with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise ValueError(
+            f"cannot draw {path}; end its name with {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
+        )
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which comes with the extra 'plot': pip install 'atoll[plot]'")
     folder = path.parent
@@ -885,7 +923,7 @@ def check_plot(path: Path) -> None:
 
 
 @contextmanager
-def drawn(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
+def draw_figure(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a figure and its panels, and write them to the file. The same figure makes the same file."""
     import matplotlib
 
@@ -901,9 +939,9 @@ def drawn(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
         pyplot.close(figure)
 
 
-def draw_plot(path: Path, cells: Sequence[TableCell], outcome: Outcome | None) -> None:
+def draw_plot(path: Path, cells: Sequence[TableCell], outcome: SimulationResult | None) -> None:
     """Draw both metrics against chips, with published points and, if there is one, the run itself."""
-    with drawn(path, ncols=2, figsize=(11.0, 5.2), sharex=True, sharey=True) as (figure, panels):
+    with draw_figure(path, ncols=2, figsize=(11.0, 5.2), sharex=True, sharey=True) as (figure, panels):
         for metric, panel in zip(METRICS, panels, strict=True):
             _draw_panel(panel, metric, [cell for cell in cells if cell.metric == metric], outcome)
         panels[0].set_ylabel("percent")
@@ -912,12 +950,12 @@ def draw_plot(path: Path, cells: Sequence[TableCell], outcome: Outcome | None) -
         figure.tight_layout(rect=(0.0, 0.12, 1.0, 1.0))
 
 
-def _never_down(cells: Sequence[TableCell], learners: int) -> bool:
+def _is_near_100(cells: Sequence[TableCell], learners: int) -> bool:
     """Lines so close to 100 % that they hide each other."""
-    return all(cell.ours.mean > 99.0 for cell in cells if (cell.method, cell.learners) == ("decoupled", learners))
+    return all(cell.simulated.mean > 99.0 for cell in cells if (cell.method, cell.learners) == ("decoupled", learners))
 
 
-def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome: Outcome | None) -> None:
+def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome: SimulationResult | None) -> None:
     ticks = sorted({cell.chips for cell in cells})
     rows = dict.fromkeys((cell.method, cell.learners) for cell in cells)
     for (method, learners), (colour, marker, dashes) in zip(rows, _STYLES, strict=False):
@@ -925,8 +963,8 @@ def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome
         chips = [cell.chips for cell in row]
         label = row_label(method, learners)
         style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dashes, "label": label}
-        panel.plot(chips, [cell.ours.mean for cell in row], markersize=4.5, linewidth=1.6, **style)
-        low, high = [cell.ours.low for cell in row], [min(cell.ours.high, 100.0) for cell in row]
+        panel.plot(chips, [cell.simulated.mean for cell in row], markersize=4.5, linewidth=1.6, **style)
+        low, high = [cell.simulated.low for cell in row], [min(cell.simulated.high, 100.0) for cell in row]
         panel.fill_between(chips, low, high, color=colour, alpha=0.2, linewidth=0)
         published = {cell.chips: cell.published for cell in row if cell.published is not None}
         panel.plot(
@@ -944,9 +982,9 @@ def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome
     if outcome is not None:
         share = outcome.goodput if metric == "goodput" else outcome.uptime
         panel.plot(
-            [outcome.wish.chips], [100.0 * share.mean], "*", color="#E69F00", mec="black", ms=15, label="this run"
+            [outcome.options.chips], [100.0 * share.mean], "*", color="#E69F00", mec="black", ms=15, label="this run"
         )
-    hidden = [str(m) for method, m in rows if method == "decoupled" and _never_down(cells, m)]
+    hidden = [str(m) for method, m in rows if method == "decoupled" and _is_near_100(cells, m)]
     if len(hidden) > 1:
         where: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points"}
         panel.annotate(f"M = {', '.join(hidden)}: above 99 %", (ticks[0], 100.0), color="#555555", **where)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli import options
-from atoll.cli.dash import Dash, DashPort, Page, PageRules, page_beside
-from atoll.cli.options import Keys, LogFormat, Token, say
-from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.cli.dash import DashboardOptions, DashOption, DashPortOption, DashRulesOption, dashboard_process
+from atoll.cli.options import KeysOption, LogFormatOption, TokenOption, print_log_line
+from atoll.cli.output import ExitCode, JsonOption, Result, print_to_stderr
 from atoll.core.settings import Setting, check_settings, setting
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class ServeOptions:
     """How a syncer serves a run. They are no settings of the run: a syncer that goes on with it is given them again."""
 
     host: str = setting("127.0.0.1", "Address to listen on; beyond this machine it needs keys.", "HOST")
-    port: int = setting(7400, options.port("Port to listen on; 0: a free one."))
-    token: str | None = setting(None, options.TOKEN)
+    port: int = setting(7400, options.port_setting("Port to listen on; 0: a free one."))
+    token: str | None = setting(None, options.TOKEN_SETTING)
     keys: Path | None = setting(
         None,
         "TLS with the syncer's key, as atoll keys init has made it; only those with a key of the same authority are let"
@@ -52,18 +52,18 @@ class ServeOptions:
         "SECONDS",
         min=0.0,
     )
-    log_format: str = setting("text", options.LOG_FORMAT)
+    log_format: str = setting("text", options.LOG_FORMAT_SETTING)
 
     def __post_init__(self) -> None:
         check_settings(self)
 
     def key_files(self) -> KeyFiles | None:
-        from atoll.transport.tls import KeyFiles, key_files
+        from atoll.transport.tls import KeyFiles, find_key_files
 
         if self.keys is not None:
             if self.certificate is not None or self.private_key is not None:
                 raise ValueError("--keys brings its own certificate: leave --certificate and --private-key out")
-            return key_files(self.keys, of_syncer=True)
+            return find_key_files(self.keys, for_syncer=True)
         if self.certificate is None and self.private_key is None:
             return None
         if self.certificate is None or self.private_key is None:
@@ -71,13 +71,13 @@ class ServeOptions:
         return KeyFiles(self.certificate, self.private_key)
 
 
-REPEATED = {*(each.name for each in fields(ServeOptions)), "dash", "dash_port", "rules", "as_json"}
+REPEATED_ON_RESUME = {*(each.name for each in fields(ServeOptions)), "dash", "dash_port", "rules", "as_json"}
 """Options that have to be given again when a syncer goes on with a run."""
 
-RESUMED = REPEATED | {"out", "resume", "standby", "take_over_after"}
+ALLOWED_ON_RESUME = REPEATED_ON_RESUME | {"out", "resume", "standby", "take_over_after"}
 """Options that a run which goes on does not have settings of its own for."""
 
-TOKEN_NOTE = "token-required"
+TOKEN_MARKER_FILE = "token-required"
 """File in the directory of a run whose syncer was started with a token."""
 
 
@@ -95,14 +95,14 @@ def run_syncer(
     take_over_after: Annotated[
         float, Setting("For --standby: time without a sign of life. At least 3.", "SECONDS", min=3.0)
     ] = 15.0,
-    init: options.Init = None,
+    init: options.InitOption = None,
     learners: Annotated[int | None, Setting("Learners among which the data is divided. [default: 4]", "M")] = None,
     *,
-    serving: Annotated[ServeOptions, options.OptionsOf("atoll.cli.syncer:ServeOptions")],
+    serving: Annotated[ServeOptions, options.DataclassOptions("atoll.cli.syncer:ServeOptions")],
     job: options.JobOptions,
-    dash: Dash = False,
-    dash_port: DashPort = None,
-    rules: PageRules = None,
+    dash: DashOption = False,
+    dash_port: DashPortOption = None,
+    rules: DashRulesOption = None,
     as_json: JsonOption = False,
 ) -> Result:
     """Serve a run to learners on any machine that can reach this one.
@@ -113,19 +113,19 @@ def run_syncer(
     takes over by itself; learners are told both addresses. docs/several-hosts.md shows two hosts step by step,
     docs/recovery.md the rest. Without keys (atoll keys init) it listens to this machine only.
     """
-    from atoll.logs import check_format
+    from atoll.logs import check_log_format
     from atoll.reference.job_settings import JobSettings
     from atoll.reference.loop import model_config
-    from atoll.store.run_settings import CONFIG, check_new
+    from atoll.store.run_settings import CONFIG_FILE, check_is_new_run
     from atoll.transport.auth import check_access
-    from atoll.transport.listener import bound
+    from atoll.transport.listener import bind_socket
     from atoll.transport.tls import ServerTls
 
     token = serving.token or None  # an empty variable is no token
     files = serving.key_files()
     check_access(serving.host, token, ServerTls(files) if files is not None else None, serving.plain_text)
-    check_format(serving.log_format)
-    page = Page(dash, dash_port, rules)
+    check_log_format(serving.log_format)
+    page = DashboardOptions(dash, dash_port, rules)
     page.check()
     if options.is_given(ctx, "take_over_after") and not standby:
         raise ValueError("--take-over-after means nothing without --standby")
@@ -133,28 +133,28 @@ def run_syncer(
         raise ValueError("--or-resume means nothing with --resume or --standby: leave one of them out")
     is_new = False
     if resume or standby:
-        options.refuse_with_resume(ctx, RESUMED)
-        if not (out / CONFIG).is_file():
-            raise ValueError(f"{out} holds no run (it has no {CONFIG}): leave --resume out to start one")
-        settings = JobSettings.load(out / CONFIG)
+        options.reject_options_with_resume(ctx, ALLOWED_ON_RESUME)
+        if not (out / CONFIG_FILE).is_file():
+            raise ValueError(f"{out} holds no run (it has no {CONFIG_FILE}): leave --resume out to start one")
+        settings = JobSettings.load(out / CONFIG_FILE)
         _check_shards(settings, files)
     else:
         settings = options.make_job({"learners": learners, **job})
         model_config(settings)  # refuses a model that there is not
         _check_shards(settings, files)
-        if or_resume and (out / CONFIG).is_file():
-            settings = _kept_settings(out, settings)
+        if or_resume and (out / CONFIG_FILE).is_file():
+            settings = _load_existing_settings(out, settings)
         else:
             # A launcher that starts the syncer with --or-resume has created the directory and keeps files in it.
-            (_check_empty if or_resume else check_new)(out)
+            (_check_no_store if or_resume else check_is_new_run)(out)
             is_new = True
     with ExitStack() as stack:
         # Before the directory is created: a port in use must not leave one behind.
-        sock = stack.enter_context(bound(serving.host, serving.port, listens=True)) if is_new else None
+        sock = stack.enter_context(bind_socket(serving.host, serving.port, listen=True)) if is_new else None
         if is_new:
-            _begin(out, settings, init)
+            _create_run(out, settings, init)
         _check_token(out, token)
-        stack.enter_context(page_beside(page, out, token))
+        stack.enter_context(dashboard_process(page, out, token))
         wait_s = take_over_after if standby else None
         return _serve(out, settings, serving, files, wait_s, sock, partial(_resume_command, ctx), as_json)
 
@@ -164,26 +164,26 @@ def _check_shards(settings: JobSettings, files: KeyFiles | None) -> None:
         raise ValueError("a syncer and its shards know each other by keys: give --keys in place of --certificate")
 
 
-def _kept_settings(out: Path, asked: JobSettings) -> JobSettings:
+def _load_existing_settings(out: Path, asked: JobSettings) -> JobSettings:
     from atoll.reference.job_settings import JobSettings
-    from atoll.store.run_settings import CONFIG
+    from atoll.store.run_settings import CONFIG_FILE
 
-    settings = JobSettings.load(out / CONFIG)
+    settings = JobSettings.load(out / CONFIG_FILE)
     if settings != asked:
-        complain(f"the run in {out} goes on by its own settings, and was founded with others than are given now")
+        print_to_stderr(f"the run in {out} goes on by its own settings, and was founded with others than are given now")
     return settings
 
 
-def _check_empty(out: Path) -> None:
-    from atoll.store.snapshots import STORE
+def _check_no_store(out: Path) -> None:
+    from atoll.store.snapshots import STORE_FOLDER
 
-    if (out / STORE).exists():
+    if (out / STORE_FOLDER).exists():
         raise ValueError(f"{out} holds a store and no settings of a run: choose another --out")
 
 
-def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:
+def _create_run(out: Path, settings: JobSettings, init: Path | None) -> None:
     """Create the directory of a new run, or nothing. A learner that brings the model shows whether --init fits it."""
-    from atoll.store.run_settings import CONFIG
+    from atoll.store.run_settings import CONFIG_FILE
 
     values = None
     if init is not None:
@@ -196,10 +196,10 @@ def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         if values is not None:
             from atoll.checkpoint.model_file import write_tensors
-            from atoll.syncer.initial_model import INIT
+            from atoll.syncer.initial_model import INIT_FILE
 
-            write_tensors(values, out / INIT)
-        settings.save(out / CONFIG)
+            write_tensors(values, out / INIT_FILE)
+        settings.save(out / CONFIG_FILE)
     except BaseException:
         with suppress(OSError):
             for path in set(out.iterdir()) - others:
@@ -212,7 +212,7 @@ def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:
 
 def _check_token(out: Path, token: str | None) -> None:
     """Refuse to serve a run without a token that was served with one; note that this run is."""
-    note = out / TOKEN_NOTE
+    note = out / TOKEN_MARKER_FILE
     if token is not None:
         note.write_text("The syncer of this run was started with a token and must be given one again.\n")
     elif note.exists():
@@ -228,7 +228,7 @@ def _resume_command(ctx: typer.Context, address: str | None) -> str:
 
     words = ["atoll", "syncer", "--out", str(ctx.params["out"]), "--resume"]
     for option in ctx.command.params:
-        if option.name not in REPEATED or not options.is_given(ctx, option.name):
+        if option.name not in REPEATED_ON_RESUME or not options.is_given(ctx, option.name):
             continue
         value = ctx.params[option.name]
         if option.name == "token":
@@ -241,13 +241,13 @@ def _resume_command(ctx: typer.Context, address: str | None) -> str:
     return shlex.join(words) + (", with the same ATOLL_TOKEN" if from_environment else "")
 
 
-def _keep_model(out: Path, shards: int, syncer: SyncerProcess) -> None:
+def _write_model(out: Path, shards: int, syncer: SyncerProcess) -> None:
     """As soon as the run is over: its end may be served for long."""
-    from atoll.checkpoint.model_file import MODEL, write_tensors
-    from atoll.checkpoint.published import published_tensors
+    from atoll.checkpoint.model_file import MODEL_FILE, write_tensors
+    from atoll.checkpoint.published_model import read_published_tensors
 
     # Of whatever the learners train: it need not be our model. What shards hold was gathered at the end.
-    write_tensors(syncer.published() if shards else published_tensors(out), out / MODEL)
+    write_tensors(syncer.published_model() if shards else read_published_tensors(out), out / MODEL_FILE)
 
 
 # long: from the wait of a standby to the model
@@ -266,16 +266,16 @@ def _serve(
 
     import torch
 
-    from atoll.checkpoint.model_file import MODEL, write_tensors
-    from atoll.checkpoint.published import is_finished, learners_without_end, published_tensors
-    from atoll.logs import set_up
+    from atoll.checkpoint.model_file import MODEL_FILE, write_tensors
+    from atoll.checkpoint.published_model import is_run_finished, learners_missing_end, read_published_tensors
+    from atoll.logs import configure_logging
     from atoll.reference.saved_models import load_model
-    from atoll.reference.supervisor import new_run_id, run_of
-    from atoll.store.version_store import InUse
-    from atoll.syncer.main import Superseded, serve_syncer, wait_to_take_over
-    from atoll.syncer.shards.coordinator import ShardsMissing
+    from atoll.reference.supervisor import new_run_id, run_settings_for
+    from atoll.store.version_store import StoreInUseError
+    from atoll.syncer.main import SupersededError, serve_syncer, wait_to_take_over
+    from atoll.syncer.shards.coordinator import ShardsUnavailableError
 
-    set_up(serving.log_format, logging.WARNING)
+    configure_logging(serving.log_format, logging.WARNING)
     for name in ("atoll.syncer", "atoll.command"):
         logging.getLogger(name).setLevel(logging.INFO)
     torch.set_num_threads(1)
@@ -298,31 +298,31 @@ def _serve(
         sys.stdout.flush()
 
     def told_of_end(address: str) -> None:
-        missing = ", ".join(map(str, learners_without_end(out)))
+        missing = ", ".join(map(str, learners_missing_end(out)))
         print(f"The run in {out} is over, and its end has not reached learners {missing}.")
         end = f"for up to {serving.serve_end:g} s (--serve-end)"
         print(f"Serving the end on {address} {end}; Ctrl-C stops it.", flush=True)
 
     def waits() -> None:
-        say(serving.log_format, f"Standing by: a syncer serves {out}.")
+        print_log_line(serving.log_format, f"Standing by: a syncer serves {out}.")
 
-    run = run_of(settings, new_run_id(out))
+    run = run_settings_for(settings, new_run_id(out))
     while True:
         turn = wait_to_take_over(out, take_over_after, waits) if take_over_after is not None else None
         # Without the model that its shards hold it is served again, so that they can bring it.
-        has_model = take_over_after is not None or not settings.shards or (out / MODEL).exists()
-        was_finished = is_finished(out) and has_model
+        has_model = take_over_after is not None or not settings.shards or (out / MODEL_FILE).exists()
+        was_finished = is_run_finished(out) and has_model
         # The syncer that a standby watches serves the end itself.
-        serves_end = take_over_after is None and serving.serve_end > 0 and was_finished and learners_without_end(out)
+        serves_end = take_over_after is None and serving.serve_end > 0 and was_finished and learners_missing_end(out)
         if turn is not None:
-            say(serving.log_format, f"Taking over: {turn.reason}.")
+            print_log_line(serving.log_format, f"Taking over: {turn.reason}.")
         finished = was_finished and not serves_end
         if finished:
             break
         on_ready = told_of_end if was_finished and not as_json else told
-        on_finished = None if was_finished else partial(_keep_model, out, settings.shards)
+        on_finished = None if was_finished else partial(_write_model, out, settings.shards)
         try:
-            by_force = turn is not None and turn.by_force
+            by_force = turn is not None and turn.is_forced
             finished = was_finished | serve_syncer(
                 *(out, run, serving.host, serving.port, serving.token or None, on_ready, on_finished),
                 take_over=by_force,
@@ -332,22 +332,22 @@ def _serve(
                 sock=sock,
             )
             break
-        except InUse:
+        except StoreInUseError:
             if take_over_after is None:
                 raise  # otherwise somebody was quicker, and is stood by
-        except ShardsMissing as missing:
+        except ShardsUnavailableError as missing:
             start = f"start it, and then again: {again(None)}"
             raise ValueError(f"{missing}; {start}") from None
-        except Superseded as superseded:
-            complain(str(superseded))
+        except SupersededError as superseded:
+            print_to_stderr(str(superseded))
             raise typer.Exit(ExitCode.FAILED) from None
     if not finished:
         address = addresses[-1] if addresses else None
-        complain(f"stopped before the end; learners train on and wait for: {again(address)}")
+        print_to_stderr(f"stopped before the end; learners train on and wait for: {again(address)}")
         raise KeyboardInterrupt
-    path = out / MODEL
+    path = out / MODEL_FILE
     if was_finished and not settings.shards:
-        write_tensors(published_tensors(out), path)
+        write_tensors(read_published_tensors(out), path)
 
     def lines() -> Iterator[str]:
         yield f"The run in {out} {'was finished before' if was_finished else 'is finished'}; its model is {path}."
@@ -364,14 +364,14 @@ def run_shard(
     shards: Annotated[int, Setting("How many there are.", "N", min=1)],
     out: Annotated[Path, Setting("Its directory; the same one when it comes back.", "DIR")],
     host: Annotated[str, Setting("Address to listen on.", "HOST")] = "127.0.0.1",
-    port: Annotated[int, options.port("Port to listen on; 0: a free one.")] = 7401,
+    port: Annotated[int, options.port_setting("Port to listen on; 0: a free one.")] = 7401,
     advertise: Annotated[
         str | None, Setting("Where learners reach it, if that is another address.", "HOST:PORT")
     ] = None,
-    token: Token = None,
-    keys: Keys = None,
+    token: TokenOption = None,
+    keys: KeysOption = None,
     plain_text: Annotated[bool, Setting("Nobody else is on this network: no keys are needed.")] = False,
-    log_format: LogFormat = "text",
+    log_format: LogFormatOption = "text",
 ) -> None:
     """Hold some fragments of a run: learners bring and fetch them here, the syncer decides.
 
@@ -381,26 +381,26 @@ def run_shard(
     """
     import logging
 
-    from atoll.logs import check_format, set_up
-    from atoll.store.version_store import InUse
-    from atoll.syncer.main import Superseded
+    from atoll.logs import check_log_format, configure_logging
+    from atoll.store.version_store import StoreInUseError
+    from atoll.syncer.main import SupersededError
     from atoll.syncer.shards.process import serve_shard
-    from atoll.transport.endpoint import address, place
-    from atoll.transport.tls import key_files
+    from atoll.transport.endpoint import parse_address, parse_endpoint
+    from atoll.transport.tls import find_key_files
 
-    check_format(log_format)
-    head = place(syncer, keys)
+    check_log_format(log_format)
+    head = parse_endpoint(syncer, keys)
     head.check()
     if advertise is not None:
-        address(advertise)
-    set_up(log_format, logging.WARNING)
+        parse_address(advertise)
+    configure_logging(log_format, logging.WARNING)
     logging.getLogger("atoll.shard").setLevel(logging.INFO)
-    files = key_files(keys, of_syncer=True) if keys is not None else None
+    files = find_key_files(keys, for_syncer=True) if keys is not None else None
 
     def ready(where: str) -> None:
-        complain(f"shard {shard} of {shards} listens on {where}")
+        print_to_stderr(f"shard {shard} of {shards} listens on {where}")
 
     try:
         serve_shard(out, shard, shards, head, host, port, token or None, advertise, ready, files, plain_text)
-    except (InUse, Superseded) as wrong:
+    except (StoreInUseError, SupersededError) as wrong:
         raise ValueError(str(wrong)) from None

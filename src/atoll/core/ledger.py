@@ -21,13 +21,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from atoll.core.protocol import LeaseRecord
-from atoll.core.types import Accepted, FragmentId, Holding, Incarnation, Interval, LearnerId, Mark
+from atoll.core.types import (
+    AcceptedContribution,
+    FragmentId,
+    Incarnation,
+    Interval,
+    LearnerId,
+    LeaseHoldings,
+    MergedUpTo,
+)
 
-MOST_CLOSED = 4096
+MAX_CLOSED_CAUSES = 4096
 """Closed accounts whose reason is remembered."""
 
 
-class Line(NamedTuple):
+class LedgerLine(NamedTuple):
     """The ledger of one fragment. `dropped` is by reason."""
 
     trained: int
@@ -35,12 +43,12 @@ class Line(NamedTuple):
     pending: int
     dropped: dict[str, int]
 
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         return self.pending >= 0 and self.trained == self.merged + self.pending + sum(self.dropped.values())
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class TokenAccount:
     """What the syncer knows of one incarnation's tokens."""
 
     incarnation: Incarnation
@@ -53,17 +61,17 @@ class SyncerLedger:
     """The syncer's books. Open accounts are of current incarnations; closed ones are folded into totals."""
 
     def __init__(self, fragments: tuple[FragmentId, ...]) -> None:
-        self.accounts: dict[LearnerId, Account] = {}
+        self.accounts: dict[LearnerId, TokenAccount] = {}
         self.trained = 0  # of all accounts, open and closed
         self.closed_trained = 0
         self._fragments = fragments
         self._closed_merged: dict[FragmentId, int] = dict.fromkeys(fragments, 0)
         self._closed_dropped: dict[str, dict[FragmentId, int]] = {}
-        self._closed_why: dict[tuple[LearnerId, Incarnation], str] = {}  # of accounts that were closed lately
+        self._closed_causes: dict[tuple[LearnerId, Incarnation], str] = {}  # of accounts that were closed lately
 
     def open(self, learner: LearnerId, incarnation: Incarnation) -> None:
         assert learner not in self.accounts, f"learner {learner} has an open account"
-        self.accounts[learner] = Account(incarnation)
+        self.accounts[learner] = TokenAccount(incarnation)
 
     def tell(self, learner: LearnerId, trained: int) -> None:
         account = self.accounts[learner]
@@ -71,7 +79,7 @@ class SyncerLedger:
             self.trained += trained - account.trained
             account.trained = trained
 
-    def merge(self, fragment: FragmentId, accepted: Accepted) -> None:
+    def merge(self, fragment: FragmentId, accepted: AcceptedContribution) -> None:
         """A contribution is in a durable version."""
         account = self.accounts.get(accepted.learner)
         if account is not None and account.incarnation == accepted.incarnation:
@@ -81,7 +89,7 @@ class SyncerLedger:
             return
         # The incarnation was replaced between acceptance and durability: what was written off is merged after all.
         self._closed_merged[fragment] += accepted.tokens
-        why = self._closed_why.get((accepted.learner, accepted.incarnation))
+        why = self._closed_causes.get((accepted.learner, accepted.incarnation))
         if why is None:  # closed so long ago that its reason is forgotten: take it from where most was written off
             why = max(self._closed_dropped, key=lambda each: self._closed_dropped[each][fragment])
         self._closed_dropped[why][fragment] -= accepted.tokens
@@ -90,11 +98,11 @@ class SyncerLedger:
         """The incarnation is gone for good: what it had not merged is dropped, and says why."""
         account = self.accounts.pop(learner)
         self.closed_trained += account.trained
-        self._closed_why[(learner, account.incarnation)] = why
-        if len(self._closed_why) > MOST_CLOSED:
-            del self._closed_why[next(iter(self._closed_why))]
+        self._closed_causes[(learner, account.incarnation)] = why
+        if len(self._closed_causes) > MAX_CLOSED_CAUSES:
+            del self._closed_causes[next(iter(self._closed_causes))]
         lines = self._closed_dropped.setdefault(why, dict.fromkeys(self._fragments, 0))
-        adopted_over = self._closed_dropped.setdefault("adopted over", dict.fromkeys(self._fragments, 0))
+        adopted_over = self._closed_dropped.setdefault("overwritten-on-adopt", dict.fromkeys(self._fragments, 0))
         for fragment in self._fragments:
             merged, dropped = account.merged.get(fragment, 0), account.dropped.get(fragment, 0)
             self._closed_merged[fragment] += merged
@@ -104,19 +112,19 @@ class SyncerLedger:
     def merged(self, fragment: FragmentId) -> int:
         return self._closed_merged[fragment] + sum(a.merged.get(fragment, 0) for a in self.accounts.values())
 
-    def line(self, fragment: FragmentId) -> Line:
+    def line(self, fragment: FragmentId) -> LedgerLine:
         dropped = {why: lines[fragment] for why, lines in self._closed_dropped.items() if lines[fragment]}
         open_dropped = sum(a.dropped.get(fragment, 0) for a in self.accounts.values())
         if open_dropped:
-            dropped["adopted over"] = dropped.get("adopted over", 0) + open_dropped
+            dropped["overwritten-on-adopt"] = dropped.get("overwritten-on-adopt", 0) + open_dropped
         merged = self.merged(fragment)
         pending = sum(
             a.trained - a.merged.get(fragment, 0) - a.dropped.get(fragment, 0) for a in self.accounts.values()
         )
-        return Line(self.trained, merged, pending, dropped)
+        return LedgerLine(self.trained, merged, pending, dropped)
 
     def restore(
-        self, closed_trained: int, merged: dict[FragmentId, int], marks: dict[FragmentId, dict[LearnerId, Mark]]
+        self, closed_trained: int, merged: dict[FragmentId, int], marks: dict[FragmentId, dict[LearnerId, MergedUpTo]]
     ) -> None:
         """After a restart: open accounts (already opened) take up where their last marks stand.
 
@@ -131,23 +139,23 @@ class SyncerLedger:
                     account.dropped[fragment] = mark.dropped
         self.closed_trained = closed_trained
         self.trained += closed_trained
-        lines = self._closed_dropped.setdefault("gone before a restart", dict.fromkeys(self._fragments, 0))
+        lines = self._closed_dropped.setdefault("before-restart", dict.fromkeys(self._fragments, 0))
         for fragment, total in merged.items():
             open_merged = sum(a.merged.get(fragment, 0) for a in self.accounts.values())
             self._closed_merged[fragment] = total - open_merged
             lines[fragment] = closed_trained - self._closed_merged[fragment]
 
 
-MOST_HELD = 1024
+MAX_UNMERGED_LEASES = 1024
 """Leases of one incarnation that are not merged yet. Beyond it a learner gets no more until something is."""
 
-MOST_AT_ONCE = 16
+MAX_LEASES_PER_REPLY = 16
 """Leases that one request is answered with: a pool of crumbs is handed out in several."""
 
-Key = tuple[LearnerId, Incarnation]
+HolderKey = tuple[LearnerId, Incarnation]
 
 
-class LeaseSums(NamedTuple):
+class LeaseTotals(NamedTuple):
     """Where all samples are that were ever leased: leased = pool + held + merged."""
 
     leased: int
@@ -155,12 +163,12 @@ class LeaseSums(NamedTuple):
     held: int  # by current incarnations, not merged yet
     merged: int
 
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         return min(self) >= 0 and self.leased == self.pool + self.held + self.merged
 
 
 @dataclass(slots=True, eq=False)
-class Holder:
+class LeaseHolder:
     """One incarnation's leases, as the syncer knows them."""
 
     learner: LearnerId
@@ -173,7 +181,7 @@ class Holder:
     total: int = 0  # samples of all its leases
     merged: int = 0  # of those, from the beginning, in a durable version
 
-    def forget_merged(self) -> None:
+    def drop_merged(self) -> None:
         """Leases that are merged to their end are no longer listed, so that records stay small."""
         while self.intervals:
             begin, end = self.intervals[0]
@@ -194,26 +202,26 @@ class Holder:
         return left
 
 
-class LeaseBooks:
+class LeaseLedger:
     """The syncer's books. Only what is in a durable `LeaseRecord` may be told to a learner."""
 
     def __init__(self) -> None:
         self.next = 0  # the first sample that was never leased
         self.pool: list[Interval] = []  # returned; in the order of the line, neighbours joined
-        self.holders: dict[Key, Holder] = {}
+        self.holders: dict[HolderKey, LeaseHolder] = {}
         self.closed_merged = 0  # samples of incarnations that are gone, merged
 
-    def holder(self, key: Key) -> Holder:
+    def holder(self, key: HolderKey) -> LeaseHolder:
         found = self.holders.get(key)
         if found is None:
-            found = self.holders[key] = Holder(*key)
+            found = self.holders[key] = LeaseHolder(*key)
         return found
 
-    def grant(self, holder: Holder, wanted: int, lease_samples: int) -> int:
+    def grant(self, holder: LeaseHolder, wanted: int, lease_samples: int) -> int:
         """Leases for `holder` until it has `wanted` samples in all; what was returned goes first. How many."""
-        holder.forget_merged()
+        holder.drop_merged()
         given = 0
-        while holder.total < wanted and given < MOST_AT_ONCE and len(holder.intervals) < MOST_HELD:
+        while holder.total < wanted and given < MAX_LEASES_PER_REPLY and len(holder.intervals) < MAX_UNMERGED_LEASES:
             begin, end = self._cut(lease_samples)
             holder.intervals.append((begin, end))
             holder.total += end - begin
@@ -233,61 +241,61 @@ class LeaseBooks:
             del self.pool[0]
         return begin, cut
 
-    def merge(self, key: Key, taken: int) -> None:
+    def merge(self, key: HolderKey, taken: int) -> None:
         """A durable version holds this incarnation's samples up to `taken`."""
         holder = self.holders.get(key)
         if holder is not None and taken > holder.merged:
             holder.merged = taken
 
-    def close(self, key: Key) -> int:
+    def close(self, key: HolderKey) -> int:
         """The incarnation is gone and nothing of it is under way: what it has not merged returns. How many samples."""
         holder = self.holders.pop(key)
         returned = holder.unmerged()
-        self.closed_merged += holder.total - count_of(returned)
-        self.pool = joined([*self.pool, *returned])
-        return count_of(returned)
+        self.closed_merged += holder.total - count_samples(returned)
+        self.pool = join_intervals([*self.pool, *returned])
+        return count_samples(returned)
 
     def unmerged(self) -> tuple[Interval, ...]:
         """Everything that was leased and is in no durable version, whoever has it."""
-        return tuple(joined([*self.pool, *(i for h in self.holders.values() for i in h.unmerged())]))
+        return tuple(join_intervals([*self.pool, *(i for h in self.holders.values() for i in h.unmerged())]))
 
     # ---------------------------------------------------------------------------------------------------- records
 
     def record(self, serial: int) -> LeaseRecord:
         holdings = tuple(
-            Holding(h.learner, h.incarnation, h.first, h.before, tuple(h.intervals))
+            LeaseHoldings(h.learner, h.incarnation, h.first, h.before, tuple(h.intervals))
             for _, h in sorted(self.holders.items())
         )
         return LeaseRecord(serial, self.next, tuple(self.pool), holdings, self.closed_merged)
 
     def restore(self, record: LeaseRecord) -> None:
         """What was durable. Marks and closed incarnations are told afterwards, by `merge` and `close`."""
-        self.next = record.next
+        self.next = record.next_sample
         self.pool = list(record.pool)
-        self.closed_merged = record.merged
+        self.closed_merged = record.closed_merged
         for holding in record.holdings:
             holder = self.holder((holding.learner, holding.incarnation))
-            holder.first, holder.before = holding.first, holding.before
+            holder.first, holder.before = holding.first_lease, holding.samples_before
             holder.intervals = list(holding.intervals)
-            holder.total = holding.before + count_of(holding.intervals)
-            holder.merged = holding.before  # at least
-            holder.count = holder.durable = holding.first + len(holding.intervals)
+            holder.total = holding.samples_before + count_samples(holding.intervals)
+            holder.merged = holding.samples_before  # at least
+            holder.count = holder.durable = holding.first_lease + len(holding.intervals)
 
     # ---------------------------------------------------------------------------------------------------- checking
 
-    def sums(self) -> LeaseSums:
+    def sums(self) -> LeaseTotals:
         merged = sum(h.merged for h in self.holders.values())
         held = sum(h.total for h in self.holders.values()) - merged
-        return LeaseSums(self.next, count_of(self.pool), held, merged + self.closed_merged)
+        return LeaseTotals(self.next, count_samples(self.pool), held, merged + self.closed_merged)
 
     def check(self) -> None:
         """Raises AssertionError with what does not hold."""
-        assert self.sums().balanced(), f"leases out of balance: {self.sums()}"
+        assert self.sums().is_balanced(), f"leases out of balance: {self.sums()}"
         listed = list(self.pool)
         for holder in self.holders.values():
             assert holder.before <= holder.merged <= holder.total, f"{holder.learner}: merged beyond its leases"
             assert holder.durable <= holder.count == holder.first + len(holder.intervals)
-            assert holder.total == holder.before + count_of(holder.intervals)
+            assert holder.total == holder.before + count_samples(holder.intervals)
             listed += holder.intervals
         listed.sort()
         for (_, end), (begin, _) in itertools.pairwise(listed):
@@ -295,14 +303,14 @@ class LeaseBooks:
         assert not listed or listed[-1][1] <= self.next
 
 
-class Samples(NamedTuple):
+class StepSamples(NamedTuple):
     """Of one step. `fresh` of the numbers are had for the first time, from the first on."""
 
     numbers: tuple[int, ...]
     fresh: int
 
 
-class SampleLine:
+class SampleCursor:
     """A learner's way through its leases: each number goes out once; when there are no more, some go out again.
 
     >>> line = SampleLine(lease_samples=4)
@@ -324,17 +332,17 @@ class SampleLine:
         self._had_samples = 0
         self._again = 0  # numbers that were repeated since the last new one
 
-    def next(self, leases: Mapping[int, Interval], count: int) -> Samples:
+    def next(self, leases: Mapping[int, Interval], count: int) -> StepSamples:
         """Numbers for one step: new ones if so many are there, and otherwise some that it has had. Whoever has had none
         takes what there is, and repeats that."""
         numbers = self.take(leases, count)
         if numbers is not None:
-            return Samples(numbers, count)
+            return StepSamples(numbers, count)
         first: tuple[int, ...] = ()
         if not self._had_samples:
-            here = min(count, count_of(tuple(leases.values())))  # another thread may be adding one
+            here = min(count, count_samples(tuple(leases.values())))  # another thread may be adding one
             first = self.take(leases, here) or ()
-        return Samples(first + self.again(count - len(first)), len(first))
+        return StepSamples(first + self.again(count - len(first)), len(first))
 
     def replayed(self, leases: Mapping[int, Interval], count: int, fresh: int) -> tuple[int, ...]:
         """The numbers of a step of which it is known how many were new."""
@@ -386,11 +394,11 @@ class SampleLine:
                 self._had.appendleft((kept, end))
 
 
-def count_of(intervals: Iterable[Interval]) -> int:
+def count_samples(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
-def joined(intervals: Iterable[Interval]) -> list[Interval]:
+def join_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """In order, neighbours as one.
 
     >>> joined([(4, 8), (0, 2), (8, 9)])

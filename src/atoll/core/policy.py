@@ -41,19 +41,19 @@ class Estimate:
         return self.mean + 4 * self.deviation
 
 
-def patience(estimate: Estimate, factor: float, limits: Limits) -> float:
+def retry_timeout(estimate: Estimate, factor: float, limits: Limits) -> float:
     """How long to wait for something whose duration was measured: `factor` times its high value, within the limits."""
     if estimate.count == 0:
-        return limits.first_wait_s
-    return min(max(factor * estimate.high(), limits.least_wait_s), limits.most_wait_s)
+        return limits.initial_wait_s
+    return min(max(factor * estimate.high(), limits.min_wait_s), limits.max_wait_s)
 
 
-def state_wait_s(config: RunConfig, step_s: float) -> float:
+def state_timeout_s(config: RunConfig, step_s: float) -> float:
     """How long a learner waits for a peer's inner state, and the peer for the versions that belong to it: H steps."""
     limits = config.limits
     if step_s == 0:
-        return limits.first_wait_s
-    return min(max(config.every_steps * step_s, limits.least_wait_s), limits.most_wait_s)
+        return limits.initial_wait_s
+    return min(max(config.every_steps * step_s, limits.min_wait_s), limits.max_wait_s)
 
 
 def backoff_s(tries: int, spread: int, limits: Limits) -> float:
@@ -61,11 +61,11 @@ def backoff_s(tries: int, spread: int, limits: Limits) -> float:
 
     The spread comes from an id and not from chance: a core draws nothing.
     """
-    base = min(limits.backoff_first_s * 2.0 ** min(tries, 30), limits.backoff_most_s)
+    base = min(limits.initial_backoff_s * 2.0 ** min(tries, 30), limits.max_backoff_s)
     return base * (1 + (spread * 2654435761 + tries * 40503) % 1024 / 4096)
 
 
-def control_problem(what: str, value: object, limits: Limits) -> str | None:
+def find_control_problem(what: str, value: object, limits: Limits) -> str | None:
     """What is wrong with an operator's wish, as a sentence; None if nothing is.
 
     >>> control_problem("quorum", 0, Limits())
@@ -79,20 +79,20 @@ def control_problem(what: str, value: object, limits: Limits) -> str | None:
         return f"the grace margin is a number from 0, which turns grace off, to below 1, got {value!r}"
     whole = value if isinstance(value, int) and not isinstance(value, bool) else 0
     if what == "quorum":
-        most = limits.most_learners
+        most = limits.max_learners
         return None if 1 <= whole <= most else f"the quorum is a whole number from 1 to {most}, got {value!r}"
     if what == "drain":
         return None if whole >= 1 else f"drain takes the number of a learner, from 1, got {value!r}"
     return f"there is no control {what!r}; there are pause, resume, drain, quorum and grace"
 
 
-class Grace(NamedTuple):
+class GraceWindow(NamedTuple):
     window_s: float
     reason: Reason
-    missed_s: float = 0.0  # the window is as long as one needs who missed the last merge; 0: it is not
+    late_s: float = 0.0  # the window is as long as one needs who missed the last merge; 0: it is not
 
 
-def grace_window(
+def compute_grace_window(
     config: RunConfig,
     contributions: int,
     step_s: float,
@@ -100,7 +100,7 @@ def grace_window(
     missed: Sequence[float],
     quorum: Estimate,
     sync: Estimate,
-) -> Grace:
+) -> GraceWindow:
     """Eq. 3: slack = tau * xi_step - (xi_quorum + xi_sync); grace = min(gamma * max(slack, 0), longest step awaited).
 
     Who is asked answers at the end of its step, so it pays to wait for the longest step of those who are awaited, and
@@ -113,20 +113,20 @@ def grace_window(
     ripe again allows.
     """
     if config.grace_margin == 0:
-        return Grace(0.0, Reason("grace-off", (contributions,)))
+        return GraceWindow(0.0, Reason("grace-off", (contributions,)))
     if not (step_s and quorum.count and sync.count):
-        return Grace(0.0, Reason("grace-unmeasured", (contributions,)))
+        return GraceWindow(0.0, Reason("grace-unmeasured", (contributions,)))
     lasts_s = quorum.mean + sync.mean
     slack = round_steps(config, lasts_s, step_s) * step_s - lasts_s
-    window = min(config.grace_margin * max(slack, 0.0), max(step_s, awaited_s), config.limits.most_wait_s)
-    most = min(config.grace_margin * (config.every_steps * step_s - lasts_s), config.limits.most_wait_s)
-    missed_s = max((each for each in missed if each <= most), default=0.0)
-    if missed_s > window:
-        window = min(2 * missed_s, most)
-        return Grace(window, Reason("grace-missed", (contributions, config.quorum, window)), missed_s)
+    window = min(config.grace_margin * max(slack, 0.0), max(step_s, awaited_s), config.limits.max_wait_s)
+    most = min(config.grace_margin * (config.every_steps * step_s - lasts_s), config.limits.max_wait_s)
+    late_s = max((each for each in missed if each <= most), default=0.0)
+    if late_s > window:
+        window = min(2 * late_s, most)
+        return GraceWindow(window, Reason("grace-extended", (contributions, config.quorum, window)), late_s)
     if slack <= 0:
-        return Grace(0.0, Reason("grace-no-slack", (contributions, slack)))
-    return Grace(window, Reason("grace-waiting", (contributions, config.quorum, window, slack)))
+        return GraceWindow(0.0, Reason("grace-no-slack", (contributions, slack)))
+    return GraceWindow(window, Reason("grace-waiting", (contributions, config.quorum, window, slack)))
 
 
 def round_steps(config: RunConfig, lasts_s: float, step_s: float) -> int:
@@ -144,7 +144,7 @@ def round_steps(config: RunConfig, lasts_s: float, step_s: float) -> int:
     return tau if lasts_s <= max(1, tau - 1) * step_s else max(tau, config.every_steps)
 
 
-def middle(values: list[float]) -> float:
+def lower_median(values: list[float]) -> float:
     """The lower median, 0 of nothing: a minority, however wild, does not move it far.
 
     >>> middle([1.0, 1e8, 1.2])
@@ -153,7 +153,7 @@ def middle(values: list[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2] if values else 0.0
 
 
-def flight_limit(config: RunConfig, step_s: float, quorum: Estimate, sync: Estimate) -> int:
+def max_rounds_in_flight(config: RunConfig, step_s: float, quorum: Estimate, sync: Estimate) -> int:
     """How many rounds may be open at once: tau, and more where a round takes longer than tau steps.
 
     P / H rounds become ripe per step; a round that lasts d steps needs d * P / H places to keep that pace.
@@ -174,16 +174,16 @@ CODECS = ("bf16", "int8", "int4")
 CODEC_BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.25}
 """Of one value, with its share of a scale."""
 
-TELLING_BYTES = 4 * 2**20
+MIN_MEASURED_BYTES = 4 * 2**20
 """A transfer of less says little about a link: it is over before a connection has come to its speed."""
 
-CODEC_SAMPLES = 3
+CODEC_RATE_SAMPLES = 3
 """Measurements behind a choice. The fastest of them counts: a busy machine makes some slow, a thin link all."""
 
-CODEC_LEAST_S = 0.25
+MIN_CODEC_TIME_S = 0.25
 """A fragment that is through in this time is in nobody's way, however short the steps are."""
 
-CODEC_ROOM = 0.7
+CODEC_HEADROOM = 0.7
 """A finer codec has to fit into this share of the time that there is; the one in use may take all of it."""
 
 
@@ -192,7 +192,9 @@ class CodecChoice(NamedTuple):
     reason: Reason | None  # None: as before
 
 
-def codec_for(config: RunConfig, now: str, rates: Sequence[float], values: int, step_s: float) -> CodecChoice:
+def choose_contribution_codec(
+    config: RunConfig, now: str, rates: Sequence[float], values: int, step_s: float
+) -> CodecChoice:
     """What contributions travel in: the finest codec in which a fragment is through before the next one is due.
 
     `rates` are the newest measurements of the link, bytes per second of all transfers together; `values` is the size of
@@ -201,27 +203,29 @@ def codec_for(config: RunConfig, now: str, rates: Sequence[float], values: int, 
     >>> codec_for(RunConfig(fragments=4, every_steps=8), "bf16", (1e6, 1e6, 1e6), 4_000_000, 3.0).codec
     'int8'
     """
-    found, takes_s, has_s = _finest(config, now, fragment_s(rates, values), step_s)
+    found, takes_s, has_s = _finest(config, now, fragment_transfer_s(rates, values), step_s)
     if found == now:
         return CodecChoice(now, None)
-    return CodecChoice(found, Reason(_changed("codec", now, found), (found, now, max(rates) / 1e6, takes_s, has_s)))
+    return CodecChoice(
+        found, Reason(_changed("contribution-codec", now, found), (found, now, max(rates) / 1e6, takes_s, has_s))
+    )
 
 
-def down_codec_for(config: RunConfig, now: str, fetches_s: Sequence[float], step_s: float) -> CodecChoice:
+def choose_update_codec(config: RunConfig, now: str, fetches_s: Sequence[float], step_s: float) -> CodecChoice:
     """What the update to a version travels in, the same to everybody: as for the learner in the middle.
 
     `fetches_s`: of all learners, how long the largest fragment takes in the finest codec; 0 where nobody knows.
     """
-    found, takes_s, has_s = _finest(config, now, middle(list(fetches_s)), step_s)
+    found, takes_s, has_s = _finest(config, now, lower_median(list(fetches_s)), step_s)
     if found == now:
         return CodecChoice(now, None)
-    return CodecChoice(found, Reason(_changed("versions", now, found), (found, now, takes_s, has_s)))
+    return CodecChoice(found, Reason(_changed("update-codec", now, found), (found, now, takes_s, has_s)))
 
 
-def fragment_s(rates: Sequence[float], values: int) -> float:
+def fragment_transfer_s(rates: Sequence[float], values: int) -> float:
     """How long so many values take in the finest codec; 0 of what is small, or not measured often enough."""
     finest_bytes = values * CODEC_BITS[CODECS[0]] / 8
-    return finest_bytes / max(rates) if finest_bytes >= TELLING_BYTES and len(rates) >= CODEC_SAMPLES else 0.0
+    return finest_bytes / max(rates) if finest_bytes >= MIN_MEASURED_BYTES and len(rates) >= CODEC_RATE_SAMPLES else 0.0
 
 
 def _finest(config: RunConfig, now: str, finest_s: float, step_s: float) -> tuple[str, float, float]:
@@ -233,12 +237,12 @@ def _finest(config: RunConfig, now: str, finest_s: float, step_s: float) -> tupl
     if finest_s <= 0 or step_s <= 0:
         return now, 0.0, 0.0
     steps = min(config.overlap_steps, config.every_steps / len(config.fragment_ids()))
-    has_s = max(steps * step_s, CODEC_LEAST_S)
+    has_s = max(steps * step_s, MIN_CODEC_TIME_S)
     takes_s = {codec: finest_s * bits / CODEC_BITS[CODECS[0]] for codec, bits in CODEC_BITS.items()}
     place = CODECS.index(now)
     if takes_s[now] > has_s:
         return next((c for c in CODECS[place:] if takes_s[c] <= has_s), CODECS[-1]), takes_s[now], has_s
-    found = next((c for c in CODECS[:place] if takes_s[c] <= CODEC_ROOM * has_s), now)
+    found = next((c for c in CODECS[:place] if takes_s[c] <= CODEC_HEADROOM * has_s), now)
     return found, takes_s[found], has_s
 
 

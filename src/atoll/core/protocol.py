@@ -23,14 +23,14 @@ from __future__ import annotations
 from atoll.core.codec import Number, Value
 from atoll.core.reasons import Reason
 from atoll.core.types import (
-    Accepted,
-    AdoptHow,
-    ControlWhat,
+    AcceptedContribution,
+    AdoptMode,
+    ControlKind,
     FragmentId,
-    Holding,
     Incarnation,
     LearnerId,
-    Mark,
+    LeaseHoldings,
+    MergedUpTo,
     RoundId,
     Version,
 )
@@ -56,7 +56,7 @@ class Report(Value, frozen=True):
     step: int
     trained: int  # tokens of this incarnation
     step_time_s: Number
-    taken: int = 0  # samples of its leases
+    consumed_samples: int = 0  # samples of its leases
 
 
 class Contribution(Value, frozen=True):
@@ -69,10 +69,10 @@ class Contribution(Value, frozen=True):
     trained: int
     dropped: int
     problem: str | None = None
-    taken: int = 0  # samples of its leases, at the copy
+    consumed_samples: int = 0  # samples of its leases, at the copy
 
 
-class Delivered(Value, frozen=True):
+class PublishAck(Value, frozen=True):
     """A published version has arrived (it is adopted at the next step boundary)."""
 
     fragment: FragmentId
@@ -83,7 +83,7 @@ class Resync(Value, frozen=True):
     """An update arrived whose base is not what I hold: send the whole value."""
 
     fragment: FragmentId
-    have: Version
+    received_version: Version
 
 
 NO_RUN_DIRECTORY = "no run directory"
@@ -104,15 +104,15 @@ class SnapshotPart(Value, frozen=True):
 class StateRequest(Value, frozen=True):
     """A joining learner asks for the inner state of a peer that is not in `tried`."""
 
-    tried: tuple[LearnerId, ...]
+    tried_peers: tuple[LearnerId, ...]
 
 
-class InnerState(Value, frozen=True):
+class OptimizerState(Value, frozen=True):
     """A peer's inner optimizer state for a joining learner. The syncer passes it on."""
 
-    giver: LearnerId
-    to: LearnerId
-    to_incarnation: Incarnation
+    source: LearnerId
+    target: LearnerId
+    target_incarnation: Incarnation
     step: int
     versions: tuple[Version, ...]
 
@@ -120,14 +120,14 @@ class InnerState(Value, frozen=True):
 class Ready(Value, frozen=True):
     """The learner has begun to train."""
 
-    moments: Reason
+    state_source: Reason
 
 
-class Leave(Value, frozen=True):
-    why: str
+class Left(Value, frozen=True):
+    cause: str
 
 
-class Leaving(Value, frozen=True):
+class DrainRequest(Value, frozen=True):
     """I have to go soon and take no more steps. Of these fragments I have trained something that is in no version yet,
     as far as I know: merge it out of turn. Said again while I wait; the newest word counts."""
 
@@ -139,18 +139,18 @@ class Leaving(Value, frozen=True):
 class LeaseRequest(Value, frozen=True):
     """My leases run low: I hold so many, of which I have had so many samples."""
 
-    leases: int
-    taken: int
+    received_leases: int
+    consumed_samples: int
 
 
-class Held(Value, frozen=True):
+class PausedAck(Value, frozen=True):
     """The newest word about a pause that I have heard, and whether I go by it: at the end of a run nobody does."""
 
     serial: int
     paused: bool
 
 
-class FetchTime(Value, frozen=True):
+class DownloadTime(Value, frozen=True):
     """By what my link carries down, the largest fragment takes so long in bf16. Only where the run lets the syncer
     choose what updates travel in."""
 
@@ -181,7 +181,7 @@ class Refuse(Value, frozen=True):
     """You are not in. `current`: the incarnation that is; a process that was never welcomed may take a higher one."""
 
     reason: Reason
-    current: Incarnation
+    current_incarnation: Incarnation
     final: bool
 
 
@@ -200,7 +200,7 @@ class Published(Value, frozen=True):
     fragment: FragmentId
     version: Version
     base: Version | None
-    mark: Mark | None
+    merged_up_to: MergedUpTo | None
     progress: Number
 
 
@@ -210,11 +210,11 @@ class Marker(Value, frozen=True):
     snapshot: int
 
 
-class StateWanted(Value, frozen=True):
+class ProvideState(Value, frozen=True):
     """Give your inner state to a joining learner once you have adopted at least these versions."""
 
-    to: LearnerId
-    to_incarnation: Incarnation
+    target: LearnerId
+    target_incarnation: Incarnation
     versions: tuple[Version, ...]
 
 
@@ -237,7 +237,7 @@ class Lease(Value, frozen=True):
     end: int
 
 
-class Hold(Value, frozen=True):
+class SetPaused(Value, frozen=True):
     """The run is paused: stand still at your next step boundary. Or it is not any more: go on."""
 
     serial: int  # rises with every such word of a syncer; one that is said again keeps its own
@@ -247,7 +247,7 @@ class Hold(Value, frozen=True):
 class Drain(Value, frozen=True):
     """Leave the run, as if your program had ended; the others go on."""
 
-    why: str
+    cause: str
 
 
 class Finish(Value, frozen=True):
@@ -265,17 +265,17 @@ LearnerBody = (
     Hello
     | Report
     | Contribution
-    | Delivered
+    | PublishAck
     | Resync
     | SnapshotPart
     | StateRequest
-    | InnerState
+    | OptimizerState
     | Ready
-    | Leave
-    | Leaving
+    | Left
+    | DrainRequest
     | LeaseRequest
-    | Held
-    | FetchTime
+    | PausedAck
+    | DownloadTime
     | FinishAck
     | Ping
 )
@@ -286,12 +286,12 @@ SyncerBody = (
     | RefuseContribution
     | Published
     | Marker
-    | StateWanted
-    | InnerState
+    | ProvideState
+    | OptimizerState
     | PeerChosen
     | NoPeer
     | Lease
-    | Hold
+    | SetPaused
     | Drain
     | Finish
     | Pong
@@ -317,7 +317,7 @@ class Envelope(Value, frozen=True):
     session: int
     epoch: int
     tick: int
-    seen: int
+    seen_tick: int
     marker: int
     body: Body
 
@@ -338,8 +338,8 @@ class VersionRecord(Value, frozen=True):
     fragment: FragmentId
     version: Version
     round: RoundId
-    contributions: tuple[Accepted, ...]
-    marks: tuple[tuple[LearnerId, Mark], ...]
+    contributions: tuple[AcceptedContribution, ...]
+    merged_up_to: tuple[tuple[LearnerId, MergedUpTo], ...]
     merged_tokens: int  # ever, in this fragment
 
     def key(self) -> RecordKey:
@@ -363,10 +363,10 @@ class LeaseRecord(Value, frozen=True):
     """Where every sample is that was ever leased. Written before a lease is sent."""
 
     serial: int
-    next: int  # the first sample that was never leased
+    next_sample: int  # the first sample that was never leased
     pool: tuple[tuple[int, int], ...]  # returned by incarnations that are gone; leased again first
-    holdings: tuple[Holding, ...]
-    merged: int  # samples of incarnations that are gone, merged
+    holdings: tuple[LeaseHoldings, ...]
+    closed_merged: int  # samples of incarnations that are gone, merged
 
     def key(self) -> RecordKey:
         return RecordKey("leases", self.serial, 0)
@@ -414,7 +414,7 @@ class LearnerDisconnected(Value, frozen=True):
     learner: LearnerId
     incarnation: Incarnation
     session: int
-    why: str
+    cause: str
 
 
 class MergeDone(Value, frozen=True):
@@ -423,7 +423,7 @@ class MergeDone(Value, frozen=True):
 
 class MergeFailed(Value, frozen=True):
     round: RoundId
-    why: str
+    cause: str
 
 
 class Persisted(Value, frozen=True):
@@ -432,7 +432,7 @@ class Persisted(Value, frozen=True):
 
 class PersistFailed(Value, frozen=True):
     key: RecordKey
-    why: str
+    cause: str
 
 
 class StoreFenced(Value, frozen=True):
@@ -442,7 +442,7 @@ class StoreFenced(Value, frozen=True):
 
 
 class SnapshotRequested(Value, frozen=True):
-    who: str = ""  # the operator who asked for it
+    requested_by: str = ""  # the operator who asked for it
 
 
 class FinishRequested(Value, frozen=True):
@@ -453,44 +453,44 @@ class ControlRequested(Value, frozen=True):
     """An operator wants the run to go on otherwise. `controls.problem_of` has found nothing wrong with it, and what is
     to survive this process (a pause, a quorum, a grace margin) is durable; a syncer that starts again is told again."""
 
-    what: ControlWhat
+    kind: ControlKind
     value: Number | None  # quorum: K; grace: gamma; drain: the learner
-    who: str
+    requested_by: str
 
 
 class ShardLost(Value, frozen=True):
     """The process that holds these fragments is away. What it had received and not made durable is gone."""
 
     fragments: tuple[FragmentId, ...]
-    why: str
+    cause: str
 
 
-class ShardBack(Value, frozen=True):
+class ShardReconnected(Value, frozen=True):
     """It is back, with the newest durable version of each of its fragments; once there is a manifest, with those that
     it names. The version that it was making durable when it was lost is durable if it is here."""
 
-    held: tuple[tuple[FragmentId, Version], ...]
+    versions: tuple[tuple[FragmentId, Version], ...]
 
     def records(self) -> tuple[RecordKey, ...]:
         """The keys of what it says is durable."""
-        return tuple(RecordKey("version", fragment, version) for fragment, version in self.held)
+        return tuple(RecordKey("version", fragment, version) for fragment, version in self.versions)
 
 
 class Started(Value, frozen=True):
     """First event of every process: the core may now act."""
 
 
-class LinkOpened(Value, frozen=True):
+class ConnectionOpened(Value, frozen=True):
     session: int
 
 
-class LinkClosed(Value, frozen=True):
+class ConnectionClosed(Value, frozen=True):
     session: int
-    why: str
+    cause: str
 
 
 class DialFailed(Value, frozen=True):
-    why: str
+    cause: str
 
 
 class StepTaken(Value, frozen=True):
@@ -500,7 +500,7 @@ class StepTaken(Value, frozen=True):
     steps: int
     tokens: int
     step_time_s: Number
-    samples: int = 0  # of its leases, had for the first time in these steps
+    new_samples: int = 0  # of its leases, had for the first time in these steps
 
 
 class FragmentDamaged(Value, frozen=True):
@@ -508,7 +508,7 @@ class FragmentDamaged(Value, frozen=True):
 
     fragment: FragmentId
     version: Version
-    why: str
+    cause: str
 
 
 class LinkMeasured(Value, frozen=True):
@@ -518,10 +518,10 @@ class LinkMeasured(Value, frozen=True):
     something about a link. `values`: numbers in the largest fragment.
     """
 
-    way: str  # "up" or "down"
-    moved_bytes: int
+    direction: str  # "up" or "down"
+    transferred_bytes: int
     seconds: Number
-    values: int
+    fragment_values: int
 
 
 class SnapshotSaved(Value, frozen=True):
@@ -530,10 +530,10 @@ class SnapshotSaved(Value, frozen=True):
 
 class SnapshotSaveFailed(Value, frozen=True):
     snapshot: int
-    why: str
+    cause: str
 
 
-class MomentsFound(Value, frozen=True):
+class SavedStateFound(Value, frozen=True):
     """While it joins: the driver holds inner state that `learner` saved for `snapshot`, if no peer gives any."""
 
     learner: LearnerId
@@ -543,16 +543,16 @@ class MomentsFound(Value, frozen=True):
 class StateRejected(Value, frozen=True):
     """While it joins: `giver` answered that it cannot give its inner state, or the driver cannot use what it sent."""
 
-    giver: LearnerId
-    why: str
+    source: LearnerId
+    cause: str
 
 
-class LeaveWanted(Value, frozen=True):
+class LeaveRequested(Value, frozen=True):
     """At once; or, with `push`, when all that it has trained is merged. A driver whose time is over says it again,
     without."""
 
-    why: str
-    push: bool = False
+    cause: str
+    drain: bool = False
 
 
 SyncerEvent = (
@@ -569,23 +569,23 @@ SyncerEvent = (
     | FinishRequested
     | ControlRequested
     | ShardLost
-    | ShardBack
+    | ShardReconnected
 )
 LearnerEvent = (
     Started
     | MessageArrived
     | TimerFired
-    | LinkOpened
-    | LinkClosed
+    | ConnectionOpened
+    | ConnectionClosed
     | DialFailed
     | StepTaken
     | FragmentDamaged
     | LinkMeasured
     | SnapshotSaved
     | SnapshotSaveFailed
-    | MomentsFound
+    | SavedStateFound
     | StateRejected
-    | LeaveWanted
+    | LeaveRequested
 )
 Event = SyncerEvent | LearnerEvent
 
@@ -597,14 +597,14 @@ class Send(Value, frozen=True):
     envelope: Envelope
 
 
-class Say(Value, frozen=True):
+class LogReason(Value, frozen=True):
     """One sentence for log, dashboard and story. `subject` is ("learner", 3), ("fragment", 7) or ("run", 0)."""
 
     subject: tuple[str, int]
     reason: Reason
 
 
-class Hangup(Value, frozen=True):
+class CloseConnection(Value, frozen=True):
     learner: LearnerId
     incarnation: Incarnation
     session: int
@@ -615,7 +615,7 @@ class Accumulate(Value, frozen=True):
     """Add this contribution to the round's running sums. Memory does not grow with the number of learners."""
 
     round: RoundId
-    accepted: Accepted
+    contribution: AcceptedContribution
 
 
 class OpenGrace(Value, frozen=True):
@@ -627,7 +627,7 @@ class OpenGrace(Value, frozen=True):
     awaited_s: Number  # the longest step of those who are awaited, not less than step_s
     quorum_s: Number
     sync_s: Number
-    missed_s: Number  # what one still needs who was awaited in vain the last time; 0: the window is not for such a one
+    late_s: Number  # what one still needs who was awaited in vain the last time; 0: the window is not for such a one
     reason: Reason
 
 
@@ -635,7 +635,7 @@ class MergeRound(Value, frozen=True):
     """`codec`: what the update to the next version travels in, to everybody; None: what the settings of the run say."""
 
     round: RoundId
-    contributions: tuple[Accepted, ...]
+    contributions: tuple[AcceptedContribution, ...]
     reason: Reason
     codec: str | None = None
 
@@ -671,7 +671,7 @@ class Halt(Value, frozen=True):
 
 
 class Dial(Value, frozen=True):
-    after_s: Number
+    delay_s: Number
     attempt: int
 
 
@@ -692,7 +692,7 @@ class AdoptFragment(Value, frozen=True):
 
     fragment: FragmentId
     version: Version
-    how: AdoptHow
+    mode: AdoptMode
     merged_copy: bool
     merged_tokens: int
     dropped_tokens: int
@@ -705,7 +705,7 @@ class SaveSnapshot(Value, frozen=True):
 
 
 class StartTraining(Value, frozen=True):
-    moments: Reason
+    state_source: Reason
     warmup_steps: int
 
 
@@ -716,30 +716,41 @@ class Stop(Value, frozen=True):
 
 
 SyncerEffect = (
-    Send | Say | Hangup | Accumulate | OpenGrace | MergeRound | DiscardRound | Persist | RecordInFlight | Halt
+    Send
+    | LogReason
+    | CloseConnection
+    | Accumulate
+    | OpenGrace
+    | MergeRound
+    | DiscardRound
+    | Persist
+    | RecordInFlight
+    | Halt
 )
-LearnerEffect = Send | Say | Hangup | Dial | CopyFragment | AdoptFragment | SaveSnapshot | StartTraining | Stop
+LearnerEffect = (
+    Send | LogReason | CloseConnection | Dial | CopyFragment | AdoptFragment | SaveSnapshot | StartTraining | Stop
+)
 Effect = SyncerEffect | LearnerEffect
 
 
 __all__ = [  # what is imported from here and defined in `messages`
     "Body",
     "Contribution",
-    "Delivered",
+    "PublishAck",
     "Drain",
     "Envelope",
-    "FetchTime",
+    "DownloadTime",
     "Finish",
     "FinishAck",
-    "Held",
+    "PausedAck",
     "Hello",
-    "Hold",
-    "InnerState",
+    "SetPaused",
+    "OptimizerState",
     "LearnerBody",
     "Lease",
     "LeaseRequest",
-    "Leave",
-    "Leaving",
+    "Left",
+    "DrainRequest",
     "Marker",
     "NoPeer",
     "PeerChosen",
@@ -754,7 +765,7 @@ __all__ = [  # what is imported from here and defined in `messages`
     "Resync",
     "SnapshotPart",
     "StateRequest",
-    "StateWanted",
+    "ProvideState",
     "SyncerBody",
     "Welcome",
 ]

@@ -52,7 +52,7 @@ def same_setting(owner: type, name: str, default: Any = MISSING, **changes: Any)
     return field(default=source.default if default is MISSING else default, metadata={_KEY: declared})
 
 
-def setting_of(declared: Field[Any]) -> Setting | None:
+def get_setting(declared: Field[Any]) -> Setting | None:
     return declared.metadata.get(_KEY)
 
 
@@ -99,7 +99,7 @@ def declared_settings(owner: Any) -> Iterator[Declared]:
     """
     hints = type_hints(owner if isinstance(owner, type) else type(owner))
     for each in fields(owner):
-        value, declared = _value(owner, each), setting_of(each)
+        value, declared = _value(owner, each), get_setting(each)
         if declared is not None:
             yield Declared(each.name, declared, hints[each.name], value)
         elif is_dataclass(value):
@@ -127,7 +127,7 @@ def _take_changes(owner: Any, rest: dict[str, Any]) -> dict[str, Any]:
     for each in fields(owner):
         if each.name in rest:
             changes[each.name] = rest.pop(each.name)
-        elif setting_of(each) is None and is_dataclass(held := _value(owner, each)):
+        elif get_setting(each) is None and is_dataclass(held := _value(owner, each)):
             changes[each.name] = replace(held, **_take_changes(held, rest))  # type: ignore[type-var]
     return changes
 
@@ -136,7 +136,7 @@ def check_settings(instance: Any) -> None:
     """Raise `ValueError` where the value of a setting has the wrong type or is out of its bounds."""
     hints = type_hints(type(instance))
     for each in fields(instance):
-        declared = setting_of(each)
+        declared = get_setting(each)
         if declared is not None:
             _check(each.name, getattr(instance, each.name), hints[each.name], declared)
 

@@ -5,41 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.core.policy import control_problem
+from atoll.core.policy import find_control_problem
 from atoll.core.types import Limits
-from atoll.transport.endpoint import NoAnswerError, RequestRefusedError, ask, read_address_file
+from atoll.transport.endpoint import NoAnswerError, RequestRefusedError, read_address_file, send_request
 
-ANSWER_S = 20.0
-MOST_NAME = 80
-WHAT = ("pause", "resume", "snapshot", "drain", "quorum", "grace")
+SYNCER_TIMEOUT_S = 20.0
+MAX_NAME_LENGTH = 80
+ACTIONS = ("pause", "resume", "snapshot", "drain", "quorum", "grace")
 
 
-class Refused(Exception):  # noqa: N818 - an answer
+class DashboardRequestError(Exception):
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
 
 
 class OperatorRequest(NamedTuple):
-    what: str
+    action: str
     value: float | None
-    who: str
-    sure: bool
+    requested_by: str
+    is_confirmed: bool
 
     @classmethod
     def parse(cls, raw: Any) -> OperatorRequest:
         """From JSON that anybody may have sent; ValueError says what is wrong with it."""
-        if not isinstance(raw, dict) or raw.get("what") not in WHAT:
-            raise ValueError(f"say what is wanted: one of {', '.join(WHAT)}")
-        what, value, who = raw["what"], raw.get("value"), raw.get("who")
-        if not isinstance(who, str) or not who.strip() or len(who) > MOST_NAME:
+        if not isinstance(raw, dict) or raw.get("action") not in ACTIONS:
+            raise ValueError(f"say what is wanted: one of {', '.join(ACTIONS)}")
+        what, value, who = raw["action"], raw.get("value"), raw.get("requested_by")
+        if not isinstance(who, str) or not who.strip() or len(who) > MAX_NAME_LENGTH:
             raise ValueError("say who asks: a name, so that the tape can tell")
-        problem = None if what == "snapshot" else control_problem(what, value, Limits())
+        problem = None if what == "snapshot" else find_control_problem(what, value, Limits())
         if problem is not None:
             raise ValueError(problem)
-        return cls(what, None if what == "snapshot" else value, who.strip(), raw.get("sure") is True)
+        return cls(what, None if what == "snapshot" else value, who.strip(), raw.get("confirmed") is True)
 
-    def question(self) -> str:
+    def confirmation_prompt(self) -> str:
         """What will happen, asked before it does."""
         return {
             "pause": "All islands stand still after their current step, until somebody resumes the run. Pause it?",
@@ -48,7 +48,7 @@ class OperatorRequest(NamedTuple):
             "drain": f"Learner {self.value} leaves for good; what it has not merged goes to others. Drain it?",
             "quorum": f"From now on a merge waits for at least {self.value} contributions. Change it?",
             "grace": f"From now on {self.value} of the slack is waited for more contributions. Change it?",
-        }[self.what]
+        }[self.action]
 
 
 def is_reachable(run: Path, token: str | None) -> bool:
@@ -64,24 +64,34 @@ def is_reachable(run: Path, token: str | None) -> bool:
     return token is None or found.token == token or by_key
 
 
-def carry_out(run: Path, request: OperatorRequest) -> str:
+def apply_control(run: Path, request: OperatorRequest) -> str:
     """Passed on to the run's syncer; its sentence."""
     try:
         found = read_address_file(run)
     except (OSError, ValueError) as error:
-        raise Refused(503, str(error)) from None
+        raise DashboardRequestError(503, str(error)) from None
     if found is None:
-        raise Refused(503, "no syncer of this run can be reached from here")
+        raise DashboardRequestError(503, "no syncer of this run can be reached from here")
     try:
-        if request.what == "snapshot":
-            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S, {"who": request.who}, found.tls)
+        if request.action == "snapshot":
+            told = send_request(
+                found.address,
+                found.token,
+                "POST",
+                "/v1/snapshot",
+                SYNCER_TIMEOUT_S,
+                {"requested_by": request.requested_by},
+                found.tls,
+            )
             return f"snapshot {told['snapshot']} is being taken"
-        body = {"what": request.what, "value": request.value, "who": request.who}
-        told = ask(found.address, found.token, "POST", "/v1/control", ANSWER_S, body, found.tls)
+        body = {"kind": request.action, "value": request.value, "requested_by": request.requested_by}
+        told = send_request(found.address, found.token, "POST", "/v1/control", SYNCER_TIMEOUT_S, body, found.tls)
         return str(told["done"])
     except RequestRefusedError as declined:
-        raise Refused(declined.status if declined.status in (400, 404, 409) else 502, str(declined)) from None
+        raise DashboardRequestError(
+            declined.status if declined.status in (400, 404, 409) else 502, str(declined)
+        ) from None
     except NoAnswerError as nobody:
-        raise Refused(503, str(nobody)) from None
+        raise DashboardRequestError(503, str(nobody)) from None
     except (KeyError, TypeError):
-        raise Refused(502, "the syncer's answer was not understood") from None
+        raise DashboardRequestError(502, "the syncer's answer was not understood") from None

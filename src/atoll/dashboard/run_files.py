@@ -12,23 +12,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from atoll.logs import sentence_of
+from atoll.logs import extract_message
 from atoll.store.metrics_files import MetricsReader
-from atoll.tape.bounded_logs import KEEP, TimeSeries
+from atoll.tape.bounded_logs import EXACT_ROWS, TimeSeries
 
-LAST_WORDS = 240
+LOG_TAIL_CHARS = 240
 """Letters of a log's end that are shown of a process that died."""
 
-MAX_PIECE_BYTES = 4 * 2**20
+MAX_READ_BYTES = 4 * 2**20
 
-MomentOf: TypeAlias = Callable[[int, int, int | None, float], float]
+TimeResolver: TypeAlias = Callable[[int, int, int | None, float], float]
 """Of a learner, its process, a step of that and what its clock says: when it was."""
 
 
-class FaultNote(NamedTuple):
+class FaultEntry(NamedTuple):
     at: float  # on the run's clock
-    who: str
-    what: str
+    process: str
+    cause: str
     planned: bool
 
 
@@ -45,7 +45,7 @@ class JsonTail:
             try:
                 with open(self.path, "rb") as file:
                     file.seek(self._offset)
-                    piece = file.read(MAX_PIECE_BYTES)
+                    piece = file.read(MAX_READ_BYTES)
             except OSError:
                 return
             if not piece:
@@ -61,10 +61,10 @@ class JsonTail:
                     yield found
 
 
-GROWING = ("bytes_up", "bytes_down", "boundary_s", "waited_s")
+COUNTER_METRICS = ("bytes_up", "bytes_down", "boundary_s", "waited_s")
 """Figures of a learner's lines that are sums since its process began."""
 
-NOW = ("loss", "tokens_per_s")
+GAUGE_METRICS = ("loss", "tokens_per_s")
 
 
 class RunFiles:
@@ -75,41 +75,41 @@ class RunFiles:
         self.founded_at: float | None = None
         self.config: dict[str, Any] | None = None
         self.report: dict[str, Any] | None = None
-        self.faults: list[FaultNote] = []
+        self.faults: list[FaultEntry] = []
         self._faults = JsonTail(run / "faults.jsonl")
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         if self.founded_at is None:
-            stored = _read(self.run / "store" / "run.json")
+            stored = _read_json_object(self.run / "store" / "run.json")
             value = stored.get("value") if stored else None
             founded_at = value.get("founded_at") if isinstance(value, dict) else None
             if isinstance(founded_at, int | float):
                 self.founded_at = float(founded_at)
         if self.config is None:
-            self.config = _read(self.run / "config.json")
+            self.config = _read_json_object(self.run / "config.json")
         if self.report is None:
-            self.report = _read(self.run / "report.json")
+            self.report = _read_json_object(self.run / "report.json")
         if self.founded_at is not None:
             for line in self._faults.new_lines():
                 try:
                     at = float(line["at"]) - self.founded_at
-                    fault = FaultNote(at, str(line["who"]), str(line["what"]), bool(line.get("planned")))
+                    fault = FaultEntry(at, str(line["who"]), str(line["what"]), bool(line.get("planned")))
                 except (KeyError, TypeError, ValueError):
                     continue
                 self.faults.append(fault)
 
-    def last_words(self, who: str) -> str | None:
+    def log_tail(self, who: str) -> str | None:
         """The end of a process's log: `learner 3` wrote logs/learner-3.log."""
         log = self.run / "logs" / f"{who.replace(' ', '-')}.log"
-        lines = end_of(log, 4 * LAST_WORDS).decode(errors="replace").strip().splitlines()
-        return " / ".join(map(sentence_of, lines[-2:]))[-LAST_WORDS:] or None
+        lines = read_tail(log, 4 * LOG_TAIL_CHARS).decode(errors="replace").strip().splitlines()
+        return " / ".join(map(extract_message, lines[-2:]))[-LOG_TAIL_CHARS:] or None
 
 
 class MetricsHistory:
     """metrics/learner-3.jsonl of every learner, eval.jsonl and syncer.jsonl beside them, on the run's clock."""
 
-    def __init__(self, files: RunFiles, moment_of: MomentOf | None = None, keep: int | None = KEEP) -> None:
+    def __init__(self, files: RunFiles, moment_of: TimeResolver | None = None, keep: int | None = EXACT_ROWS) -> None:
         """`moment_of`: what tapes know of the time of a line; clocks of hosts may be wrong."""
         self._files, self._run = files, files.run
         run = files.run
@@ -118,23 +118,23 @@ class MetricsHistory:
         self._tails: dict[Path, JsonTail] = {}
         self._eval = JsonTail(run / "metrics" / "eval.jsonl")
         self._syncer = MetricsReader(run)
-        self._reading: Iterator[None] | None = None  # what the last look has not come to
+        self._pending_lines: Iterator[None] | None = None  # what the last look has not come to
         self._starts: dict[tuple[int, str], tuple[int, float, float]] = {}
         self.series: dict[str, TimeSeries] = {}
-        self.read = 0  # lines
+        self.lines_read = 0  # lines
 
-    def look(self, until: float = math.inf) -> bool:
+    def read_new(self, until: float = math.inf) -> bool:
         """Read what is new, up to this moment of the monotonic clock. True: there is more."""
-        if self._reading is None:
-            self._files.look()
+        if self._pending_lines is None:
+            self._files.refresh()
             if self._files.founded_at is None:
                 return False
-            self._reading = self._lines(self._files.founded_at)
-        for _ in self._reading:
-            self.read += 1
-            if self.read % 64 == 0 and time.monotonic() > until:
+            self._pending_lines = self._lines(self._files.founded_at)
+        for _ in self._pending_lines:
+            self.lines_read += 1
+            if self.lines_read % 64 == 0 and time.monotonic() > until:
                 return True
-        self._reading = None
+        self._pending_lines = None
         return False
 
     def _lines(self, founded_at: float) -> Iterator[None]:
@@ -142,18 +142,18 @@ class MetricsHistory:
         for path in sorted((self._run / "metrics").glob("learner-*.jsonl")):
             tail = self._tails.setdefault(path, JsonTail(path))
             for line in tail.new_lines():
-                self._take_learner(line, founded_at)
+                self._add_learner_line(line, founded_at)
                 yield
         for line in self._eval.new_lines():
             if isinstance(line.get("at"), int | float):
                 self._add("eval.loss", line["at"] - founded_at, line.get("loss"))
             yield
         with suppress(OSError):  # curves are worth less than the rest of the picture
-            for line in self._syncer.lines():
-                self._take_syncer(line)
+            for line in self._syncer.read_lines():
+                self._add_syncer_line(line)
                 yield
 
-    def _take_learner(self, line: dict[str, Any], founded_at: float) -> None:
+    def _add_learner_line(self, line: dict[str, Any], founded_at: float) -> None:
         try:
             at, learner, start = float(line["at"]) - founded_at, int(line["learner"]), int(line["start"])
         except (KeyError, TypeError, ValueError):
@@ -164,14 +164,14 @@ class MetricsHistory:
         self._add_learner(learner, start, at, line)
 
     def _add_learner(self, learner: int, start: int, at: float, line: dict[str, Any]) -> None:
-        for name in NOW:
+        for name in GAUGE_METRICS:
             self._add(f"{name}.learner.{learner}", at, line.get(name))
-        for name in GROWING:
+        for name in COUNTER_METRICS:
             value = line.get(name)
             if isinstance(value, int | float):
                 self._add(f"{name}.learner.{learner}", at, self._sum((learner, name), start, value))
 
-    def _take_syncer(self, line: dict[str, Any]) -> None:
+    def _add_syncer_line(self, line: dict[str, Any]) -> None:
         """What the syncer measures itself, and what learners without files here have files it."""
         at, kind = line.get("at"), line.get("kind")
         if not isinstance(at, int | float):
@@ -202,25 +202,25 @@ class MetricsHistory:
             return
         series = self.series.get(name)
         if series is None:
-            series = self.series[name] = TimeSeries(name.partition(".")[0] in GROWING, self._keep)
+            series = self.series[name] = TimeSeries(name.partition(".")[0] in COUNTER_METRICS, self._keep)
         fine = isinstance(value, int | float) and math.isfinite(value)
         series.add(at, float(value) if fine else math.nan)
 
-    def is_lost(self, name: str, learner: int, at: float) -> bool:
+    def is_nan(self, name: str, learner: int, at: float) -> bool:
         """There was a figure, and the newest word of it is no number."""
         series = self.series.get(f"{name}.learner.{learner}")
-        return series is not None and bisect_right(series.at, at) > 0 and series.before(at) is None
+        return series is not None and bisect_right(series.at, at) > 0 and series.value_at(at) is None
 
     def value(self, name: str, learner: int, at: float) -> float | None:
         series = self.series.get(f"{name}.learner.{learner}")
-        return series.before(at) if series is not None else None
+        return series.value_at(at) if series is not None else None
 
     def rate(self, name: str, learner: int, begin: float, end: float) -> float | None:
         series = self.series.get(f"{name}.learner.{learner}")
         return series.rate(begin, end) if series is not None else None
 
 
-def end_of(path: Path, size: int) -> bytes:
+def read_tail(path: Path, size: int) -> bytes:
     """Return the last bytes of a file, at most so many; none where it cannot be read."""
     try:
         with open(path, "rb") as file:
@@ -230,7 +230,7 @@ def end_of(path: Path, size: int) -> bytes:
         return b""
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_json_object(path: Path) -> dict[str, Any] | None:
     """None where it is missing, half written or something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

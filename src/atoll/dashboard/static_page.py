@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from atoll.dashboard.terminal import clock
+from atoll.dashboard.terminal import format_duration
 
 WIDTH = 960
-LEFT = 92
-RIGHT = 16
-LANE = 26
+LEFT_MARGIN = 92
+RIGHT_MARGIN = 16
+LANE_HEIGHT = 26
 TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400)
 MAX_MERGES = 4000
 """Merges that a timeline draws one by one; of more it draws every n-th."""
@@ -36,12 +36,12 @@ STYLE = """
   --good: #14713c; --bad: #b3261e; --unknown: #7a5b00; --mark: #b3261e;
   --training: #3f9d6b; --alone: #d9a520; --stopped: #8b5fbf; --gone: #d9635b;
   --suspected: #e0c04a; --recovering: #4a86c8; --paused: #8b5fbf; --left: #a7b0bb; --quarantined: #6b2f5b;
-  --alive: #14713c; --asked: #2f6fb3; --merged: #b3561e; }
+  --alive: #14713c; --pulled: #2f6fb3; --merged: #b3561e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --soft: #a3adba; --line: #39424e; --paper: #14181d;
   --card: #1d232a; --good: #6cc993; --bad: #ff8a80; --unknown: #e0b94d; --mark: #ff8a80;
   --training: #2f7d54; --alone: #a87e12; --stopped: #7a52a8; --gone: #a8443d;
   --suspected: #a3862a; --recovering: #36699f; --paused: #7a52a8; --left: #55606c; --quarantined: #8a4a78;
-  --alive: #6cc993; --asked: #7db4ee; --merged: #f0a06a; } }
+  --alive: #6cc993; --pulled: #7db4ee; --merged: #f0a06a; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1040px; padding: 24px 20px 48px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -129,7 +129,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence
 def time_axis(length_s: float, x: Callable[[float], float], text_y: float, max_ticks: int) -> Iterator[str]:
     """Times below a drawing, from 0 to `length_s`."""
     for at in _ticks(length_s, max_ticks):
-        yield f"<text class='soft' x='{x(at)}' y='{text_y}' text-anchor='middle'>{clock(at)}</text>"
+        yield f"<text class='soft' x='{x(at)}' y='{text_y}' text-anchor='middle'>{format_duration(at)}</text>"
 
 
 def _ticks(length_s: float, max_ticks: int) -> range:
@@ -153,14 +153,14 @@ class Lanes:
         self.begin, self.length_s = span[0], max(span[1] - span[0], 1e-9)
         self._syncers, self._merges, self._bands = syncers, merges, bands
         names = ["syncer", *(f"learner {learner}" for learner in bands)]
-        self._tops = {name: top + LANE * number for number, name in enumerate(names)}
-        self.bottom = top + LANE * len(names)
+        self._tops = {name: top + LANE_HEIGHT * number for number, name in enumerate(names)}
+        self.bottom = top + LANE_HEIGHT * len(names)
 
     def x(self, at: float) -> float:
         share = min(max(at - self.begin, 0.0), self.length_s) / self.length_s
-        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 2)
+        return round(LEFT_MARGIN + share * (WIDTH - LEFT_MARGIN - RIGHT_MARGIN), 2)
 
-    def top_of(self, who: str) -> int | None:
+    def lane_top(self, who: str) -> int | None:
         return self._tops.get(who)
 
     def axis(self, top: int, bottom: int) -> Iterator[str]:
@@ -177,7 +177,7 @@ class Lanes:
         for begin, end in self._syncers:
             yield f"<rect {self._size(begin, end, top)} fill='var(--card)' stroke='var(--line)'/>"
         shown = self._merges[:: 1 + len(self._merges) // MAX_MERGES]
-        ticks = "".join(f"M{self.x(at)} {top + 2}v{LANE - 10}" for at in shown)
+        ticks = "".join(f"M{self.x(at)} {top + 2}v{LANE_HEIGHT - 10}" for at in shown)
         if ticks:
             yield f"<path d='{ticks}' stroke='var(--soft)' stroke-width='1' opacity='0.7'/>"
         for learner, bands in self._bands.items():
@@ -188,10 +188,10 @@ class Lanes:
 
     def _size(self, begin: float, end: float, top: int) -> str:
         width = max(self.x(end) - self.x(begin), 0.6)
-        return f"x='{self.x(begin)}' y='{top}' width='{width:.2f}' height='{LANE - 6}'"
+        return f"x='{self.x(begin)}' y='{top}' width='{width:.2f}' height='{LANE_HEIGHT - 6}'"
 
     def _moment(self, at: float) -> str:
-        return f"{at - self.begin:.1f} s" if self.length_s < 120.0 else clock(at - self.begin)
+        return f"{at - self.begin:.1f} s" if self.length_s < 120.0 else format_duration(at - self.begin)
 
     def legend(self, marks: str) -> Iterator[str]:
         """The states that occur, and what `marks` on the lanes mean."""

@@ -1,6 +1,6 @@
 """The terminal view of a run, for `atoll train`, `atoll chaos` and `atoll watch`.
 
-It shows the shapes of docs/dash.md: from the tapes (`view.picture_at`), or from the status of a job that this process
+It shows the shapes of docs/dash.md: from the tapes (`view.view_at`), or from the status of a job that this process
 runs, which has fewer of them. A figure that the source does not have is left out; one that is not known yet is a dash.
 """
 
@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from atoll.tape.timeline import Band
+from atoll.tape.timeline import StateSpan
 
-STATES: dict[str, tuple[str, str]] = {
+STATE_STYLES: dict[str, tuple[str, str]] = {
     "training": ("green", "━"),
     "alone": ("yellow", "╌"),
     "suspected": ("yellow", "?"),
@@ -31,10 +31,10 @@ STATES: dict[str, tuple[str, str]] = {
 }
 """Colour and letter of each: a reader who does not see the colour reads the letter."""
 
-PHASES = {"idle": "·", "pulling": "↑", "grace": "…", "merging": "Σ"}
-AWAY = "×"
+PHASE_LETTERS = {"idle": "·", "pulling": "↑", "grace": "…", "merging": "Σ"}
+UNAVAILABLE = "×"
 
-BAND_S = 120.0
+BAND_SPAN_S = 120.0
 """So much of the past is in an island's band."""
 
 MAX_ISLANDS = 64
@@ -44,7 +44,7 @@ MAX_LISTED = 8
 MAX_NEWS = 3
 PLAIN_INTERVAL_S = 5.0
 
-Bands = Callable[[int, float, float], Sequence[Band]]
+Bands = Callable[[int, float, float], Sequence[StateSpan]]
 """The states of a learner between two moments."""
 
 
@@ -78,19 +78,19 @@ class LiveView:
     def show(self, shown: Mapping[str, Any], bands: Bands | None = None, now: float | None = None) -> None:
         """May be called as often as one likes: lines that come too early are left out."""
         if self._live is not None:
-            self._live.update(rendered(shown, self._live.console.width, bands), refresh=True)
+            self._live.update(render(shown, self._live.console.width, bands), refresh=True)
             return
         now = time.monotonic() if now is None else now
         if self._printed_at == float("-inf"):
-            self.say(shown["title"])
+            self.print_line(shown["title"])
         for sentence in shown.get("news", ())[self._news :]:
-            self.say(sentence)
+            self.print_line(sentence)
         self._news = len(shown.get("news", ()))
         if now - self._printed_at >= self._interval_s:
             self._printed_at = now
-            self.say(plain(shown))
+            self.print_line(format_line(shown))
 
-    def say(self, sentence: str) -> None:
+    def print_line(self, sentence: str) -> None:
         """Print a line that stays."""
         print(sentence, file=self._stream, flush=True)
 
@@ -99,27 +99,27 @@ class LiveView:
 # One line
 
 
-def plain(shown: Mapping[str, Any]) -> str:
+def format_line(shown: Mapping[str, Any]) -> str:
     """One line, for a log."""
     head, islands = shown["headline"], shown["islands"]
-    parts = [f"{clock(shown['at'])}  {100 * shown['progress']:3.0f} %"]
+    parts = [f"{format_duration(shown['at'])}  {100 * shown['progress']:3.0f} %"]
     if len(islands) > MAX_LISTED or not islands:
-        parts.append(_summed(islands))
+        parts.append(_summarize(islands))
     else:
         parts += [f"{each['learner']}: {_brief(each)}" for each in islands]
     if shown["paused"]:
         parts.append("paused")
     if head["tokens_per_s"] is not None:
-        parts.append(f"{figure(head['tokens_per_s'])} tokens/s")
+        parts.append(f"{format_number(head['tokens_per_s'])} tokens/s")
     if head["merges"]:
         parts.append("1 merge" if head["merges"] == 1 else f"{head['merges']:,} merges")
     if head["goodput"] is not None:
-        parts.append(f"goodput {share(head['goodput'])}" + (" derived" if head.get("derived") else ""))
+        parts.append(f"goodput {format_percent(head['goodput'])}" + (" derived" if head.get("derived") else ""))
     parts += [f"ALERT {each['text']}" for each in shown.get("alerts", ())]
     return " | ".join(parts)
 
 
-def _summed(islands: Sequence[Mapping[str, Any]]) -> str:
+def _summarize(islands: Sequence[Mapping[str, Any]]) -> str:
     states: dict[str, int] = {}
     for each in islands:
         states[each["state"]] = states.get(each["state"], 0) + 1
@@ -144,7 +144,7 @@ def _brief(island: Mapping[str, Any]) -> str:
 # The drawing
 
 
-def rendered(shown: Mapping[str, Any], width: int, bands: Bands | None = None) -> RenderableType:
+def render(shown: Mapping[str, Any], width: int, bands: Bands | None = None) -> RenderableType:
     """All of it, at most so many columns wide."""
     head = shown["headline"]
     parts: list[RenderableType] = [_title(shown), _headline(head)]
@@ -163,17 +163,17 @@ def rendered(shown: Mapping[str, Any], width: int, bands: Bands | None = None) -
 def _title(shown: Mapping[str, Any]) -> Text:
     text = Text(shown["title"], "bold")
     text.append(f"  {shown['stage']}" + (", paused" if shown["paused"] else ""), "")
-    text.append(f"  {clock(shown['at'])}", "dim")
+    text.append(f"  {format_duration(shown['at'])}", "dim")
     if not shown.get("now", True):
         text.append("  as it was then", "yellow")
         if shown["sample_age_s"] is not None:
             text.append(f"; fragments and books as {shown['sample_age_s']:.1f} s before", "yellow")
     elif shown.get("loading") is not None:
-        text.append(f"  still reading: {share(shown['loading'])}", "yellow")
+        text.append(f"  still reading: {format_percent(shown['loading'])}", "yellow")
     elif shown.get("live"):
         age_s = shown["age_s"]
         old = age_s is not None and age_s > 5.0
-        text.append(f"  {clock(age_s)} old" if old else "  live", "red" if old else "green")
+        text.append(f"  {format_duration(age_s)} old" if old else "  live", "red" if old else "green")
     if shown.get("syncer", {}).get("state") == "down" and shown["stage"] != "finished":
         text.append("  the syncer is away", "red")
     return text
@@ -181,18 +181,22 @@ def _title(shown: Mapping[str, Any]) -> Text:
 
 def _headline(head: Mapping[str, Any]) -> Text:
     figures: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-        ("loss", "loss", figure),
-        ("tokens", "tokens", figure),
-        ("tokens_per_s", "tokens/s", figure),
-        ("goodput", "goodput" + (" (derived)" if head.get("derived") else ""), share),
-        ("uptime", "uptime", share),
-        ("alive", "alive/asked/merged", lambda alive: "/".join(map(figure, (alive, head["asked"], head["merged"])))),
-        ("bytes_up_per_s", "up", bytes_per_s),
-        ("bytes_down_per_s", "down", bytes_per_s),
-        ("effective_h", "H", figure),
-        ("merges", "merges", figure),
-        ("quorum", "quorum", figure),
-        ("remaining_s", "ends in", clock),
+        ("loss", "loss", format_number),
+        ("tokens", "tokens", format_number),
+        ("tokens_per_s", "tokens/s", format_number),
+        ("goodput", "goodput" + (" (derived)" if head.get("derived") else ""), format_percent),
+        ("uptime", "uptime", format_percent),
+        (
+            "alive",
+            "alive/pulled/merged",
+            lambda alive: "/".join(map(format_number, (alive, head["pulled"], head["merged"]))),
+        ),
+        ("bytes_up_per_s", "up", format_rate),
+        ("bytes_down_per_s", "down", format_rate),
+        ("effective_h", "H", format_number),
+        ("merges", "merges", format_number),
+        ("quorum", "quorum", format_number),
+        ("remaining_s", "ends in", format_duration),
     )
     text = Text()
     for key, name, words in figures:
@@ -219,11 +223,11 @@ def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table
     """`width`: of the band of an island."""
     figures: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("step", "step", "{:,}".format),
-        ("tokens_per_s", "tokens/s", figure),
-        ("speed", "speed", figure),
-        ("loss", "loss", figure),
-        ("weight", "weight", share),
-        ("goodput", "goodput", share),
+        ("tokens_per_s", "tokens/s", format_number),
+        ("speed", "speed", format_number),
+        ("loss", "loss", format_number),
+        ("weight", "weight", format_percent),
+        ("goodput", "goodput", format_percent),
     )
     islands = shown["islands"][:MAX_ISLANDS]
     figures = tuple(each for each in figures if islands and each[0] in islands[0])
@@ -232,14 +236,14 @@ def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table
         table.add_column(name)
     for _, name, _ in figures:
         table.add_column(name, justify="right")
-    span_s = min(BAND_S, max(1.0, shown["at"] - shown.get("from", 0.0)))
-    table.add_column(f"last {clock(span_s)}" if bands is not None else "", no_wrap=True, overflow="ellipsis")
+    span_s = min(BAND_SPAN_S, max(1.0, shown["at"] - shown.get("from", 0.0)))
+    table.add_column(f"last {format_duration(span_s)}" if bands is not None else "", no_wrap=True, overflow="ellipsis")
     for each in islands:
         begin = shown["at"] - span_s
         state = each["state"]
         table.add_row(
             str(each["learner"]),
-            Text(state, STATES[state][0]),
+            Text(state, STATE_STYLES[state][0]),
             *(words(each[key]) for key, _, words in figures),
             each.get("note", "")
             if bands is None
@@ -248,12 +252,12 @@ def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table
     return table
 
 
-def _band(bands: Sequence[Band], begin: float, span_s: float, width: int) -> Text:
+def _band(bands: Sequence[StateSpan], begin: float, span_s: float, width: int) -> Text:
     text = Text()
     for index in range(width):
         moment = begin + span_s * (index + 0.5) / width
         state = next((band.state for band in bands if band.begin <= moment < band.end), None)
-        colour, letter = STATES[state] if state is not None else ("", " ")
+        colour, letter = STATE_STYLES[state] if state is not None else ("", " ")
         text.append(letter, colour)
     return text
 
@@ -263,12 +267,12 @@ def _fragments(fragments: list[dict[str, Any]], width: int) -> Text:
     count = max(1, width - 12)
     text = Text("fragments   ", "dim")
     for each in fragments[:count]:
-        text.append(*((AWAY, "red") if each["away"] else (PHASES.get(each["phase"], "?"), "")))
-    away = [each for each in fragments if each["away"]]
+        text.append(*((UNAVAILABLE, "red") if each["unavailable"] else (PHASE_LETTERS.get(each["phase"], "?"), "")))
+    away = [each for each in fragments if each["unavailable"]]
     text.append("\nmerged      ", "dim")
     text.append("".join(_digit(len(each["contributors"])) for each in fragments[:count]))
     if away:
-        text.append(f"\n{AWAY} {len(away)} of {len(fragments)}: {away[0]['reason']}", "red")
+        text.append(f"\n{UNAVAILABLE} {len(away)} of {len(fragments)}: {away[0]['reason']}", "red")
     return text
 
 
@@ -290,7 +294,7 @@ def _ledger(ledger: dict[str, Any]) -> Text:
 # Figures for people
 
 
-def figure(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """
     >>> figure(None), figure(3.14159), figure(12345.6), figure(4)
     ('-', '3.14', '12,346', '4')
@@ -302,7 +306,7 @@ def figure(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def share(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """
     >>> share(0.98765), share(None)
     ('98.8 %', '-')
@@ -310,7 +314,7 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def clock(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """
     >>> clock(7.2), clock(3725), clock(200000), clock(None)
     ('7 s', '1:02:05', '2 d 7:33:20', '-')
@@ -327,7 +331,7 @@ def clock(seconds: float | None) -> str:
     return f"{days} d {text}" if days else text
 
 
-def bytes_per_s(value: float | None) -> str:
+def format_rate(value: float | None) -> str:
     """
     >>> bytes_per_s(1500), bytes_per_s(2.5e6), bytes_per_s(None)
     ('1.5 kB/s', '2.5 MB/s', '-')

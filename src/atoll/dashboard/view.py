@@ -5,46 +5,46 @@ from __future__ import annotations
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from atoll.dashboard.alerts import alerts_at
-from atoll.dashboard.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, RunPicture
-from atoll.tape.bounded_logs import Merge
+from atoll.dashboard.alerts import evaluate_alerts
+from atoll.dashboard.run_history import LATE_JOIN_S, RECENT_MERGES, STALE_AFTER_S, RunHistory
+from atoll.tape.bounded_logs import MergeRow
 from atoll.tape.syncer_tenures import SyncerSample
 from atoll.tape.time_shares import TimeShares
 
-TRAINS = ("training", "alone", "suspected")
+TRAINING_STATES = ("training", "alone", "suspected")
 MAX_ROUNDS = 2000
 """Of a timeline, drawn one by one."""
 
 
 class TimelineMark(NamedTuple):
     at: float
-    who: str
+    subject: str
     kind: str
     text: str
 
 
-def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
+def view_at(picture: RunHistory, at: float | None = None) -> dict[str, Any]:
     """The run at a moment; None: now."""
-    now = at is None or at >= picture.to
-    when = picture.to if at is None else min(max(at, picture.begin), picture.to)
-    sample = picture.sample(None if now else when)
+    now = at is None or at >= picture.newest_at
+    when = picture.newest_at if at is None else min(max(at, picture.started_at), picture.newest_at)
+    sample = picture.sample_at(None if now else when)
     live = now and is_live(picture, sample)
-    span_s = picture.rate_span_s(when)
+    span_s = picture.rate_window_s(when)
     fragments = len(picture.config.fragment_ids()) if picture.config is not None else 1
     recent = picture.newest_merges(when, RECENT_MERGES * fragments)
-    islands = [_island(picture, learner, when, sample, span_s, recent) for learner in _known(picture, when)]
+    islands = [_island(picture, learner, when, sample, span_s, recent) for learner in _known_learners(picture, when)]
     _add_speeds(islands)
     return {
         "at": when,
         "wall0": picture.wall0,
-        "from": picture.begin,
-        "to": picture.to,
+        "from": picture.started_at,
+        "to": picture.newest_at,
         "now": now,
         "sample_age_s": when - sample.at if sample is not None else None,
         "live": live,
         "age_s": _age_s(picture) if live else None,
-        "loading": picture.loading(),
-        "damaged": picture.damaged,
+        "loading": picture.loading_progress(),
+        "tape_errors": picture.tape_errors,
         "stage": sample.view.stage if sample is not None else "waiting",
         "progress": sample.view.progress if sample is not None else 0.0,
         "paused": picture.is_paused(when),
@@ -52,28 +52,28 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
         "syncer": _syncer(picture, when, live),
         "islands": islands,
         "fragments": [] if sample is None else _fragments(sample, when),
-        "ledger": None if sample is None else sample.books._asdict() | {"balanced": sample.is_balanced},
-        "alerts": [each._asdict() for each in alerts_at(picture, when, sample, islands, live)],
+        "ledger": None if sample is None else sample.ledger._asdict() | {"balanced": sample.is_balanced},
+        "alerts": [each._asdict() for each in evaluate_alerts(picture, when, sample, islands, live)],
     }
 
 
-def is_live(picture: RunPicture, sample: SyncerSample | None) -> bool:
+def is_live(picture: RunHistory, sample: SyncerSample | None) -> bool:
     """Somebody still writes it, as far as one can tell from here."""
     if picture.simulated or picture.files.report is not None:
         return False
     return sample is None or sample.view.stage != "finished"
 
 
-def _age_s(picture: RunPicture) -> float | None:
+def _age_s(picture: RunHistory) -> float | None:
     return picture.age_s() if picture.wall0 is not None else None
 
 
-def _known(picture: RunPicture, at: float) -> list[int]:
+def _known_learners(picture: RunHistory, at: float) -> list[int]:
     """Learners that had come by then."""
     known = []
     for learner in picture.learners():
         processes = picture.processes_of(learner)
-        if picture.standing(learner, at) is not None or (processes and processes[0].first <= at):
+        if picture.member_state(learner, at) is not None or (processes and processes[0].first_entry_at <= at):
             known.append(learner)
     return known
 
@@ -83,18 +83,20 @@ def _known(picture: RunPicture, at: float) -> list[int]:
 
 
 def _headline(
-    picture: RunPicture,
+    picture: RunHistory,
     at: float,
     sample: SyncerSample | None,
     islands: list[dict[str, Any]],
     span_s: float,
-    recent: list[Merge],
+    recent: list[MergeRow],
 ) -> dict[str, Any]:
     view = sample.view if sample is not None else None
     done = picture.tokens_until(at)
-    per_s = (done - picture.tokens_until(at - span_s)) / span_s if at > picture.begin else None
+    per_s = (done - picture.tokens_until(at - span_s)) / span_s if at > picture.started_at else None
     known = [each for each in islands if each["loss"] is not None]
-    training = [each for each in known if each["state"] in TRAINS]  # none in a run that is over: what all ended with
+    training = [
+        each for each in known if each["state"] in TRAINING_STATES
+    ]  # none in a run that is over: what all ended with
     losses = [each["loss"] for each in training or known]
     budget = picture.config.budget_tokens if picture.config is not None else None
     remaining_s = None
@@ -108,7 +110,7 @@ def _headline(
         "uptime": picture.uptime(at),
         "derived": any(each["derived"] for each in islands),
         "alive": view.alive if view is not None else None,
-        "asked": _mean(recent, "asked"),
+        "pulled": _mean(recent, "pulled"),
         "merged": _mean(recent, "merged"),
         "learners": len(islands),
         "bytes_up_per_s": picture.rate("bytes_up", at, span_s),
@@ -123,21 +125,21 @@ def _headline(
     }
 
 
-def _mean(merges: list[Merge], name: str) -> float | None:
+def _mean(merges: list[MergeRow], name: str) -> float | None:
     """Over all merges, of which some stand for several."""
-    whole = sum(m.stands_for for m in merges)
-    return sum(getattr(m, name) * m.stands_for for m in merges) / whole if whole else None
+    whole = sum(m.merge_count for m in merges)
+    return sum(getattr(m, name) * m.merge_count for m in merges) / whole if whole else None
 
 
 def _island(
-    picture: RunPicture, learner: int, at: float, sample: SyncerSample | None, span_s: float, recent: list[Merge]
+    picture: RunHistory, learner: int, at: float, sample: SyncerSample | None, span_s: float, recent: list[MergeRow]
 ) -> dict[str, Any]:
-    band = picture.state(learner, at)
+    band = picture.current_state(learner, at)
     member = sample.members.get(learner) if sample is not None else None
-    step, tokens = picture.progress_of(learner, at)
-    per_s = (tokens - picture.progress_of(learner, at - span_s)[1]) / span_s
-    shares = picture.shares(learner, at)
-    trains = band.state in TRAINS
+    step, tokens = picture.progress(learner, at)
+    per_s = (tokens - picture.progress(learner, at - span_s)[1]) / span_s
+    shares = picture.reported_time_shares(learner, at)
+    trains = band.state in TRAINING_STATES
     return {
         "learner": learner,
         "state": band.state,
@@ -146,17 +148,17 @@ def _island(
         "step": step,
         "tokens": int(tokens),
         "tokens_per_s": per_s if trains else 0.0,
-        "step_s": picture.usual_step_s(learner, at) if trains else None,
+        "step_s": picture.typical_step_s(learner, at) if trains else None,
         "speed": None,
         "loss": picture.metrics.value("loss", learner, at),
-        "link": _link(member.standing if member is not None else None, band.state),
+        "link": _link(member.state if member is not None else None, band.state),
         "staleness_s": _staleness_s(learner, at, sample),
         "weight": _weight(learner, recent),
         "derived": picture.is_derived(learner),
         "goodput": shares.goodput if shares is not None else None,
-        "split": split_of(shares) if shares is not None else None,
+        "time_split": time_split(shares) if shares is not None else None,
         "reason": member.reason if member is not None else None,
-        "last_words": _last_words(picture, learner, at, band.state),
+        "log_tail": _log_tail(picture, learner, at, band.state),
     }
 
 
@@ -168,7 +170,7 @@ def _add_speeds(islands: list[dict[str, Any]]) -> None:
             each["speed"] = usual / each["step_s"]
 
 
-def split_of(shares: TimeShares) -> dict[str, float]:
+def time_split(shares: TimeShares) -> dict[str, float]:
     return {
         "stepping": shares.stepping_s,
         "waiting": shares.waiting_s,
@@ -191,54 +193,56 @@ def _staleness_s(learner: int, at: float, sample: SyncerSample | None) -> float 
     return at - merged_at if merged_at is not None else None
 
 
-def _weight(learner: int, recent: list[Merge]) -> float | None:
+def _weight(learner: int, recent: list[MergeRow]) -> float | None:
     """Its share in the newest merges, those without it counted as nothing."""
     if not recent:
         return None
     mine = whole = 0.0
     for merge in recent:
-        whole += merge.stands_for
+        whole += merge.merge_count
         for (who, _), weight in zip(merge.contributors, merge.weights, strict=True):
-            mine += weight * merge.stands_for if who == learner else 0.0
+            mine += weight * merge.merge_count if who == learner else 0.0
     return mine / whole
 
 
-def _last_words(picture: RunPicture, learner: int, at: float, state: str) -> str | None:
+def _log_tail(picture: RunHistory, learner: int, at: float, state: str) -> str | None:
     """Of the newest process of it that died, while it has not come back."""
     if state not in ("gone", "recovering", "quarantined"):
         return None
-    died = [fault for fault in picture.files.faults if fault.who == f"learner {learner}" and fault.at <= at]
+    died = [fault for fault in picture.files.faults if fault.process == f"learner {learner}" and fault.at <= at]
     if not died:
         return None
-    came_back = any(process.first > died[-1].at for process in picture.processes_of(learner))
-    words = picture.files.last_words(died[-1].who) if not came_back else None  # the log goes on after it
-    return f"{died[-1].what} at {died[-1].at:.1f} s" + (f": {words}" if words else "")
+    came_back = any(process.first_entry_at > died[-1].at for process in picture.processes_of(learner))
+    words = picture.files.log_tail(died[-1].process) if not came_back else None  # the log goes on after it
+    return f"{died[-1].cause} at {died[-1].at:.1f} s" + (f": {words}" if words else "")
 
 
-def _syncer(picture: RunPicture, at: float, live: bool) -> dict[str, Any]:
+def _syncer(picture: RunHistory, at: float, live: bool) -> dict[str, Any]:
     bands = [band for band in syncer_bands(picture, live) if band[0] <= at]
     state = bands[-1][2] if bands else "down"
-    tenures = [tenure for tenure in picture.tenures if tenure.first is not None and tenure.first <= at]
+    tenures = [
+        tenure for tenure in picture.tenures if tenure.first_entry_at is not None and tenure.first_entry_at <= at
+    ]
     epoch = tenures[-1].epoch if tenures else None
-    return {"state": state, "epoch": epoch, "since": bands[-1][0] if bands else picture.begin}
+    return {"state": state, "epoch": epoch, "since": bands[-1][0] if bands else picture.started_at}
 
 
-def syncer_bands(picture: RunPicture, live: bool) -> list[list[Any]]:
+def syncer_bands(picture: RunHistory, live: bool) -> list[list[Any]]:
     """Up from the first to the last entry of each of its processes."""
     bands: list[list[Any]] = []
     for number, tenure in enumerate(picture.tenures):
-        if tenure.first is None:
+        if tenure.first_entry_at is None:
             continue
-        if bands and tenure.first > bands[-1][1]:
-            bands.append([bands[-1][1], tenure.first, "down"])
-        end = tenure.last
+        if bands and tenure.first_entry_at > bands[-1][1]:
+            bands.append([bands[-1][1], tenure.first_entry_at, "down"])
+        end = tenure.last_entry_at
         newest = number == len(picture.tenures) - 1
         age_s = _age_s(picture) if live and newest else None
-        if newest and (not live or age_s is None or age_s < STALE_S):
-            end = max(end, picture.to)
-        bands.append([tenure.first, end, "up"])
-        if newest and end < picture.to:
-            bands.append([end, picture.to, "down"])
+        if newest and (not live or age_s is None or age_s < STALE_AFTER_S):
+            end = max(end, picture.newest_at)
+        bands.append([tenure.first_entry_at, end, "up"])
+        if newest and end < picture.newest_at:
+            bands.append([end, picture.newest_at, "down"])
     return bands
 
 
@@ -248,10 +252,10 @@ def _fragments(sample: SyncerSample, at: float) -> list[dict[str, Any]]:
             "fragment": each.fragment,
             "version": each.version,
             "phase": each.phase,
-            "away": each.away,
+            "unavailable": each.away,
             "age_s": at - sample.merged_at[each.fragment] if each.fragment in sample.merged_at else None,
             "contributors": list(each.last_contributors),
-            "asked": each.asked,
+            "pulled": each.asked,
             "contributions": each.contributions,
             "waiting_for": list(each.waiting_for),
             "reason": each.reason,
@@ -264,79 +268,83 @@ def _fragments(sample: SyncerSample, at: float) -> list[dict[str, Any]]:
 # The timeline
 
 
-def timeline(picture: RunPicture, begin: float | None, end: float | None, width: int) -> dict[str, Any]:
-    begin = picture.begin if begin is None else max(begin, picture.begin)
-    end = picture.to if end is None else min(end, picture.to)
-    live = is_live(picture, picture.sample(None))
+def timeline(picture: RunHistory, begin: float | None, end: float | None, width: int) -> dict[str, Any]:
+    begin = picture.started_at if begin is None else max(begin, picture.started_at)
+    end = picture.newest_at if end is None else min(end, picture.newest_at)
+    live = is_live(picture, picture.sample_at(None))
     return {
         "from": begin,
         "to": end,
         "islands": [
-            {"learner": learner, "bands": [list(band) for band in picture.bands(learner, begin, end)]}
+            {"learner": learner, "bands": [list(band) for band in picture.state_spans(learner, begin, end)]}
             for learner in picture.learners()
         ],
         "syncer": [
             [max(b, begin), min(e, end), state] for b, e, state in syncer_bands(picture, live) if e > begin and b < end
         ],
-        "marks": [mark._asdict() for mark in marks(picture) if begin <= mark.at <= end],
+        "marks": [mark._asdict() for mark in timeline_marks(picture) if begin <= mark.at <= end],
         "rounds": rounds(picture, begin, end, min(max(width, 50), MAX_ROUNDS)),
     }
 
 
-def rounds(picture: RunPicture, begin: float, end: float, width: int) -> list[dict[str, Any]]:
+def rounds(picture: RunHistory, begin: float, end: float, width: int) -> list[dict[str, Any]]:
     """Merges in this span; where there are more than `width`, neighbours are joined."""
     found = sorted(picture.merges(begin, end), key=lambda merge: merge.at)
     if len(found) <= width:
         return [_round([merge]) for merge in found]
     span = (end - begin) / width or 1.0
-    joined: dict[int, list[Merge]] = {}
+    joined: dict[int, list[MergeRow]] = {}
     for merge in found:
         joined.setdefault(int((merge.at - begin) / span), []).append(merge)
     return [_round(each) for each in joined.values()]
 
 
-def _round(merges: list[Merge]) -> dict[str, Any]:
-    count = sum(m.stands_for for m in merges)
+def _round(merges: list[MergeRow]) -> dict[str, Any]:
+    count = sum(m.merge_count for m in merges)
     return {
         "at": fmean(m.at for m in merges),
         "fragment": merges[0].fragment if count == 1 else None,
         "contributions": _mean(merges, "merged"),
-        "asked": _mean(merges, "asked"),
+        "pulled": _mean(merges, "pulled"),
         "alive": _mean(merges, "alive"),
         "count": count,
     }
 
 
-def marks(picture: RunPicture) -> list[TimelineMark]:
+def timeline_marks(picture: RunHistory) -> list[TimelineMark]:
     """Faults and returns, from what the supervisor wrote and from the tapes."""
     found = [
-        TimelineMark(fault.at, fault.who, "killed" if fault.what.startswith("SIG") else "failed", fault.what)
+        TimelineMark(fault.at, fault.process, "killed" if fault.cause.startswith("SIG") else "failed", fault.cause)
         for fault in picture.files.faults
     ]
     for learner in picture.learners():
         who = f"learner {learner}"
         for number, process in enumerate(picture.processes_of(learner)):
             if number:
-                found.append(TimelineMark(process.first, who, "restarted", f"incarnation {process.incarnation} begins"))
-            elif picture.tenures and process.first > picture.begin + JOINED_LATER_S:
-                found.append(TimelineMark(process.first, who, "joined", "a new learner"))
+                found.append(
+                    TimelineMark(process.first_entry_at, who, "restarted", f"incarnation {process.incarnation} begins")
+                )
+            elif picture.tenures and process.first_entry_at > picture.started_at + LATE_JOIN_S:
+                found.append(TimelineMark(process.first_entry_at, who, "joined", "a new learner"))
         before = ""
-        for change in (each for tenure in picture.tenures for each in tenure.standings.get(learner, ())):
-            if change.standing != before:  # a new syncer begins by knowing what the old one knew
-                kind = {"suspect": "suspected", "quarantined": "quarantined", "left": "left"}.get(change.standing)
+        for change in (each for tenure in picture.tenures for each in tenure.member_states.get(learner, ())):
+            if change.state != before:  # a new syncer begins by knowing what the old one knew
+                kind = {"suspect": "suspected", "quarantined": "quarantined", "left": "left"}.get(change.state)
                 if kind is not None:
                     found.append(TimelineMark(change.at, who, kind, change.sentence or kind))
-            before = change.standing
+            before = change.state
     for word in (word for tenure in picture.tenures for word in tenure.controls):
         who = "syncer" if word.subject[0] == "run" else f"{word.subject[0]} {word.subject[1]}"
         found.append(TimelineMark(word.at, who, "control", word.sentence))
     for tenure in picture.tenures[1:]:
-        if tenure.first is not None:
-            found.append(TimelineMark(tenure.first, "syncer", "syncer-restarted", f"epoch {tenure.epoch} begins"))
+        if tenure.first_entry_at is not None:
+            found.append(
+                TimelineMark(tenure.first_entry_at, "syncer", "syncer-restarted", f"epoch {tenure.epoch} begins")
+            )
     return sorted(found)
 
 
-def told_config(picture: RunPicture) -> dict[str, Any]:
+def config_view(picture: RunHistory) -> dict[str, Any]:
     config, told = picture.config, picture.files.config
     if told is None and config is not None:
         told = {"run": config.run_id, "fragments": config.fragments, "every_steps": config.every_steps}

@@ -1,6 +1,6 @@
 """The curves of a run in other people's formats: TensorBoard, Weights & Biases, CSV.
 
-Every curve is one of the page's (`figures.catalogue`). A point has its time and the tokens that the run had trained by
+Every curve is one of the page's (`curves.catalogue`). A point has its time and the tokens that the run had trained by
 then; tokens are the step of formats that have one.
 """
 
@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
 
-from atoll.dashboard.figures import catalogue, curve
-from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.curves import compute_curve, list_series
+from atoll.dashboard.run_history import RunHistory
 
-EVEN = ("goodput", "loss", "bytes_up", "bytes_down")
+EVENLY_SAMPLED = ("goodput", "loss", "bytes_up", "bytes_down")
 """Curves without points of their own, and throughput: they are taken at even distances."""
 
-LATE = "loss.published"
+LATE_SERIES = "loss.published"
 """Its first point is known at the end, from the report."""
 
 EVEN_POINTS = 600
-ALL = 10_000_000  # points: none is thinned out
-LOOK_S = 2.0
-REPORT_WAIT_S = 20.0
+NO_LIMIT = 10_000_000  # points: none is thinned out
+POLL_INTERVAL_S = 2.0
+REPORT_TIMEOUT_S = 20.0
 """After the end of a run that is followed: its model is still being judged."""
 
 
@@ -50,7 +50,7 @@ class Writer(Protocol):
 class Exporter:
     """Gives writers what they have not got yet."""
 
-    def __init__(self, picture: RunPicture, writers: Sequence[Writer]) -> None:
+    def __init__(self, picture: RunHistory, writers: Sequence[Writer]) -> None:
         self.points = 0
         self.names: set[str] = set()
         self._picture = picture
@@ -62,8 +62,8 @@ class Exporter:
     def export(self) -> None:
         """All that is new in the picture."""
         picture = self._picture
-        self._spacing_s = max(self._spacing_s, (picture.to - picture.begin) / EVEN_POINTS)
-        for series in catalogue(picture):
+        self._spacing_s = max(self._spacing_s, (picture.newest_at - picture.started_at) / EVEN_POINTS)
+        for series in list_series(picture):
             points = self._new(series.name)
             if not points:
                 continue
@@ -77,32 +77,32 @@ class Exporter:
     def _new(self, name: str) -> list[Point]:
         picture = self._picture
         done = self._done.get(name)
-        count = ALL
-        is_even = name in EVEN or name.startswith("throughput")
+        count = NO_LIMIT
+        is_even = name in EVENLY_SAMPLED or name.startswith("throughput")
         if is_even:
-            span_s = picture.to - (done if done is not None else picture.begin)
+            span_s = picture.newest_at - (done if done is not None else picture.started_at)
             count = math.floor(span_s / self._spacing_s)
             if not count:
                 return []
-        found = curve(picture, name, begin=done, points=count)
+        found = compute_curve(picture, name, begin=done, points=count)
         wall0 = picture.wall0 or 0.0
         points = [
             Point(at, wall0 + at, round(picture.tokens_until(at)), value)
             for at, value in zip(found.x, found.y, strict=True)
-            if (at not in self._late if name == LATE else done is None or at > done)
+            if (at not in self._late if name == LATE_SERIES else done is None or at > done)
         ]
-        if name == LATE:
+        if name == LATE_SERIES:
             self._late.update(point.at for point in points)
         elif points:
-            self._done[name] = picture.to if is_even else points[-1].at
+            self._done[name] = picture.newest_at if is_even else points[-1].at
         return points
 
 
 def export(
-    picture: RunPicture,
+    picture: RunHistory,
     writers: Sequence[Writer],
     follow: bool = False,
-    on_look: Callable[[Exporter], None] | None = None,
+    on_poll: Callable[[Exporter], None] | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> Exporter:
     """Everything there is; with `follow` until the run is over. Writers are closed in any case."""
@@ -110,33 +110,33 @@ def export(
     over_at: float | None = None
     try:
         while True:
-            while picture.grow():
+            while picture.update():
                 pass
             exporter.export()
-            if on_look is not None:
-                on_look(exporter)
+            if on_poll is not None:
+                on_poll(exporter)
             if not follow:
                 return exporter
-            if over_at is None and is_over(picture):
+            if over_at is None and is_finished(picture):
                 over_at = time.monotonic()
-            if over_at is not None and _is_judged(picture, over_at):
+            if over_at is not None and _has_report(picture, over_at):
                 return exporter
-            wait(LOOK_S)
+            wait(POLL_INTERVAL_S)
     finally:
         for writer in writers:
             writer.close()
 
 
-def is_over(picture: RunPicture) -> bool:
+def is_finished(picture: RunHistory) -> bool:
     return picture.simulated or picture.is_finished
 
 
-def _is_judged(picture: RunPicture, over_at: float) -> bool:
+def _has_report(picture: RunHistory, over_at: float) -> bool:
     """Only runs of `atoll train` get a report: whoever was started with `atoll syncer` never does."""
-    return picture.files.report is not None or picture.simulated or time.monotonic() > over_at + REPORT_WAIT_S
+    return picture.files.report is not None or picture.simulated or time.monotonic() > over_at + REPORT_TIMEOUT_S
 
 
-def new_folder(folder: Path, option: str) -> Path:
+def create_empty_folder(folder: Path, option: str) -> Path:
     """Curves are not added to others: every point would be there twice."""
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{option}: {folder} is not empty; remove it, or name another folder")
@@ -202,7 +202,7 @@ class TensorBoardWriter:
         self._file.close()
 
 
-OFFLINE = {
+OFFLINE_ENVIRONMENT = {
     "WANDB_MODE": "offline",
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_SILENT": "true",
@@ -215,7 +215,7 @@ class WandbWriter:
     """An offline run below `folder`/wandb."""
 
     def __init__(self, folder: Path, run: Path, config: dict[str, Any] | None) -> None:
-        os.environ.update(OFFLINE)  # read when it is imported
+        os.environ.update(OFFLINE_ENVIRONMENT)  # read when it is imported
         try:
             import wandb
         except ImportError as missing:

@@ -9,9 +9,9 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from atoll.integrations.batches import total
+from atoll.integrations.batches import sum_counts
 from atoll.learner.api import Learner
-from atoll.tensors.optimizers import Optimizers, was_skipped
+from atoll.tensors.optimizers import Optimizers, was_step_skipped
 
 
 class AcceleratedLearner(Learner):
@@ -26,9 +26,9 @@ class AcceleratedLearner(Learner):
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                learner.step(tokens=count_of(batch), loss=loss)
+                learner.step(tokens=count_tokens_on_device(batch), loss=loss)
 
-    `model` and `optimizer` are the prepared ones. Numbers that are on a device (`atoll.integrations.batches.count_of`)
+    `model` and `optimizer` are the prepared ones. Numbers that are on a device (`atoll.integrations.batches.count_tokens_on_device`)
     are read once a step: to read one waits for everything before it. A step that was left out because gradients
     overflowed (fp16) is none.
     """
@@ -53,8 +53,8 @@ class AcceleratedLearner(Learner):
             return
         counts, losses = self._counts, self._losses
         self._counts, self._losses = [], []
-        if not was_skipped(self._prepared):
-            super().step(total(counts), sum(losses) / len(losses) if losses else None)
+        if not was_step_skipped(self._prepared):
+            super().step(sum_counts(counts), sum(losses) / len(losses) if losses else None)
 
 
 __all__ = ["AcceleratedLearner"]

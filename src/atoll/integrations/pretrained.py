@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from atoll.tensors.plan import TensorInfo, digest_of, named_tensors
+from atoll.tensors.plan import TensorInfo, named_tensors, tensor_digest
 
 CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
-_ADAPTED = re.compile(r"(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.[^.]+")
+_ADAPTER_TENSOR = re.compile(r"(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.[^.]+")
 """Where PEFT puts the name of an adapter into that of a tensor. Its files are without."""
 
 
@@ -34,7 +34,7 @@ def export_pretrained(tensors: Mapping[str, Tensor], frozen: Mapping[str, Tensor
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and nothing is written over: give another --out")
-    adapted = [name for name in tensors if _ADAPTED.search(name)]
+    adapted = [name for name in tensors if _ADAPTER_TENSOR.search(name)]
     if adapted:
         _export_adapter(tensors, adapted, config, out)
         return
@@ -44,20 +44,20 @@ def export_pretrained(tensors: Mapping[str, Tensor], frozen: Mapping[str, Tensor
             f"the run has no {min(frozen)!r}: it was frozen, and never travelled. Give as --config the directory of "
             "the model that the islands have loaded, with its weights"
         )
-    fill(model, tensors, frozen)
+    load_run_tensors(model, tensors, frozen)
     model.save_pretrained(out)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> None:
+def load_run_tensors(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> None:
     """The tensors of a run into a model, each in the dtype that it had there. What is tied stays tied."""
     mine = named_tensors(model)
-    if lacking := sorted(set(mine) - {*tensors, *frozen} - _at_home(model, mine, frozen)):
+    if lacking := sorted(set(mine) - {*tensors, *frozen} - _local_buffers(model, mine, frozen)):
         raise ValueError(f"this model has {lacking[0]!r}, which the run has not: give the --config of the run's model")
     for name, info in frozen.items():
         if name in mine:
             mine[name].data = mine[name].to(getattr(torch, info.dtype))  # islands may have loaded it in another one
-        if name not in mine or digest_of(mine[name]) != info.digest:
+        if name not in mine or tensor_digest(mine[name]) != info.digest:
             raise ValueError(
                 f"{name} was frozen, and is not as it was in the run, where it was {info.dtype}: give the directory"
                 " that was loaded"
@@ -71,7 +71,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, T
         mine[name].data = value.clone()
 
 
-def _at_home(model: nn.Module, mine: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> set[str]:
+def _local_buffers(model: nn.Module, mine: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> set[str]:
     """Buffers of modules whose own parameters were all frozen: they never travelled, and no plan names them."""
     still = {id(mine[name]) for name in frozen if name in mine}
     kept: set[int] = set()
@@ -84,14 +84,14 @@ def _at_home(model: nn.Module, mine: Mapping[str, Tensor], frozen: Mapping[str, 
 
 def _base_model(config: Path) -> tuple[Any, bool]:
     """The model of a configuration; with the weights beside it, if there are any."""
-    made = _class_of(config)
+    made = _find_class(config)
     folder = config if config.is_dir() else config.parent
     if any((folder / name).is_file() for name in WEIGHTS):
         return made.from_pretrained(folder, local_files_only=True, dtype="auto"), True
-    return made(_config_of(config)), False
+    return made(_load_config(config)), False
 
 
-def _config_of(config: Path) -> Any:
+def _load_config(config: Path) -> Any:
     from transformers import AutoConfig
 
     path = config / CONFIG if config.is_dir() else config
@@ -100,11 +100,11 @@ def _config_of(config: Path) -> Any:
     return AutoConfig.from_pretrained(path, local_files_only=True)
 
 
-def _class_of(config: Path) -> Any:
+def _find_class(config: Path) -> Any:
     """The class that the configuration names: nothing is guessed, and no code of elsewhere is loaded."""
     import transformers
 
-    named = _config_of(config).architectures or []
+    named = _load_config(config).architectures or []
     made = getattr(transformers, named[0], None) if named else None
     if made is None:
         found = f"names {named[0]!r}, which transformers does not have" if named else "names no class"
@@ -125,7 +125,7 @@ def _export_adapter(tensors: Mapping[str, Tensor], adapted: list[str], config: P
     if kind != "LORA":
         raise ValueError(f"{path} is of {kind}, and only adapters of LoRA are written here")
     out.mkdir(parents=True, exist_ok=True)
-    named = {_ADAPTED.sub(r"\1", name): value.contiguous() for name, value in tensors.items()}
+    named = {_ADAPTER_TENSOR.sub(r"\1", name): value.contiguous() for name, value in tensors.items()}
     if len(named) < len(tensors):
         raise ValueError("the run has trained several adapters: export with --to safetensors")
     save_file(named, out / ADAPTER, metadata={"format": "pt"})
@@ -140,4 +140,4 @@ def read_pretrained(folder: Path) -> dict[str, Tensor]:
     return {name: tensor.detach().clone().contiguous() for name, tensor in named_tensors(model).items()}
 
 
-__all__ = ["export_pretrained", "fill", "read_pretrained"]
+__all__ = ["export_pretrained", "load_run_tensors", "read_pretrained"]

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from atoll.learner.api import Learner
 
-GIVEN_BY_THE_TRAINER = {"model", "optimizer"}
+TRAINER_ARGUMENTS = {"model", "optimizer"}
 
 
 def check_settings(names: Iterable[str]) -> None:
     """ValueError for one that there is not. When training begins it would be late: the data may have taken hours."""
-    known = set(inspect.signature(Learner).parameters) - GIVEN_BY_THE_TRAINER
+    known = set(inspect.signature(Learner).parameters) - TRAINER_ARGUMENTS
     for name in names:
         if name not in known:
             raise ValueError(f"atoll.Learner has no setting {name!r}; there are {', '.join(sorted(known))}")

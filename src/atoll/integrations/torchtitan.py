@@ -1,6 +1,6 @@
 """torchtitan's Trainer on an island: a class before it, and nothing of torchtitan is imported here.
 
-    class IslandTrainer(OnAnIsland, torchtitan.trainer.Trainer):
+    class IslandTrainer(AtollTrainerMixin, torchtitan.trainer.Trainer):
         atoll_schedule = staticmethod(cosine(warmup=0.01))
 
 It looks at the trainer's `model_parts`, `optimizers`, `dataloader` and, where there are, `validator` and
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atoll.integrations.batches import TokenCount
-from atoll.integrations.data import go_to, place_of
-from atoll.integrations.schedules import ProgressSchedule, Shape
+from atoll.integrations.batches import TokenCounter
+from atoll.integrations.data import loader_position, restore_position
+from atoll.integrations.schedules import ProgressSchedule, RateCurve
 from atoll.learner.api import Learner
 
 Batches: TypeAlias = Iterator[tuple[dict[str, Tensor], Tensor]]
@@ -48,7 +48,7 @@ else:
     _Trainer = object
 
 
-class OnAnIsland(_Trainer):
+class AtollTrainerMixin(_Trainer):
     """Put it before torchtitan's Trainer. Two attributes may be set, in the class or before `train`.
 
     `atoll_settings`: arguments of `atoll.Learner`; what is not there is taken from the environment (ATOLL_SYNCER, ...).
@@ -56,14 +56,14 @@ class OnAnIsland(_Trainer):
     """
 
     atoll_settings: Mapping[str, Any] = MappingProxyType({})
-    atoll_schedule: Shape | None = None
+    atoll_schedule: RateCurve | None = None
 
     learner: Learner | None = None
-    _rates: ProgressSchedule | None = None
-    _counted: TokenCount | None = None  # of the batches since the last step
+    _schedule: ProgressSchedule | None = None
+    _tokens: TokenCounter | None = None  # of the batches since the last step
     _losses: Tensor | None = None  # sum over them
     _is_sum = False  # of tokens, and not a mean
-    _is_in = False
+    _is_joined = False
 
     def train(self) -> None:
         try:
@@ -76,10 +76,10 @@ class OnAnIsland(_Trainer):
     def batch_generator(self, data_iterable: Any) -> Batches:
         """Joins: the trainer asks for its batches once, when its checkpoint is loaded and before the first of them."""
         self._join(data_iterable)
-        self._counted = TokenCount()
-        return self._counting(super().batch_generator(data_iterable), self._counted)
+        self._tokens = TokenCounter()
+        return self._counting(super().batch_generator(data_iterable), self._tokens)
 
-    def _counting(self, batches: Batches, counted: TokenCount) -> Batches:
+    def _counting(self, batches: Batches, counted: TokenCounter) -> Batches:
         # Ranks of context parallelism read the same sequences, and all of them are asked.
         shared = getattr(getattr(self, "parallel_dims", None), "cp", 1)
         for inputs, labels in batches:
@@ -96,15 +96,15 @@ class OnAnIsland(_Trainer):
 
     def train_step(self, data_iterator: Any) -> Any:
         found = super().train_step(data_iterator)
-        if self.learner is not None and self._is_in:
-            assert self._counted is not None, "it has joined where it asks for batches"
-            tokens, losses = self._counted.take(), self._losses
+        if self.learner is not None and self._is_joined:
+            assert self._tokens is not None, "it has joined where it asks for batches"
+            tokens, losses = self._tokens.pop_total(), self._losses
             self._losses = None
             if losses is not None and self._is_sum:
                 losses = losses / tokens
             self.learner.step(tokens=tokens, loss=losses)
-            if self._rates is not None:
-                self._rates.set_now()
+            if self._schedule is not None:
+                self._schedule.update_rates()
         return found
 
     def should_continue_training(self) -> bool:
@@ -113,34 +113,34 @@ class OnAnIsland(_Trainer):
     # --------------------------------------------------------------------------------------------- joining, leaving
 
     def _join(self, loader: Any) -> None:
-        model, optimizer = _one_of(self.model_parts, self.optimizers)
-        settings = {"extra_state": lambda: place_of(loader)} if hasattr(loader, "load_state_dict") else {}
+        model, optimizer = _single_model_and_optimizer(self.model_parts, self.optimizers)
+        settings = {"extra_state": lambda: loader_position(loader)} if hasattr(loader, "load_state_dict") else {}
         self.learner = learner = Learner(model, optimizer, **(settings | dict(self.atoll_settings)))
         learner.__enter__()
-        self._is_in = True
+        self._is_joined = True
         if learner.restored_state is not None and "extra_state" not in self.atoll_settings and settings:
-            go_to(loader, learner.restored_state)
+            restore_position(loader, learner.restored_state)
         if self.atoll_schedule is not None:
-            self._rates = ProgressSchedule(optimizer, _plain(self.atoll_schedule), learner)
+            self._schedule = ProgressSchedule(optimizer, _unbound_curve(self.atoll_schedule), learner)
         validator = getattr(self, "validator", None)
         if validator is not None:
-            _show_published(validator, learner)
+            _validate_published_values(validator, learner)
 
     def _leave(self, wrong: BaseException | None) -> None:
-        if self.learner is not None and self._is_in:
-            self._is_in = False
+        if self.learner is not None and self._is_joined:
+            self._is_joined = False
             self.learner.__exit__(None, wrong, None)
 
 
-def _plain(shape: Shape) -> Shape:
+def _unbound_curve(shape: RateCurve) -> RateCurve:
     """A function in the body of a class becomes a method. One of progress alone was not meant to be one."""
     if isinstance(shape, MethodType) and len(inspect.signature(shape.__func__).parameters) == 1:
-        found: Shape = shape.__func__
+        found: RateCurve = shape.__func__
         return found
     return shape
 
 
-def _one_of(parts: list[torch.nn.Module], optimizers: Any) -> tuple[torch.nn.Module, Optimizer]:
+def _single_model_and_optimizer(parts: list[torch.nn.Module], optimizers: Any) -> tuple[torch.nn.Module, Optimizer]:
     """torchtitan's container has an optimizer for each part of the model, and is one itself, without any state."""
     held = list(getattr(optimizers, "optimizers", [optimizers]))
     if len(parts) != 1:
@@ -156,7 +156,7 @@ def _one_of(parts: list[torch.nn.Module], optimizers: Any) -> tuple[torch.nn.Mod
     return parts[0], held[0]
 
 
-def _show_published(validator: Any, learner: Learner) -> None:
+def _validate_published_values(validator: Any, learner: Learner) -> None:
     own = validator.validate
 
     def validate(*args: Any, **kwargs: Any) -> Any:
@@ -166,4 +166,4 @@ def _show_published(validator: Any, learner: Learner) -> None:
     validator.validate = validate
 
 
-__all__ = ["OnAnIsland"]
+__all__ = ["AtollTrainerMixin"]

@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from atoll.integrations.batches import TokenCount, tokens_of
-from atoll.integrations.schedules import FollowedSchedule, ProgressSchedule
+from atoll.integrations.batches import TokenCounter, count_tokens
+from atoll.integrations.schedules import ProgressSchedule, StepScheduleAdapter
 from atoll.integrations.settings import check_settings
 from atoll.learner.api import Learner
-from atoll.tensors.optimizers import was_skipped
+from atoll.tensors.optimizers import was_step_skipped
 
 log = logging.getLogger("atoll.transformers")
 
@@ -55,20 +55,20 @@ class AtollCallback(TrainerCallback):
         keys: str | PathLike[str] | None = None,
         learner: int | None = None,
         run_directory: str | PathLike[str] | None = None,
-        tokens: Callable[[Any], int] = tokens_of,
+        tokens: Callable[[Any], int] = count_tokens,
         follow_progress: bool = True,
         **settings: Any,
     ) -> None:
         check_settings(settings)
         self._settings = settings | {"keys": keys, "learner": learner, "run_directory": run_directory}
-        self._place = (syncer, token)
-        self._follows = follow_progress
+        self._syncer_arguments = (syncer, token)
+        self._follow_progress = follow_progress
         self._learner: Learner | None = None
-        self._is_in = False
+        self._is_joined = False
         self._hook: RemovableHandle | None = None
-        self._schedule: FollowedSchedule | ProgressSchedule | None = None
-        self._shown = ExitStack()  # of the published values, while the Trainer evaluates and saves
-        self._tokens = TokenCount(tokens)
+        self._schedule: StepScheduleAdapter | ProgressSchedule | None = None
+        self._published_scope = ExitStack()  # of the published values, while the Trainer evaluates and saves
+        self._tokens = TokenCounter(tokens)
         self._losses: list[Tensor] = []
         self._is_share = False  # the losses of micro-batches are parts of one mean, and not each a mean
 
@@ -86,14 +86,14 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         self._leave(RuntimeError("another training began"))  # one that was ended by an exception
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        self._learner = Learner(model, optimizer, *self._place, **self._settings)
+        self._learner = Learner(model, optimizer, *self._syncer_arguments, **self._settings)
         self._learner.__enter__()
-        self._is_in = True
+        self._is_joined = True
         atexit.register(self._leave_at_exit)
         count = torch.compiler.disable(self._count)  # type: ignore[no-untyped-call]
         self._hook = model.register_forward_hook(count, with_kwargs=True)
-        self._forget()
-        self._follow(args, state, kwargs["lr_scheduler"])
+        self._reset_counts()
+        self._attach_schedule(args, state, kwargs["lr_scheduler"])
         control.should_training_stop = self._learner.finished
 
     def on_train_end(
@@ -101,7 +101,7 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             # It was loaded a moment ago, over the published values if the last thing was an evaluation.
-            self.learner.published_values.keep()
+            self.learner.published_values.keep_loaded()
         self._leave(None)
 
     def __enter__(self) -> AtollCallback:
@@ -117,15 +117,15 @@ class AtollCallback(TrainerCallback):
         self._leave(getattr(sys, "last_value", None) or SystemExit("the process ends"))
 
     def _leave(self, wrong: BaseException | None) -> None:
-        if not self._is_in:
+        if not self._is_joined:
             return
-        self._is_in = False
+        self._is_joined = False
         atexit.unregister(self._leave_at_exit)
-        self._shown.close()
+        self._published_scope.close()
         if self._hook is not None:
             self._hook.remove()
-        if isinstance(self._schedule, FollowedSchedule):
-            self._schedule.undo()
+        if isinstance(self._schedule, StepScheduleAdapter):
+            self._schedule.restore()
         self._schedule = None
         self.learner.__exit__(None, wrong, None)
 
@@ -145,16 +145,16 @@ class AtollCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._shown.close()
+        self._published_scope.close()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before the Trainer logs, evaluates and saves."""
-        if not self._is_in:
+        if not self._is_joined:
             return
-        tokens, loss = self._tokens.take(), self._loss(args)
-        self._forget()
+        tokens, loss = self._tokens.pop_total(), self._mean_loss(args)
+        self._reset_counts()
         optimizer: Optimizer = kwargs["optimizer"]
-        if not was_skipped(optimizer):
+        if not was_step_skipped(optimizer):
             if not tokens:
                 raise ValueError(
                     "a step was taken in which the model's forward was not called, so that nobody has counted its "
@@ -162,28 +162,28 @@ class AtollCallback(TrainerCallback):
                 )
             self.learner.step(tokens, loss)
             if self._schedule is not None:
-                self._schedule.set_now()
+                self._schedule.update_rates()
         if self.learner.finished:
             self._leave(None)  # the model has the final values; what the Trainer then loads (the best one) stays
             control.should_training_stop = True
-        self._show(control)
+        self._show_published(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._shown.close()
-        self._show(control)
+        self._published_scope.close()
+        self._show_published(control)
 
-    def _show(self, control: TrainerControl) -> None:
-        if self._is_in and (control.should_evaluate or control.should_save):
-            self._shown.enter_context(self.learner.published())
+    def _show_published(self, control: TrainerControl) -> None:
+        if self._is_joined and (control.should_evaluate or control.should_save):
+            self._published_scope.enter_context(self.learner.published())
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._shown.close()
+        self._published_scope.close()
 
-    def _loss(self, args: TrainingArguments) -> Tensor | None:
+    def _mean_loss(self, args: TrainingArguments) -> Tensor | None:
         if not self._losses:
             return None
         total = torch.stack(self._losses).sum()
@@ -192,20 +192,20 @@ class AtollCallback(TrainerCallback):
         everywhere = args.average_tokens_across_devices and args.world_size > 1
         return total * args.world_size if everywhere else total
 
-    def _forget(self) -> None:
-        self._tokens.forget()
+    def _reset_counts(self) -> None:
+        self._tokens.reset()
         self._losses = []
 
-    def _follow(self, args: TrainingArguments, state: TrainerState, scheduler: Any) -> None:
+    def _attach_schedule(self, args: TrainingArguments, state: TrainerState, scheduler: Any) -> None:
         scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's, around it
         if isinstance(scheduler, ProgressSchedule):
             scheduler.follow(self.learner)
             self._schedule = scheduler
-        elif not self._follows:
+        elif not self._follow_progress:
             return
         elif isinstance(scheduler, LambdaLR):
             warmup_steps = args.get_warmup_steps(state.max_steps)
-            self._schedule = FollowedSchedule(scheduler, self.learner, state.max_steps, warmup_steps)
+            self._schedule = StepScheduleAdapter(scheduler, self.learner, state.max_steps, warmup_steps)
         else:
             log.warning("%s goes by the steps of this island, and not by the run's progress", type(scheduler).__name__)
 

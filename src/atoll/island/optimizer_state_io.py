@@ -3,12 +3,12 @@
 The leader orders it over the lines in the background, and holds them only for as long as it speaks: a rank writes in a
 thread of its own and is asked from time to time whether it has, so that fragments go on meanwhile.
 
-1. WRITE, with a folder. A rank that does not see it says so, and then everything is put together at rank 0 as if
+1. WRITE_SHARD, with a folder. A rank that does not see it says so, and then everything is put together at rank 0 as if
    nobody had been asked. The others begin.
-2. WRITTEN, until nobody is busy. Each answers with the note of its file, or with what went wrong.
+2. WRITE_STATUS, until nobody is busy. Each answers with the note of its file, or with what went wrong.
 3. The leader makes folder and part durable under their names. A rank that dies on the way leaves the part before.
 
-LOAD is for a part that was found, while everybody waits to start: each rank checks the files that it needs, reads its
+LOAD_SHARD is for a part that was found, while everybody waits to start: each rank checks the files that it needs, reads its
 own and keeps them until training starts. What one rank cannot read is taken by nobody.
 """
 
@@ -23,30 +23,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atoll.island.boundary import cause_of
-from atoll.island.rank_connection import Order, RankConnection, RankReply
+from atoll.island.boundary import summarize_error
+from atoll.island.rank_connection import RankCommand, RankConnection, RankReply
 from atoll.island.topology import Ranks
-from atoll.store.learner_parts import Part
+from atoll.store.learner_parts import LearnerPart
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import Optimizers
-from atoll.tensors.sharding import Box, boxes_of
+from atoll.tensors.sharding import Box, local_boxes
 
 if TYPE_CHECKING:
     from atoll.island.follower import Follower
 
-ASK_AGAIN_S = 0.02
-JOIN_S = 5.0
+WRITE_POLL_INTERVAL_S = 0.02
+THREAD_JOIN_TIMEOUT_S = 5.0
 
-ORDERS = (Order.WRITE, Order.WRITTEN, Order.LOAD)
+PART_COMMANDS = (RankCommand.WRITE_SHARD, RankCommand.WRITE_STATUS, RankCommand.LOAD_SHARD)
 
 
-def get_ready(ranks: Ranks) -> None:
+def preload_parts(ranks: Ranks) -> None:
     """Load what the first part needs before training begins, where anything is dealt out: it takes a second."""
     if any(ranks.boxes):
         import atoll.store.sharded_parts  # noqa: F401
 
 
-def mine_of(ranks: Ranks, about: Mapping[str, Any]) -> frozenset[str]:
+def owned_parameters(ranks: Ranks, about: Mapping[str, Any]) -> frozenset[str]:
     """The parameters whose state this rank writes: of ranks that hold the same part, the first one does."""
     mine = set()
     for name, told in about["parameters"].items():
@@ -61,34 +61,39 @@ def mine_of(ranks: Ranks, about: Mapping[str, Any]) -> frozenset[str]:
 # ---------------------------------------------------------------------------------------------------------- the leader
 
 
-def write_by_all(
-    ranks: Ranks, lock: threading.Lock, generation: int, key: int, taken: optimizer_state.Taken, folder: Path
+def write_shards(
+    ranks: Ranks,
+    lock: threading.Lock,
+    generation: int,
+    key: int,
+    taken: optimizer_state.OptimizerStateCopy,
+    folder: Path,
 ) -> list[Any] | None:
     """What each rank has written into the folder. None: not all of them see it. Raises only when nobody writes any
     more."""
-    from atoll.store.sharded_parts import write_shard
+    from atoll.store.sharded_parts import write_rank_file
 
     with lock:
         for line in ranks.bulk:
-            line.order(Order.WRITE, 0, key, generation)
+            line.send_command(RankCommand.WRITE_SHARD, 0, key, generation)
             line.send_json(str(folder))
-        said = [(line, *line.said()) for line in ranks.bulk]
-    busy = [line for line, status, _ in said if status is RankReply.HERE]
-    is_seen = all(status is not RankReply.GONE for _, status, _ in said)
-    wrong = [f"rank {line.rank}: {why}" for line, status, why in said if status is RankReply.WRONG]
+        said = [(line, *line.receive_result()) for line in ranks.bulk]
+    busy = [line for line, status, _ in said if status is RankReply.OK]
+    is_seen = all(status is not RankReply.MISSING for _, status, _ in said)
+    wrong = [f"rank {line.rank}: {why}" for line, status, why in said if status is RankReply.ERROR]
     notes: list[Any] = []
     failed: Exception | None = None
     if is_seen and not wrong:
         try:
-            notes.append(write_shard(folder, ranks.rank, taken, mine_of(ranks, taken.about)))
+            notes.append(write_rank_file(folder, ranks.rank, taken, owned_parameters(ranks, taken.metadata)))
         except Exception as error:
             failed = error  # raised when the others are done
     while busy:
         for line in list(busy):
             with lock:
-                line.order(Order.WRITTEN, 0, key, generation)
-                status, why = line.said()
-                note = line.receive_json() if status is RankReply.HERE else None
+                line.send_command(RankCommand.WRITE_STATUS, 0, key, generation)
+                status, why = line.receive_result()
+                note = line.receive_json() if status is RankReply.OK else None
             if status is RankReply.BUSY:
                 continue
             busy.remove(line)
@@ -97,7 +102,7 @@ def write_by_all(
             else:
                 notes.append(note)
         if busy:
-            time.sleep(ASK_AGAIN_S)
+            time.sleep(WRITE_POLL_INTERVAL_S)
     if failed is not None:
         raise failed
     if wrong:
@@ -105,34 +110,34 @@ def write_by_all(
     return notes if is_seen else None
 
 
-def load_by_all(ranks: Ranks, lock: threading.Lock, generation: int, part: Part) -> bool:
+def load_shards(ranks: Ranks, lock: threading.Lock, generation: int, part: LearnerPart) -> bool:
     """Whether every rank holds its own of this part. False: not all of them see its files, and the leader deals them
     out. Raises ValueError with what they found."""
     assert part.shards is not None
-    about, here = part.note["inner"], part.inner_here()
+    about, here = part.note["inner"], part.local_optimizer_tensors()
     with lock:
         for line in ranks.bulk:
-            line.order(Order.LOAD, 0, 0, generation)
+            line.send_command(RankCommand.LOAD_SHARD, 0, 0, generation)
             line.send_json([str(part.shards.folder), part.shards.note, about])
-            send_tensors(line, cut_for(ranks, line.rank, about, here))
-        said = [(line, *line.said()) for line in ranks.bulk]
-    wrong = [f"rank {line.rank}: {why}" for line, status, why in said if status is RankReply.WRONG]
+            send_tensors(line, cut_for_rank(ranks, line.rank, about, here))
+        said = [(line, *line.receive_result()) for line in ranks.bulk]
+    wrong = [f"rank {line.rank}: {why}" for line, status, why in said if status is RankReply.ERROR]
     if wrong:
         raise ValueError("; ".join(wrong))
-    if all(status is RankReply.HERE for _, status, _ in said):
+    if all(status is RankReply.OK for _, status, _ in said):
         return True
-    part.shards.check_all()  # now, while an older one could be taken
+    part.shards.verify_digests()  # now, while an older one could be taken
     return False
 
 
-def cut_for(
+def cut_for_rank(
     ranks: Ranks, rank: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """What a rank needs of these whole tensors, one after the other."""
-    for number, (name, is_complex) in optimizer_state.named_numbers(about).items():
+    for number, (name, is_complex) in optimizer_state.tensor_owners(about).items():
         if number in tensors:
             sizes = tuple(about["parameters"][name]["shape"])
-            yield number, optimizer_state.part_for(tensors[number], is_complex, sizes, ranks.boxes[rank].get(name))
+            yield number, optimizer_state.extract_part(tensors[number], is_complex, sizes, ranks.boxes[rank].get(name))
 
 
 def send_tensors(line: RankConnection, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -154,7 +159,7 @@ def receive_tensors(line: RankConnection) -> dict[str, Tensor]:
 # -------------------------------------------------------------------------------------------------------- a follower
 
 
-class FollowerParts:
+class PartShardWorker:
     """Obeys in the background thread of its rank."""
 
     def __init__(self, follower: Follower, ranks: Ranks, model: nn.Module, optimizers: Optimizers) -> None:
@@ -163,20 +168,20 @@ class FollowerParts:
         self._model = model
         self._optimizers = optimizers
         self._line = ranks.bulk[0]
-        get_ready(ranks)
+        preload_parts(ranks)
         self._writing: tuple[int, threading.Thread] | None = None  # for which parcel
         self._written: tuple[Any, str] = (None, "")  # the note, or what went wrong
-        self._loaded: optimizer_state.Prepared | None = None
+        self._loaded: optimizer_state.PreparedState | None = None
 
-    def obey(self, order: Order, key: int, generation: int) -> None:
-        if order is Order.WRITE:
-            self._begin(key, generation, Path(self._line.receive_json()))
-        elif order is Order.WRITTEN:
-            self._tell(key)
+    def handle(self, command: RankCommand, key: int, generation: int) -> None:
+        if command is RankCommand.WRITE_SHARD:
+            self._begin_write(key, generation, Path(self._line.receive_json()))
+        elif command is RankCommand.WRITE_STATUS:
+            self._report_write(key)
         else:
             self._load(generation)
 
-    def take_loaded(self) -> optimizer_state.Prepared:
+    def take_loaded(self) -> optimizer_state.PreparedState:
         """When training starts from it."""
         assert self._loaded is not None, "the leader says that this rank has loaded a part"
         loaded, self._loaded = self._loaded, None
@@ -187,42 +192,42 @@ class FollowerParts:
 
     def close(self) -> None:
         if self._writing is not None:
-            self._writing[1].join(JOIN_S)
+            self._writing[1].join(THREAD_JOIN_TIMEOUT_S)
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, key: int, generation: int, folder: Path) -> None:
-        inner, wrong = self._follower.parcel_inner(key, generation)
+    def _begin_write(self, key: int, generation: int, folder: Path) -> None:
+        inner, wrong = self._follower.staged_state(key, generation)
         if inner is None:
-            self._line.say(RankReply.WRONG, wrong or "does not have it any more")
+            self._line.send_result(RankReply.ERROR, wrong or "does not have it any more")
         elif not folder.is_dir():
-            self._line.say(RankReply.GONE)
+            self._line.send_result(RankReply.MISSING)
         else:
             self.close()  # of the part before: its leader has given it up
             self._written = (None, "")
             thread = threading.Thread(target=self._write, args=(folder, inner), name="atoll-rank-part", daemon=True)
             self._writing = (key, thread)
             thread.start()
-            self._line.say(RankReply.HERE)
+            self._line.send_result(RankReply.OK)
 
-    def _write(self, folder: Path, inner: optimizer_state.Taken) -> None:
-        from atoll.store.sharded_parts import write_shard
+    def _write(self, folder: Path, inner: optimizer_state.OptimizerStateCopy) -> None:
+        from atoll.store.sharded_parts import write_rank_file
 
         try:
-            mine = mine_of(self._ranks, inner.about)
-            self._written = (write_shard(folder, self._ranks.rank, inner, mine), "")
+            mine = owned_parameters(self._ranks, inner.metadata)
+            self._written = (write_rank_file(folder, self._ranks.rank, inner, mine), "")
         except Exception as error:  # the leader is told, and training goes on
-            self._written = (None, cause_of(error))
+            self._written = (None, summarize_error(error))
 
-    def _tell(self, key: int) -> None:
+    def _report_write(self, key: int) -> None:
         if self._writing is None or self._writing[0] != key:
-            self._line.say(RankReply.WRONG, "was not asked to write it")
+            self._line.send_result(RankReply.ERROR, "was not asked to write it")
         elif self._writing[1].is_alive():
-            self._line.say(RankReply.BUSY)
+            self._line.send_result(RankReply.BUSY)
         else:
             self._writing = None
             note, wrong = self._written
-            self._line.say(RankReply.HERE if note is not None else RankReply.WRONG, wrong)
+            self._line.send_result(RankReply.OK if note is not None else RankReply.ERROR, wrong)
             if note is not None:
                 self._line.send_json(note)
 
@@ -231,17 +236,19 @@ class FollowerParts:
         folder, note, about = self._line.receive_json()
         here = receive_tensors(self._line)
         self._loaded = None
-        if not self._follower.is_of(generation):
-            self._line.say(RankReply.WRONG, "has begun anew")
+        if not self._follower.is_current(generation):
+            self._line.send_result(RankReply.ERROR, "has begun anew")
         elif not Path(folder).is_dir():
-            self._line.say(RankReply.GONE)
+            self._line.send_result(RankReply.MISSING)
         else:
-            from atoll.store.sharded_parts import Shards, for_rank
+            from atoll.store.sharded_parts import ShardedTensors, load_for_rank
 
             try:
-                tensors = for_rank(about, here, Shards(Path(folder), note), boxes_of(self._model))
-                self._loaded = optimizer_state.prepare(about, tensors, self._optimizers, self._model, cut=True)
+                tensors = load_for_rank(about, here, ShardedTensors(Path(folder), note), local_boxes(self._model))
+                self._loaded = optimizer_state.prepare(
+                    about, tensors, self._optimizers, self._model, is_local_part=True
+                )
             except Exception as error:  # the leader gets the cause
-                self._line.say(RankReply.WRONG, str(error))
+                self._line.send_result(RankReply.ERROR, str(error))
             else:
-                self._line.say(RankReply.HERE)
+                self._line.send_result(RankReply.OK)

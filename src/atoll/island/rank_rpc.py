@@ -1,7 +1,7 @@
 """What the leader's loop asks of the other ranks while a fragment travels, and how they answer.
 
 One line to each of them, over which questions and answers cross: a transfer takes seconds, and several are under way.
-A message is its size and a JSON array: `[number, word, arguments]` as a question, `[number, answer]` or
+A message is its size and a JSON array: `[number, method, arguments]` as a question, `[number, answer]` or
 `[number, null, kind, sentence]` as an answer. A newer question about the same fragment ends the older one.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 
 import aiohttp
 
-from atoll.errors import IslandBroken
-from atoll.island.fragments import CopyGone
+from atoll.errors import IslandBrokenError
+from atoll.island.fragments import CopyUnavailableError
 from atoll.island.rank_connection import RankConnection
-from atoll.transport.http_client import Refusal, why
+from atoll.transport.http_client import SyncerRefusedError, describe_network_error
 from atoll.transport.wire import WireError
 
-MOST_BYTES = 1 << 26
+MAX_MESSAGE_BYTES = 1 << 26
 _SIZE = struct.Struct("<I")
 
 LOST, REFUSED, DAMAGED, GONE = "lost", "refused", "damaged", "gone"
@@ -34,85 +34,89 @@ class RankRpcClient:
     def __init__(self, lines: list[RankConnection]) -> None:
         self._lines = lines
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
-        self._number = 0
-        self._reading: list[asyncio.Task[None]] = []
-        self._gone: dict[int, str] = {}
+        self._pending_calls: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._last_call = 0
+        self._readers: list[asyncio.Task[None]] = []
+        self._lost_ranks: dict[int, str] = {}
 
     async def open(self) -> None:
         for line in self._lines:
-            reader, self._writers[line.rank] = await asyncio.open_connection(sock=line.connection, limit=MOST_BYTES)
-            self._reading.append(asyncio.ensure_future(self._read(line.rank, reader)))
+            reader, self._writers[line.rank] = await asyncio.open_connection(
+                sock=line.nonblocking_socket, limit=MAX_MESSAGE_BYTES
+            )
+            self._readers.append(asyncio.ensure_future(self._read(line.rank, reader)))
 
-    async def ask(self, rank: int, word: str, what: dict[str, Any]) -> Any:
-        if rank in self._gone:
-            raise IslandBroken(self._gone[rank])
-        self._number += 1
-        key = rank, self._number
-        self._asked[key] = asyncio.get_running_loop().create_future()
+    async def call(self, rank: int, method: str, arguments: dict[str, Any]) -> Any:
+        if rank in self._lost_ranks:
+            raise IslandBrokenError(self._lost_ranks[rank])
+        self._last_call += 1
+        key = rank, self._last_call
+        self._pending_calls[key] = asyncio.get_running_loop().create_future()
         try:
-            self._writers[rank].write(_message([self._number, word, what]))
-            return await self._asked[key]
+            self._writers[rank].write(_encode_message([self._last_call, method, arguments]))
+            return await self._pending_calls[key]
         finally:
-            del self._asked[key]
+            del self._pending_calls[key]
 
     async def _read(self, rank: int, reader: asyncio.StreamReader) -> None:
         problem = "it has closed the connection"
         try:
             while True:
-                number, answer, *wrong = await _next(reader)
-                asked = self._asked.get((rank, number))
+                number, answer, *wrong = await _read_message(reader)
+                asked = self._pending_calls.get((rank, number))
                 if asked is None or asked.done():
                     continue  # nobody waits for it any more
                 if wrong:
-                    asked.set_exception(_raised(rank, *wrong))
+                    asked.set_exception(_decode_error(rank, *wrong))
                 else:
                     asked.set_result(answer)
         except (OSError, asyncio.IncompleteReadError, ValueError) as found:
             problem = str(found) or problem
-        self._gone[rank] = f"rank {rank} of this island is gone ({problem}); an island ends with any of its ranks"
-        for (asked_of, _), asked in self._asked.items():
+        self._lost_ranks[rank] = f"rank {rank} of this island is gone ({problem}); an island ends with any of its ranks"
+        for (asked_of, _), asked in self._pending_calls.items():
             if asked_of == rank and not asked.done():
-                asked.set_exception(IslandBroken(self._gone[rank]))
+                asked.set_exception(IslandBrokenError(self._lost_ranks[rank]))
 
 
-def _raised(rank: int, kind: str, sentence: str) -> Exception:
+def _decode_error(rank: int, kind: str, sentence: str) -> Exception:
     sentence = f"rank {rank}: {sentence}"
     match kind:
         case "refused":
-            return Refusal(0, sentence)
+            return SyncerRefusedError(0, sentence)
         case "damaged":
             return WireError(sentence, "digest")
         case "gone":
-            return CopyGone(sentence)
+            return CopyUnavailableError(sentence)
         case "lost":
             return ConnectionError(sentence)
-    return IslandBroken(sentence)
+    return IslandBrokenError(sentence)
 
 
-async def obey(line: RankConnection, carry_out: Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]) -> None:
+async def serve_rank_rpc(
+    connection: RankConnection, handle: Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]
+) -> None:
     """At another rank, until the leader hangs up: every question is carried out, and answered."""
-    reader, writer = await asyncio.open_connection(sock=line.connection, limit=MOST_BYTES)
+    reader, writer = await asyncio.open_connection(sock=connection.nonblocking_socket, limit=MAX_MESSAGE_BYTES)
     under_way: dict[tuple[str, int], asyncio.Task[None]] = {}
 
-    async def answer(number: int, word: str, what: dict[str, Any]) -> None:
+    async def answer(number: int, method: str, arguments: dict[str, Any]) -> None:
         try:
-            said = [number, await carry_out(word, what)]
+            said = [number, await handle(method, arguments)]
         except asyncio.CancelledError:
             said = [number, None, LOST, "something newer was asked"]
         except Exception as wrong:
-            said = [number, None, *_told(wrong)]
-        writer.write(_message(said))
+            said = [number, None, *_encode_error(wrong)]
+        writer.write(_encode_message(said))
 
     try:
         while True:
-            number, word, what = await _next(reader)
-            key = word, int(what["fragment"])
+            number, method, arguments = await _read_message(reader)
+            key = method, int(arguments["fragment"])
             older = under_way.pop(key, None)
             if older is not None:
                 older.cancel()
                 await asyncio.wait([older])
-            under_way[key] = asyncio.ensure_future(answer(number, word, what))
+            under_way[key] = asyncio.ensure_future(answer(number, method, arguments))
     except (OSError, asyncio.IncompleteReadError):
         return  # the training thread hears of it at its next step
     finally:
@@ -122,29 +126,29 @@ async def obey(line: RankConnection, carry_out: Callable[[str, dict[str, Any]], 
         writer.close()
 
 
-def _told(wrong: Exception) -> tuple[str, str]:
+def _encode_error(wrong: Exception) -> tuple[str, str]:
     match wrong:
-        case CopyGone():
+        case CopyUnavailableError():
             return GONE, str(wrong)
-        case Refusal(code="digest"):
+        case SyncerRefusedError(code="digest"):
             return LOST, str(wrong)  # its bytes were damaged on their way, and are brought again
-        case Refusal():
+        case SyncerRefusedError():
             return REFUSED, str(wrong)
         case WireError():
             return DAMAGED, str(wrong)
         case aiohttp.ClientError() | OSError() | TimeoutError():
-            return LOST, why(wrong)
+            return LOST, describe_network_error(wrong)
     return "broken", f"{type(wrong).__name__}: {wrong}"
 
 
-def _message(said: list[Any]) -> bytes:
+def _encode_message(said: list[Any]) -> bytes:
     data = json.dumps(said, separators=(",", ":")).encode()
     return _SIZE.pack(len(data)) + data
 
 
-async def _next(reader: asyncio.StreamReader) -> list[Any]:
+async def _read_message(reader: asyncio.StreamReader) -> list[Any]:
     (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
-    if size > MOST_BYTES:
+    if size > MAX_MESSAGE_BYTES:
         raise ConnectionError(f"a message of {size} bytes")
     found: list[Any] = json.loads(await reader.readexactly(size))
     return found

@@ -1,7 +1,8 @@
-"""The units of one run and the engines that keep them: what `atoll up`, `down`, `status` and `logs` do.
+"""The units of one run and the launchers that keep them: what `atoll up`, `down`, `status` and `logs` do.
 
-What is known between two commands is `fleet/units.json` in the run's directory: for each unit its engine, the handle by
-which that engine finds it again, and what it was started as. It is written after each start, so that no unit is lost.
+What is known between two commands is `fleet/units.json` in the run's directory: for each unit its launcher, the handle
+by which that launcher finds it again, and what it was started as. It is written after each start, so that no unit is
+lost.
 """
 
 from __future__ import annotations
@@ -20,109 +21,118 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.files import LockHeldError, take_lock, write_text
-from atoll.launch.engine import SHARD, SYNCER, Engine, TakesArrays, Unit, UnitStanding, engine, is_island
+from atoll.files import LockHeldError, acquire_lock, write_text
 from atoll.launch.islands_file import IslandsFile
-from atoll.launch.units import FLEET
+from atoll.launch.launcher import (
+    SHARD_PREFIX,
+    SYNCER,
+    ArrayLauncher,
+    Launcher,
+    Unit,
+    UnitState,
+    is_island,
+    load_launcher,
+)
+from atoll.launch.units import FLEET_FOLDER
 
-KNOWN, LOCK = "units.json", "lock"
+UNITS_FILE, LOCK_FILE = "units.json", "lock"
 FORMAT = 1
-AT_ONCE = 32
+MAX_PARALLEL_STOPS = 32
 """Units that are stopped at the same time: each may take its whole notice."""
 
 POLL_INTERVAL_S, REMOTE_POLL_INTERVAL_S = 1.0, 5.0
 """Between two looks at the units, on this machine and elsewhere."""
 
-LAST_WORDS_S = 120.0
+SYNCER_EXIT_TIMEOUT_S = 120.0
 """For the syncer, from the end of the last island to its own: it writes the model."""
 
-HELD_BACK = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
-Say = Callable[[str, str], None]  # a unit, and what happens to it
+NotifyUnit = Callable[[str, str], None]  # a unit, and what happens to it
 
 
 class UnitRecord(NamedTuple):
-    engine: str
+    launcher: str
     handle: Mapping[str, Any]
-    told: Mapping[str, Any]
+    spec: Mapping[str, Any]
     """What it was started as, without secrets."""
 
 
-class UnitStatus(NamedTuple):
+class UnitReport(NamedTuple):
     name: str
-    engine: str
-    standing: UnitStanding = UnitStanding.NOT_STARTED
+    launcher: str
+    state: UnitState = UnitState.NOT_STARTED
     restarts: int = 0
-    why: str = ""
-    """In words; of an engine that does not answer, the problem."""
+    cause: str = ""
+    """In words; of a launcher that does not answer, the problem."""
 
     @property
-    def is_wrong(self) -> bool:
-        return self.standing in (UnitStanding.FAILED, UnitStanding.GONE, UnitStanding.UNKNOWN)
+    def is_problem(self) -> bool:
+        return self.state in (UnitState.FAILED, UnitState.LOST, UnitState.UNKNOWN)
 
 
 class Fleet:
     def __init__(self, file: IslandsFile) -> None:
         self.file = file
-        self.folder = file.directory / FLEET
-        self._engines: dict[str, Engine] = {}
+        self.folder = file.directory / FLEET_FOLDER
+        self._launchers: dict[str, Launcher] = {}
 
-    def engine(self, name: str) -> Engine:
-        if name not in self._engines:
-            self._engines[name] = engine(name)
-        return self._engines[name]
+    def launcher(self, name: str) -> Launcher:
+        if name not in self._launchers:
+            self._launchers[name] = load_launcher(name)
+        return self._launchers[name]
 
     # ------------------------------------------------------------------------------------------------------- looking
 
-    def known(self) -> dict[str, UnitRecord]:
+    def read_units(self) -> dict[str, UnitRecord]:
         try:
-            told = json.loads((self.folder / KNOWN).read_text(encoding="utf-8"))
+            told = json.loads((self.folder / UNITS_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except ValueError:
             raise ValueError(
-                f"{self.folder / KNOWN} cannot be read: it is damaged; bring it back from a copy"
+                f"{self.folder / UNITS_FILE} cannot be read: it is damaged; bring it back from a copy"
             ) from None
         if told.get("format") != FORMAT:
-            raise ValueError(f"{self.folder / KNOWN} was written by another version of Atoll: use that one")
+            raise ValueError(f"{self.folder / UNITS_FILE} was written by another version of Atoll: use that one")
         return {name: UnitRecord(**fields) for name, fields in told["units"].items()}
 
-    def statuses(self, wanted: Sequence[str] = ()) -> list[UnitStatus]:
+    def statuses(self, requested: Sequence[str] = ()) -> list[UnitReport]:
         """Return the status of these units, or else of all: those of the file, then those that left the file."""
-        known = self.known()
-        return [self._status(name, known) for name in self.names(wanted)]
+        known = self.read_units()
+        return [self._status(name, known) for name in self.names(requested)]
 
-    def _status(self, name: str, known: Mapping[str, UnitRecord]) -> UnitStatus:
-        """Return the status of a unit. An engine that does not answer says nothing about the unit."""
+    def _status(self, name: str, known: Mapping[str, UnitRecord]) -> UnitReport:
+        """Return the status of a unit. A launcher that does not answer says nothing about the unit."""
         if name not in known:
-            return UnitStatus(name, self._listed().get(name, ""))
+            return UnitReport(name, self._launchers_by_unit().get(name, ""))
         of = known[name]
         try:
-            state = self.engine(of.engine).status(of.handle)
+            status = self.launcher(of.launcher).status(of.handle)
         except Exception as error:
-            return UnitStatus(name, of.engine, UnitStanding.UNKNOWN, why=f"cannot be asked: {_words(error)}")
-        return UnitStatus(name, of.engine, state.standing, state.restarts, state.why)
+            return UnitReport(name, of.launcher, UnitState.UNKNOWN, cause=f"cannot be asked: {_error_text(error)}")
+        return UnitReport(name, of.launcher, status.state, status.restarts, status.cause)
 
     def logs(self, name: str) -> list[Path]:
-        known = self.known().get(name)
-        return self.engine(known.engine).log(known.handle) if known is not None else []
+        known = self.read_units().get(name)
+        return self.launcher(known.launcher).log(known.handle) if known is not None else []
 
-    def names(self, wanted: Sequence[str]) -> list[str]:
+    def names(self, requested: Sequence[str]) -> list[str]:
         """ValueError for a name that no unit has; all of them where none is wanted."""
-        listed = self._listed()
-        there = [*listed, *(name for name in self.known() if name not in listed)]
-        for name in wanted:
+        listed = self._launchers_by_unit()
+        there = [*listed, *(name for name in self.read_units() if name not in listed)]
+        for name in requested:
             if name not in there:
                 near = difflib.get_close_matches(name, there, 1)
                 meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(there)}"
                 raise ValueError(f"{self.file.path} has no unit {name}: {meant}")
-        return [name for name in there if not wanted or name in wanted]
+        return [name for name in there if not requested or name in requested]
 
-    def _listed(self) -> dict[str, str]:
-        """Return the engines of the units of the file, by name."""
-        ours = [SYNCER, *(f"{SHARD}{k}" for k in range(self.file.syncer.shards))]
-        islands = {island.unit.name: island.unit.engine for island in self.file.islands}
-        return dict.fromkeys(ours, self.file.syncer.unit.engine) | islands
+    def _launchers_by_unit(self) -> dict[str, str]:
+        """Return the launchers of the units of the file, by name."""
+        ours = [SYNCER, *(f"{SHARD_PREFIX}{k}" for k in range(self.file.syncer.shards))]
+        islands = {island.unit.name: island.unit.launcher for island in self.file.islands}
+        return dict.fromkeys(ours, self.file.syncer.unit.launcher) | islands
 
     def is_finished(self) -> bool:
         """As the store on a disk that this machine can see says; the model of a run with shards is gathered later."""
@@ -140,50 +150,52 @@ class Fleet:
         problems: list[str] = []
         for unit in units:
             try:
-                self.engine(unit.engine).check(unit)
+                self.launcher(unit.launcher).check(unit)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
             raise ValueError("; ".join(dict.fromkeys(problems)))
 
-    def up(self, units: Sequence[Unit], say: Say) -> list[str]:
+    def up(self, units: Sequence[Unit], notify: NotifyUnit) -> list[str]:
         """Start what is new, has failed or has left a run that goes on; returns the names of those. A second call
         starts nothing."""
         started: list[str] = []
-        with self.alone("atoll up"):
-            known = self.known()
+        with self.lock("atoll up"):
+            known = self.read_units()
             before = {name: self._status(name, known) for name in known}
-            is_over = self.is_finished() or (SYNCER in before and before[SYNCER].standing == UnitStanding.ENDED)
+            is_over = self.is_finished() or (SYNCER in before and before[SYNCER].state == UnitState.ENDED)
             wanted: list[Unit] = []
             for unit in units:
                 if unit.name in known:
-                    left = self._left_alone(unit, known[unit.name].told, before[unit.name], is_over)
+                    left = self._skip_reason(unit, known[unit.name].spec, before[unit.name], is_over)
                 else:
                     left = "the run is over: not started" if is_over else None
                 if left is not None:
-                    say(unit.name, left)
+                    notify(unit.name, left)
                 else:
                     wanted.append(unit)
-            for together in self._arrays(wanted):
-                with _uninterrupted():  # a unit that runs and is not written down is lost
+            for together in self._group_arrays(wanted):
+                with _defer_signals():  # a unit that runs and is not written down is lost
                     for unit, handle in zip(together, self._start(together), strict=True):
-                        known[unit.name] = UnitRecord(unit.engine, handle, _told(unit))
-                    self._write(known)
+                        known[unit.name] = UnitRecord(unit.launcher, handle, _describe_unit(unit))
+                    self._write_units(known)
                 for unit in together:
                     started.append(unit.name)
-                    say(unit.name, "started again" if unit.name in before else f"started by engine {unit.engine}")
-            for name in set(before).difference(self._listed()):
-                say(name, f"is {before[name].standing}, and not in the file any more: down it to forget it")
+                    notify(
+                        unit.name, "started again" if unit.name in before else f"started by launcher {unit.launcher}"
+                    )
+            for name in set(before).difference(self._launchers_by_unit()):
+                notify(name, f"is {before[name].state}, and not in the file any more: down it to forget it")
         return started
 
-    def _arrays(self, wanted: Sequence[Unit]) -> list[list[Unit]]:
-        """Group what is submitted at once: islands of one table, where the engine takes that; otherwise each alone."""
-        tables = {island.unit.name: island.table for island in self.file.islands}
+    def _group_arrays(self, wanted: Sequence[Unit]) -> list[list[Unit]]:
+        """Group what is submitted at once: islands of one table, if the launcher takes that; otherwise each alone."""
+        tables = {island.unit.name: island.table_name for island in self.file.islands}
         made: list[list[Unit]] = []
         before: str | None = None
         for unit in wanted:
             table = tables.get(unit.name)
-            if table is not None and table == before and isinstance(self.engine(unit.engine), TakesArrays):
+            if table is not None and table == before and isinstance(self.launcher(unit.launcher), ArrayLauncher):
                 made[-1].append(unit)
             else:
                 made.append([unit])
@@ -191,93 +203,93 @@ class Fleet:
         return made
 
     def _start(self, together: Sequence[Unit]) -> list[dict[str, Any]]:
-        of_all = self.engine(together[0].engine)
-        if len(together) > 1 and isinstance(of_all, TakesArrays):
+        of_all = self.launcher(together[0].launcher)
+        if len(together) > 1 and isinstance(of_all, ArrayLauncher):
             return of_all.start_array(together)
         return [of_all.start(unit) for unit in together]
 
-    def _left_alone(self, unit: Unit, told: Mapping[str, Any], status: UnitStatus, is_over: bool) -> str | None:
+    def _skip_reason(self, unit: Unit, spec: Mapping[str, Any], status: UnitReport, is_over: bool) -> str | None:
         """Return why a unit that was started before is not started again; None: it is."""
-        standing = status.standing
-        if standing == UnitStanding.UNKNOWN:
-            return f"{status.why}; left alone; {self._or_forget(status.name)}"
-        if standing.is_kept:
-            changed = _changes(told, _told(unit))
+        state = status.state
+        if state == UnitState.UNKNOWN:
+            return f"{status.cause}; left alone; {self._forget_hint(status.name)}"
+        if state.is_active:
+            changed = _changes(spec, _describe_unit(unit))
             if changed:
-                return f"is {standing} as it was, and {', '.join(changed)} changed: down it first, then up"
-            return f"is {standing}: left alone"
-        if standing == UnitStanding.ENDED:
+                return f"is {state} as it was, and {', '.join(changed)} changed: down it first, then up"
+            return f"is {state}: left alone"
+        if state == UnitState.ENDED:
             has_done_all = is_over or (is_island(unit.name) and self._has_manifest())
             return "has ended: left alone" if has_done_all else None
-        return f"{standing}, and the run is over: left alone" if is_over else None
+        return f"{state}, and the run is over: left alone" if is_over else None
 
     # ------------------------------------------------------------------------------------------------------ stopping
 
-    def down(self, wanted: Sequence[str], say: Say) -> bool:
+    def down(self, requested: Sequence[str], notify: NotifyUnit) -> bool:
         """Islands first, so that they can send what is not merged yet; then the syncer. False: something is left."""
-        names = self.names(wanted)
-        with self.alone("atoll down"):
-            known = self.known()
+        names = self.names(requested)
+        with self.lock("atoll down"):
+            known = self.read_units()
             islands = [name for name in names if is_island(name)]
             others = [name for name in names if name not in islands]
             # A shard that is stopped before its syncer would be waited for; the syncer is first.
-            stopped = [self._stop_all(each, known, say) for each in (islands, others[:1], others[1:])]
-            strays = set(names).difference(self._listed())
+            stopped = [self._stop_all(each, known, notify) for each in (islands, others[:1], others[1:])]
+            strays = set(names).difference(self._launchers_by_unit())
             if all(stopped) and strays:  # of those nobody will ask again
-                self._write({name: unit for name, unit in known.items() if name not in strays})
+                self._write_units({name: unit for name, unit in known.items() if name not in strays})
             return all(stopped)
 
-    def forget(self, wanted: Sequence[str], say: Say) -> bool:
-        """Units that no engine answers for are not known any more. False: some engine does, and they are kept."""
-        with self.alone("atoll down"):
-            known = self.known()
+    def forget(self, requested: Sequence[str], notify: NotifyUnit) -> bool:
+        """Units that no launcher answers for are not known any more. False: some launcher does, and they are kept."""
+        with self.lock("atoll down"):
+            known = self.read_units()
             is_done = True
-            for name in wanted:
-                standing, why = (status := self._status(name, known)).standing, status.why
-                if standing.is_kept:
-                    say(name, f"is {standing}, and its engine answers: atoll down {self.file.path} {name}")
+            for name in requested:
+                state, cause = (status := self._status(name, known)).state, status.cause
+                if state.is_active:
+                    notify(name, f"is {state}, and its launcher answers: atoll down {self.file.path} {name}")
                     is_done = False
                 elif name not in known:
-                    say(name, "was not started")
+                    notify(name, "was not started")
                 else:
-                    is_unknown = standing == UnitStanding.UNKNOWN
+                    is_unknown = state == UnitState.UNKNOWN
                     may = "; if it still runs there, end it there before it is started again" if is_unknown else ""
-                    say(name, f"forgotten: {why or standing}{may}")
+                    notify(name, f"forgotten: {cause or state}{may}")
                     del known[name]
-                    self._write(known)
+                    self._write_units(known)
             return is_done
 
-    def _or_forget(self, name: str) -> str:
+    def _forget_hint(self, name: str) -> str:
         return f"if that is gone for good: atoll down {self.file.path} {name} --forget"
 
-    def _stop_all(self, names: Sequence[str], known: Mapping[str, UnitRecord], say: Say) -> bool:
+    def _stop_all(self, names: Sequence[str], known: Mapping[str, UnitRecord], notify: NotifyUnit) -> bool:
         wanted = []
         for name in names:
-            standing = self._status(name, known).standing
+            state = self._status(name, known).state
             if name not in known:
-                say(name, "was not started")
-            elif standing in (UnitStanding.ENDED, UnitStanding.GONE):
-                say(name, f"is {standing}")
+                notify(name, "was not started")
+            elif state in (UnitState.ENDED, UnitState.LOST):
+                notify(name, f"is {state}")
             else:
                 wanted.append(name)
 
         def stop(name: str) -> bool:
             try:
-                self.engine(known[name].engine).stop(known[name].handle)
+                self.launcher(known[name].launcher).stop(known[name].handle)
             except Exception as error:
-                say(name, f"cannot be stopped: {_words(error)}; {self._or_forget(name)}")
+                notify(name, f"cannot be stopped: {_error_text(error)}; {self._forget_hint(name)}")
                 return False
-            say(name, "stopped")
+            notify(name, "stopped")
             return True
 
         if not wanted:
             return True
-        with ThreadPoolExecutor(min(AT_ONCE, len(wanted))) as pool:
+        with ThreadPoolExecutor(min(MAX_PARALLEL_STOPS, len(wanted))) as pool:
             return all(list(pool.map(stop, wanted)))
 
     # ----------------------------------------------------------------------------------------------------- following
 
-    def follow(self, show: Callable[[list[UnitStatus]], None]) -> list[UnitStatus]:
+    def follow(self, show: Callable[[list[UnitReport]], None]) -> list[UnitReport]:
         """Wait until all islands have ended; return the last status of all units."""
         ended_with: dict[str, int] | None = None  # restarts of each, when the syncer was seen to have ended
         last_island: float | None = None
@@ -285,42 +297,46 @@ class Fleet:
             statuses = self.statuses()
             show(statuses)
             now = time.monotonic()
-            if any(each.name == SYNCER and each.standing == UnitStanding.ENDED for each in statuses):
+            if any(each.name == SYNCER and each.state == UnitState.ENDED for each in statuses):
                 if ended_with is None:
                     ended_with = {each.name: each.restarts for each in statuses}
                 self._stop_late(statuses, ended_with)
-            there = [each for each in statuses if each.standing != UnitStanding.NOT_STARTED]
+            there = [each for each in statuses if each.state != UnitState.NOT_STARTED]
             islands = [each for each in there if is_island(each.name)]
-            if all(each.standing.is_over for each in islands or there):
+            if all(each.state.is_finished for each in islands or there):
                 last_island = last_island if last_island is not None else now
-                has_ended = any(each.standing == UnitStanding.ENDED for each in islands)
-                if not has_ended or all(each.standing.is_over for each in there) or now - last_island > LAST_WORDS_S:
+                has_ended = any(each.state == UnitState.ENDED for each in islands)
+                if (
+                    not has_ended
+                    or all(each.state.is_finished for each in there)
+                    or now - last_island > SYNCER_EXIT_TIMEOUT_S
+                ):
                     return statuses
-            is_near = all(each.engine == "local" for each in there)
+            is_near = all(each.launcher == "local" for each in there)
             time.sleep(POLL_INTERVAL_S if is_near else REMOTE_POLL_INTERVAL_S)
 
-    def _stop_late(self, statuses: Sequence[UnitStatus], ended_with: Mapping[str, int]) -> None:
+    def _stop_late(self, statuses: Sequence[UnitReport], ended_with: Mapping[str, int]) -> None:
         """Stop what would wait for a syncer that has ended: shards, and islands that are started only now."""
-        known = self.known()
-        for name, by_engine, standing, restarts, _ in statuses:
-            is_late = standing == UnitStanding.WAITING or restarts > ended_with.get(name, 0) or not is_island(name)
-            if standing.is_kept and name != SYNCER and is_late:
-                # Another process may hold the lock, or the engine may not answer now: there is a next look.
-                with suppress(ValueError, OSError), self.alone("atoll up"):
-                    self.engine(by_engine).stop(known[name].handle)
+        known = self.read_units()
+        for name, by_engine, state, restarts, _ in statuses:
+            is_late = state == UnitState.WAITING or restarts > ended_with.get(name, 0) or not is_island(name)
+            if state.is_active and name != SYNCER and is_late:
+                # Another process may hold the lock, or the launcher may not answer now: there is a next look.
+                with suppress(ValueError, OSError), self.lock("atoll up"):
+                    self.launcher(by_engine).stop(known[name].handle)
 
     # ------------------------------------------------------------------------------------------------- what it keeps
 
-    def _write(self, known: Mapping[str, UnitRecord]) -> None:
+    def _write_units(self, known: Mapping[str, UnitRecord]) -> None:
         told = {"format": FORMAT, "units": {name: unit._asdict() for name, unit in known.items()}}
-        write_text(self.folder / KNOWN, json.dumps(told, indent=2) + "\n", mode=0o600)
+        write_text(self.folder / UNITS_FILE, json.dumps(told, indent=2) + "\n", mode=0o600)
 
     @contextmanager
-    def alone(self, who: str) -> Iterator[None]:
+    def lock(self, owner: str) -> Iterator[None]:
         """Hold the lock of the run: one process at a time changes it. ValueError names the one that does."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = take_lock(self.folder / LOCK, f"{who} (process {os.getpid()} on {socket.gethostname()})")
+            lock = acquire_lock(self.folder / LOCK_FILE, f"{owner} (process {os.getpid()} on {socket.gethostname()})")
         except LockHeldError as error:
             owner = error.owner or "another process"
             raise ValueError(f"{owner} is changing this run: wait until it is done") from None
@@ -330,30 +346,32 @@ class Fleet:
             os.close(lock)
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _told(unit: Unit) -> dict[str, Any]:
+def _describe_unit(unit: Unit) -> dict[str, Any]:
     """Return what the unit is started as, in JSON and without secrets: `up` says which of it has changed."""
-    shown = {name: value for name, value in unit.environment.items() if name not in unit.secret}
-    told = unit.to_json() | {"environment": shown, "secrets": sorted(unit.secret)}
+    shown = {name: value for name, value in unit.environment.items() if name not in unit.secret_names}
+    told = unit.to_json() | {"environment": shown, "secrets": sorted(unit.secret_names)}
     again: dict[str, Any] = json.loads(json.dumps(told, default=str))
-    return {key: value for key, value in again.items() if key not in ("run", "name", "directory", "secret")}
+    return {key: value for key, value in again.items() if key not in ("run", "name", "directory", "secret_names")}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [{"notice_s": "notice"}.get(key, key) for key in now if before.get(key) != now[key]]
+    return [
+        {"notice_s": "notice", "max_restarts": "restarts"}.get(key, key) for key in now if before.get(key) != now[key]
+    ]
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _defer_signals() -> Iterator[None]:
     """Ctrl-C, a terminal that is closed and a plain kill do after the block what they would have done in it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in HELD_BACK}
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in DEFERRED_SIGNALS}
     try:
         yield
     finally:
@@ -381,29 +399,29 @@ class FleetLogs:
         self.problems: dict[str, str] = {}  # by unit: why it cannot be read
         self._tail = tail
         self._files: dict[tuple[str, Path], _LogFile] = {}
-        self._has_begun = False
+        self._has_read = False
 
-    def new(self) -> Iterator[tuple[str, str]]:
+    def read_new(self) -> Iterator[tuple[str, str]]:
         """Return what was printed since the last call."""
         for unit in self.units:
             lines = self._lines(unit)
-            if not self._has_begun and self._tail is not None:
+            if not self._has_read and self._tail is not None:
                 lines = iter(deque(lines, maxlen=self._tail))
             yield from ((unit, text) for text in lines)
-        self._has_begun = True
+        self._has_read = True
 
-    def rest(self) -> Iterator[tuple[str, str]]:
+    def read_unfinished(self) -> Iterator[tuple[str, str]]:
         """Return what was printed without an end of the line."""
         for (unit, _), file in self._files.items():
-            if file.begun:
-                yield unit, file.begun.decode(errors="replace")
-                file.begun = b""
+            if file.unfinished:
+                yield unit, file.unfinished.decode(errors="replace")
+                file.unfinished = b""
 
     def _lines(self, unit: str) -> Iterator[str]:
         try:
             paths = self.fleet.logs(unit)
-        except Exception as error:  # an engine that cannot be asked has its own kinds
-            self.problems[unit] = _words(error)
+        except Exception as error:  # a launcher that cannot be asked has its own kinds
+            self.problems[unit] = _error_text(error)
             return
         self.problems.pop(unit, None)
         for path in paths:
@@ -414,22 +432,22 @@ class _LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
-        self.begun = b""  # a line without its end
+        self.unfinished = b""  # a line without its end
 
     def lines(self) -> Iterator[str]:
         try:
             size = self.path.stat().st_size
             if size < self.offset:  # it was truncated
-                self.offset, self.begun = 0, b""
+                self.offset, self.unfinished = 0, b""
             if size == self.offset:
                 return
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
                 while chunk := file.read(CHUNK_BYTES):
                     self.offset += len(chunk)
-                    *whole, self.begun = (self.begun + chunk).split(b"\n")
-                    if len(self.begun) > MAX_LINE_BYTES:
-                        whole, self.begun = [*whole, self.begun], b""
+                    *whole, self.unfinished = (self.unfinished + chunk).split(b"\n")
+                    if len(self.unfinished) > MAX_LINE_BYTES:
+                        whole, self.unfinished = [*whole, self.unfinished], b""
                     for line in whole:
                         yield line.decode(errors="replace").rstrip("\r")
         except FileNotFoundError:

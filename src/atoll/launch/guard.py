@@ -56,17 +56,17 @@ class ProcessId(NamedTuple):
     """One process for ever: its number is given to another process after its end, so its birth is part of it."""
 
     pid: int
-    born: str
+    start_time: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"pid": self.pid, "born": self.born}
+        return {"pid": self.pid, "start_time": self.start_time}
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessId | None:
-        return cls(int(value["pid"]), str(value["born"])) if value else None
+        return cls(int(value["pid"]), str(value["start_time"])) if value else None
 
 
-def process_id(pid: int) -> ProcessId | None:
+def identify_process(pid: int) -> ProcessId | None:
     """Return the identity of a running process; None where there is none, or it has ended."""
     if not _PROC.joinpath("self").exists():
         said = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True).stdout
@@ -81,7 +81,7 @@ def process_id(pid: int) -> ProcessId | None:
 
 
 def is_alive(process: ProcessId) -> bool:
-    return process_id(process.pid) == process
+    return identify_process(process.pid) == process
 
 
 def send_signal(process: ProcessId, number: int) -> bool:

@@ -15,7 +15,7 @@
     command = "python train.py"
 
     [islands.far]
-    engine = "slurm"
+    launcher = "slurm"
     command = ["torchrun", "--nproc-per-node", "8", "train.py"]
     devices = 8
     count = 2                              # far-1 and far-2
@@ -35,18 +35,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.engine import SYNCER, Unit, check_name, is_island
-from atoll.transport.endpoint import is_loopback, place
+from atoll.launch.launcher import SYNCER, Unit, check_launcher_name, is_island
+from atoll.transport.endpoint import is_loopback, parse_endpoint
 
-UNITS = "units"
-"""Folder of the run's directory: a directory for each unit, in which it runs and its engine keeps what it prints."""
+UNITS_FOLDER = "units"
+"""Folder of the run's directory: a directory for each unit, in which it runs and its launcher keeps what it prints."""
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 MAX_UNITS = 10_000
 MAX_NOTICE_S = 24 * 3600.0
-GIVEN = ("--out", "--resume", "--or-resume", "--standby", "--token", "--keys", "--shards")
+RESERVED_OPTIONS = ("--out", "--resume", "--or-resume", "--standby", "--token", "--keys", "--shards")
 """Options of `atoll syncer` that have keys of their own here."""
-GIVEN_VARIABLES = frozenset({"ATOLL_SYNCER", "ATOLL_TOKEN", "ATOLL_KEYS", "ATOLL_LEARNER", "ATOLL_RUN_DIRECTORY"})
+RESERVED_VARIABLES = frozenset({"ATOLL_SYNCER", "ATOLL_TOKEN", "ATOLL_KEYS", "ATOLL_LEARNER", "ATOLL_RUN_DIRECTORY"})
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -66,21 +66,21 @@ class SyncerTable:
     arguments: tuple[str, ...]
 
     @property
-    def dialled(self) -> list[str]:
+    def endpoints(self) -> list[str]:
         """HOST:PORT of each address."""
-        return place(self.address, self.keys).addresses.split(",")
+        return parse_endpoint(self.address, self.keys).addresses.split(",")
 
     @property
-    def is_of_one_machine(self) -> bool:
+    def is_loopback_only(self) -> bool:
         """Return whether connections to the syncer never leave the machine that they begin on."""
-        return all(is_loopback(each.rpartition(":")[0]) for each in self.dialled)
+        return all(is_loopback(each.rpartition(":")[0]) for each in self.endpoints)
 
 
 @dataclass(frozen=True)
 class IslandTable:
     unit: Unit
     """Its secrets have no values yet."""
-    table: str
+    table_name: str
     """Its name in the file; several islands may be of one table."""
     number: int
 
@@ -99,7 +99,7 @@ class IslandsFile:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not TOML: {error}") from None
-        return _TableReader(path, raw).file()
+        return _TableReader(path, raw).read_file()
 
 
 class _TableReader:
@@ -107,15 +107,17 @@ class _TableReader:
 
     def __init__(self, path: Path, raw: Mapping[str, Any]) -> None:
         self.path, self.raw = path, raw
-        self.beside = path.absolute().parent
+        self.base_directory = path.absolute().parent
         self.problems: dict[str, None] = {}  # each once: one of the defaults is met with each island
-        self.run = self.take(raw, "run", "", _name, path.stem)
-        self.directory = (self.beside / self.take(raw, "directory", "", _text, f"runs/{self.run}")).resolve()
+        self.run = self.read_key(raw, "run", "", _name, path.stem)
+        self.directory = (
+            self.base_directory / self.read_key(raw, "directory", "", _text, f"runs/{self.run}")
+        ).resolve()
 
-    def file(self) -> IslandsFile:
-        self.known(self.raw, ("run", "directory", "syncer", "defaults", "islands"), "")
-        syncer = self.syncer(self.table("syncer"))
-        islands = self.islands(self.table("islands"), self.table("defaults"), syncer.unit.engine)
+    def read_file(self) -> IslandsFile:
+        self.check_keys(self.raw, ("run", "directory", "syncer", "defaults", "islands"), "")
+        syncer = self.read_syncer(self.get_table("syncer"))
+        islands = self.read_islands(self.get_table("islands"), self.get_table("defaults"), syncer.unit.launcher)
         if self.problems:
             count = len(self.problems)
             several = f"{count} things are wrong: " if count > 1 else ""
@@ -124,57 +126,61 @@ class _TableReader:
 
     # ------------------------------------------------------------------------------------------------------- tables
 
-    def syncer(self, raw: Mapping[str, Any]) -> SyncerTable:
+    def read_syncer(self, raw: Mapping[str, Any]) -> SyncerTable:
         where = "syncer."
-        self.known(raw, OF_SYNCER, where)
-        keys = self.take(raw, "keys", where, self.beside_path, None)
-        token_file = self.take(raw, "token_file", where, self.beside_path, None)
+        self.check_keys(raw, SYNCER_KEYS, where)
+        keys = self.read_key(raw, "keys", where, self.resolve_path, None)
+        token_file = self.read_key(raw, "token_file", where, self.resolve_path, None)
         if keys is not None and not keys.is_dir():
-            self.problem(f"{where}keys is {keys}, which is no directory: make it with atoll keys init {keys}")
+            self.add_problem(f"{where}keys is {keys}, which is no directory: make it with atoll keys init {keys}")
         if token_file is not None and not token_file.is_file():
-            self.problem(f"{where}token_file is {token_file}, which is no file: put the token in it")
-        address = self.take(raw, "address", where, _addresses, DEFAULT_ADDRESS)
+            self.add_problem(f"{where}token_file is {token_file}, which is no file: put the token in it")
+        address = self.read_key(raw, "address", where, _addresses, DEFAULT_ADDRESS)
         try:
-            place(address, keys).check() if keys is None else place(address, keys)
+            parse_endpoint(address, keys).check() if keys is None else parse_endpoint(address, keys)
         except ValueError as error:
-            self.problem(f"{where}address: {error}")
+            self.add_problem(f"{where}address: {error}")
         if isinstance(raw.get("options"), list | str):
-            self.problem(f"{where}options are those of the engine, a table; of atoll syncer it is arguments")
+            self.add_problem(f"{where}options are those of the launcher, a table; of atoll syncer it is arguments")
             raw = {key: value for key, value in raw.items() if key != "options"}
-        arguments = self.take(raw, "arguments", where, _words, ())
+        arguments = self.read_key(raw, "arguments", where, _words, ())
         for word in arguments:
-            if word.partition("=")[0] in GIVEN:
-                self.problem(f"{where}arguments has {word}: atoll up gives that by itself, leave it out")
-        shards = self.take(raw, "shards", where, _at_least(0), 0)
-        return SyncerTable(self.unit(raw, where, SYNCER, ()), address, shards, keys, token_file, arguments)
+            if word.partition("=")[0] in RESERVED_OPTIONS:
+                self.add_problem(f"{where}arguments has {word}: atoll up gives that by itself, leave it out")
+        shards = self.read_key(raw, "shards", where, _integer_reader(0), 0)
+        return SyncerTable(self.read_unit(raw, where, SYNCER, ()), address, shards, keys, token_file, arguments)
 
-    def islands(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], engine: str) -> tuple[IslandTable, ...]:
-        self.known(defaults, OF_DEFAULTS, "defaults.")
+    def read_islands(
+        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], launcher: str
+    ) -> tuple[IslandTable, ...]:
+        self.check_keys(defaults, DEFAULTS_KEYS, "defaults.")
         if not raw:
-            self.problem('it names no island: begin one with [islands.NAME] and a line command = "..."')
-        made = [island for table, own in raw.items() for island in self.alike(table, own, defaults, engine)]
+            self.add_problem('it names no island: begin one with [islands.NAME] and a line command = "..."')
+        made = [
+            island for table, own in raw.items() for island in self.read_island_table(table, own, defaults, launcher)
+        ]
         numbers: dict[int, str] = {}
         names: dict[str, str] = {}
         for island in made:
             name, number = island.unit.name, island.number
             if number and (other := numbers.setdefault(number, name)) != name:
-                self.problem(f"{name} and {other} have number {number} both: give each its own, or leave them out")
-            if (other := names.setdefault(name, island.table)) != island.table:
-                self.problem(f"islands.{island.table} and islands.{other} both make an island {name}")
+                self.add_problem(f"{name} and {other} have number {number} both: give each its own, or leave them out")
+            if (other := names.setdefault(name, island.table_name)) != island.table_name:
+                self.add_problem(f"islands.{island.table_name} and islands.{other} both make an island {name}")
         free = (number for number in itertools.count(1) if number not in numbers)
         return tuple(island if island.number else replace(island, number=next(free)) for island in made)
 
-    def alike(self, table: str, own: Any, defaults: Mapping[str, Any], engine: str) -> list[IslandTable]:
+    def read_island_table(self, table: str, own: Any, defaults: Mapping[str, Any], launcher: str) -> list[IslandTable]:
         """Return the islands of one table, with number 0 where it gives none."""
         if not isinstance(own, dict):
-            self.problem(f"islands.{table} is no table: begin it with a line [islands.{table}]")
+            self.add_problem(f"islands.{table} is no table: begin it with a line [islands.{table}]")
             return []
         where = f"islands.{table}."
-        self.known(own, OF_ISLAND, where)
-        usual = defaults.get("engine", engine)
-        if own.get("engine", usual) != usual:
-            defaults = {key: value for key, value in defaults.items() if key != "options"}  # another engine's
-        raw = {"engine": engine, **defaults, **own}
+        self.check_keys(own, ISLAND_KEYS, where)
+        usual = defaults.get("launcher", launcher)
+        if own.get("launcher", usual) != usual:
+            defaults = {key: value for key, value in defaults.items() if key != "options"}  # another launcher's
+        raw = {"launcher": launcher, **defaults, **own}
         for key, of_all in defaults.items():
             if isinstance(of_all, dict) and isinstance(own.get(key), dict):
                 raw[key] = {**of_all, **own[key]}
@@ -182,24 +188,24 @@ class _TableReader:
                 raw[key] = [*of_all, *own[key]]
 
         def take(key: str, read: Callable[[Any], Any], default: Any) -> Any:
-            return self.take(raw, key, where if key in own else "defaults.", read, default)
+            return self.read_key(raw, key, where if key in own else "defaults.", read, default)
 
-        count, number = take("count", _at_least(1), None), take("number", _at_least(1), 0)
+        count, number = take("count", _integer_reader(1), None), take("number", _integer_reader(1), 0)
         if count is not None and count > MAX_UNITS:
-            self.problem(f"{where}count is {count}: at most {MAX_UNITS} islands are in one file")
+            self.add_problem(f"{where}count is {count}: at most {MAX_UNITS} islands are in one file")
             count = 1
         names = [table] if count is None else [f"{table}-{k}" for k in range(1, count + 1)]
         self.check_name(table, names[-1])
         command = take("command", _words, ())
         if "command" not in raw:
-            self.problem(f'islands.{table} has no command: say what it runs, as command = "python train.py"')
-        command = self.beside_words(command + take("arguments", _words, ()))
+            self.add_problem(f'islands.{table} has no command: say what it runs, as command = "python train.py"')
+        command = self.resolve_command(command + take("arguments", _words, ()))
         return [
-            IslandTable(self.unit(raw, where, name, command, own), table, number + k if number else 0)
+            IslandTable(self.read_unit(raw, where, name, command, own), table, number + k if number else 0)
             for k, name in enumerate(names)
         ]
 
-    def unit(
+    def read_unit(
         self,
         raw: Mapping[str, Any],
         where: str,
@@ -209,18 +215,18 @@ class _TableReader:
     ) -> Unit:
         """Return the unit of a table. A key of `raw` that is not in `own` comes from the defaults."""
         given: dict[str, Any] = {}
-        for key, (field, read) in OF_UNIT.items():
-            value = self.take(raw, key, where if own is None or key in own else "defaults.", read, None)
+        for key, (field, read) in UNIT_KEYS.items():
+            value = self.read_key(raw, key, where if own is None or key in own else "defaults.", read, None)
             if value is not None:
                 given[field] = value
-        unit = Unit(self.run, name, command, self.directory / UNITS / name, **given)
-        for variable in unit.secret.intersection(unit.environment):
-            self.problem(f"{where}secrets has {variable}, and so has environment: leave it out of environment")
+        unit = Unit(self.run, name, command, self.directory / UNITS_FOLDER / name, **given)
+        for variable in unit.secret_names.intersection(unit.environment):
+            self.add_problem(f"{where}secrets has {variable}, and so has environment: leave it out of environment")
         return unit
 
     # --------------------------------------------------------------------------------------------------------- keys
 
-    def problem(self, sentence: str) -> None:
+    def add_problem(self, sentence: str) -> None:
         self.problems[sentence] = None
 
     def check_name(self, table: str, name: str) -> None:
@@ -229,42 +235,42 @@ class _TableReader:
             if not is_island(_name(name)):
                 raise ValueError(f"the name {name} belongs to the syncer and its shards: choose another")
         except ValueError as error:
-            self.problem(f"islands.{table}: {error}")
+            self.add_problem(f"islands.{table}: {error}")
 
-    def known(self, raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    def check_keys(self, raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
         for key in raw:
             if key not in keys:
                 near = difflib.get_close_matches(key, keys, 1)
                 meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
-                self.problem(f"{where}{key} is not known: {meant}")
+                self.add_problem(f"{where}{key} is not known: {meant}")
 
-    def table(self, key: str) -> Mapping[str, Any]:
+    def get_table(self, key: str) -> Mapping[str, Any]:
         found = self.raw.get(key, {})
         if isinstance(found, dict):
             return found
-        self.problem(f"{key} is {found!r}: write it as a table, [{key}]")
+        self.add_problem(f"{key} is {found!r}: write it as a table, [{key}]")
         return {}
 
-    def take(self, raw: Mapping[str, Any], key: str, where: str, read: Callable[[Any], Any], default: Any) -> Any:
+    def read_key(self, raw: Mapping[str, Any], key: str, where: str, read: Callable[[Any], Any], default: Any) -> Any:
         if key not in raw:
             return default
         try:
             return read(raw[key])
         except ValueError as error:
-            self.problem(f"{where}{key} {error}")
+            self.add_problem(f"{where}{key} {error}")
             return default
 
-    def beside_path(self, value: Any) -> Path:
-        return (self.beside / Path(_text(value)).expanduser()).resolve()
+    def resolve_path(self, value: Any) -> Path:
+        return (self.base_directory / Path(_text(value)).expanduser()).resolve()
 
-    def beside_words(self, command: tuple[str, ...]) -> tuple[str, ...]:
+    def resolve_command(self, command: tuple[str, ...]) -> tuple[str, ...]:
         """Make words that name a file beside this one absolute: units run in directories of their own."""
 
         def absolute(word: str) -> str:
             is_relative = word.startswith(("./", "../"))
             if not is_relative and not word.startswith(("-", "/")) and ("." in word or "/" in word):
-                is_relative = (self.beside / word).is_file()
-            return str((self.beside / word).resolve()) if is_relative else word
+                is_relative = (self.base_directory / word).is_file()
+            return str((self.base_directory / word).resolve()) if is_relative else word
 
         return tuple(map(absolute, command))
 
@@ -285,15 +291,15 @@ def _name(value: Any) -> str:
     return value
 
 
-def _engine(value: Any) -> str:
+def _launcher(value: Any) -> str:
     try:
-        check_name(_text(value))
+        check_launcher_name(_text(value))
     except ValueError as error:
         raise ValueError(f"is {value!r}: {error}") from None
     return str(value)
 
 
-def _at_least(least: int) -> Callable[[Any], int]:
+def _integer_reader(least: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"is {value!r}: write a whole number of at least {least}")
@@ -337,7 +343,7 @@ def _environment(value: Any) -> dict[str, str]:
     for name, text in value.items():
         if not _VARIABLE.fullmatch(name) or not isinstance(text, str | int | float) or "\0" in str(text):
             raise ValueError(f"has {name} = {text!r}: write a name of letters and digits, and a text")
-        if name in GIVEN_VARIABLES:
+        if name in RESERVED_VARIABLES:
             raise ValueError(f"has {name}: atoll up sets that by itself, leave it out")
     return {name: str(text).lower() if isinstance(text, bool) else str(text) for name, text in value.items()}
 
@@ -346,7 +352,7 @@ def _variables(value: Any) -> frozenset[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) and _VARIABLE.fullmatch(name) for name in value):
         raise ValueError(f'is {value!r}: write a list of names of variables, as ["WANDB_API_KEY"]')
     for name in value:
-        if name in GIVEN_VARIABLES:
+        if name in RESERVED_VARIABLES:
             raise ValueError(f"has {name}: atoll up sets that by itself, leave it out")
     return frozenset(value)
 
@@ -357,22 +363,22 @@ def _table(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-OF_UNIT: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "engine": ("engine", _engine),
-    "nodes": ("nodes", _at_least(1)),
-    "cpus": ("cpus", _at_least(1)),
-    "devices": ("devices", _at_least(0)),
+UNIT_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "launcher": ("launcher", _launcher),
+    "nodes": ("nodes", _integer_reader(1)),
+    "cpus": ("cpus", _integer_reader(1)),
+    "devices": ("devices", _integer_reader(0)),
     "site": ("site", _text),
-    "restarts": ("restarts", _at_least(0)),
+    "restarts": ("max_restarts", _integer_reader(0)),
     "notice": ("notice_s", _notice),
     "environment": ("environment", _environment),
-    "secrets": ("secret", _variables),
+    "secrets": ("secret_names", _variables),
     "options": ("options", _table),
 }
 """Keys of a unit, with the field of `Unit` and the reader of the value."""
-OF_SYNCER = (
+SYNCER_KEYS = (
     *("address", "shards", "keys", "token_file", "arguments"),
-    *(key for key in OF_UNIT if key not in ("nodes", "devices")),
+    *(key for key in UNIT_KEYS if key not in ("nodes", "devices")),
 )
-OF_DEFAULTS = ("command", "arguments", *OF_UNIT)
-OF_ISLAND = (*OF_DEFAULTS, "number", "count")
+DEFAULTS_KEYS = ("command", "arguments", *UNIT_KEYS)
+ISLAND_KEYS = (*DEFAULTS_KEYS, "number", "count")

@@ -1,11 +1,11 @@
-"""A process that speaks to one Ray cluster, for an engine in another.
+"""A process that speaks to one Ray cluster, for a launcher in another.
 
 A driver of Ray prints what the cluster complains of on stdout, sets a handler for SIGTERM, and can be in one cluster at
 a time. None of that may happen to the process of `atoll up`, or to one that uses Ray for its own purposes.
 
     python -m atoll.launch.ray_driver HOST:PORT
 
-Reads one JSON object per line, `{"do": "status", ...}`, and answers with one: `{"ok": ...}` or `{"wrong": "..."}`.
+Reads one JSON object per line, `{"do": "status", ...}`, and answers with one: `{"ok": ...}` or `{"error": "..."}`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
-from atoll.launch.engine import Unit, UnitStanding
-from atoll.launch.ray_cluster import FINAL, last_word, write_last_word
-from atoll.launch.ray_keeper import RayKeeper
+from atoll.launch.launcher import Unit, UnitState
+from atoll.launch.ray_cluster import FINAL_STATES, read_last_state, write_last_state
+from atoll.launch.ray_supervisor import RaySupervisor
 
-HEAD = "node:__internal_head__"
+HEAD_RESOURCE = "node:__internal_head__"
 """A resource that every head node has. Whatever needs a little of it is there."""
-START_S = 120.0
-ANSWER_S = 10.0
-STOP_S = 2.0
-LOOK_S = 0.1
+SUPERVISOR_START_TIMEOUT_S = 120.0
+REPLY_TIMEOUT_S = 10.0
+STOP_REPLY_TIMEOUT_S = 2.0
+NAME_POLL_INTERVAL_S = 0.1
 
 
 def main() -> None:
@@ -47,63 +47,64 @@ def main() -> None:
             configure_logging=False,
         )
         answers.write(json.dumps({"ok": None}) + "\n")
-    except Exception as wrong:
-        answers.write(json.dumps({"wrong": f"no Ray cluster can be entered at {address}: {wrong}"}) + "\n")
+    except Exception as error:
+        answers.write(json.dumps({"error": f"no Ray cluster can be entered at {address}: {error}"}) + "\n")
         return
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            answer: dict[str, Any] = {"ok": ORDERS[asked.pop("do")](**asked)}
-        except ValueError as wrong:
-            answer = {"wrong": str(wrong)}
-        except RayError as wrong:
-            answer = {"wrong": f"the Ray cluster at {address}: {str(wrong).strip()}"}
+            answer: dict[str, Any] = {"ok": COMMANDS[asked.pop("do")](**asked)}
+        except ValueError as error:
+            answer = {"error": str(error)}
+        except RayError as error:
+            answer = {"error": f"the Ray cluster at {address}: {str(error).strip()}"}
         answers.write(json.dumps(answer) + "\n")
 
 
 def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
-    """Return when the keeper lives: before that it still needs this process."""
+    """Return when the supervisor lives: before that it still needs this process."""
     wanted = Unit.from_json(unit)
-    if _is_kept(actor, namespace, wanted):
+    if _is_running(actor, namespace, wanted):
         return
-    if last_word(wanted.directory):
-        write_last_word(wanted.directory, {})
-    keeper: Any = ray.remote(RayKeeper)
-    begun = keeper.options(
+    if read_last_state(wanted.directory):
+        write_last_state(wanted.directory, {})
+    supervisor: Any = ray.remote(RaySupervisor)
+    begun = supervisor.options(
         name=actor,
         namespace=namespace,
         lifetime="detached",
         num_cpus=0,
-        resources={HEAD: 0.001},
+        resources={HEAD_RESOURCE: 0.001},
         max_restarts=-1,
         max_concurrency=4,
     ).remote(wanted, f"{namespace}/{actor}")
     try:
-        ray.get(begun.standing.remote(), timeout=START_S)
+        ray.get(begun.state.remote(), timeout=SUPERVISOR_START_TIMEOUT_S)
     except GetTimeoutError:
         ray.kill(begun, no_restart=True)
         raise ValueError(
-            f"the head node of the Ray cluster has started no process within {START_S:g} s; look at `ray status` there"
+            f"the head node of the Ray cluster has started no process within {SUPERVISOR_START_TIMEOUT_S:g} s;"
+            " look at `ray status` there"
         ) from None
-    except RayError as wrong:
-        if last_word(wanted.directory).get("standing") in FINAL:
+    except RayError as error:
+        if read_last_state(wanted.directory).get("state") in FINAL_STATES:
             return  # a short life
         raise ValueError(
-            f"the Ray cluster cannot run {actor}: {str(wrong).strip()}\nIts nodes need the Python environment of Atoll"
+            f"the Ray cluster cannot run {actor}: {str(error).strip()}\nIts nodes need the Python environment of Atoll"
         ) from None
 
 
-def _is_kept(actor: str, namespace: str, wanted: Unit) -> bool:
-    """Return whether a keeper has it already. One that has ended is waited for, one of something else refused."""
-    deadline = time.monotonic() + ANSWER_S
-    while (found := _found(actor, namespace)) is not None:
+def _is_running(actor: str, namespace: str, wanted: Unit) -> bool:
+    """Return whether a supervisor has it already. One that has ended is waited for, one of something else refused."""
+    deadline = time.monotonic() + REPLY_TIMEOUT_S
+    while (found := _find_actor(actor, namespace)) is not None:
         try:
-            told = ray.get(found.keeps.remote(wanted), timeout=ANSWER_S)
+            told = ray.get(found.compare.remote(wanted), timeout=REPLY_TIMEOUT_S)
         except (GetTimeoutError, ActorUnavailableError):
-            raise ValueError(f"the keeper of {actor} does not answer now: start it again later") from None
+            raise ValueError(f"the supervisor of {actor} does not answer now: start it again later") from None
         except RayError:
             told = {}  # it has ended, and its name goes next
-        if told and told["standing"] not in FINAL:
+        if told and told["state"] not in FINAL_STATES:
             if told["is_stopping"]:
                 raise ValueError(f"{actor} is being stopped: start it again when it has left")
             if told["is_same"]:
@@ -116,46 +117,46 @@ def _is_kept(actor: str, namespace: str, wanted: Unit) -> bool:
             )
         if time.monotonic() > deadline:
             raise ValueError(f"{actor} has ended, and Ray keeps its name: start it again later")
-        time.sleep(LOOK_S)
+        time.sleep(NAME_POLL_INTERVAL_S)
     return False
 
 
 def _status(actor: str, namespace: str) -> dict[str, Any]:
-    found = _found(actor, namespace)
+    found = _find_actor(actor, namespace)
     if found is not None:
         try:
-            told: dict[str, Any] = ray.get(found.standing.remote(), timeout=ANSWER_S)
+            told: dict[str, Any] = ray.get(found.state.remote(), timeout=REPLY_TIMEOUT_S)
             return told
         except GetTimeoutError:
-            return {"standing": UnitStanding.WAITING, "why": "its keeper does not answer yet"}
+            return {"state": UnitState.WAITING, "cause": "its supervisor does not answer yet"}
         except ActorUnavailableError:
-            return {"standing": UnitStanding.WAITING, "why": "its keeper is started again by Ray"}
+            return {"state": UnitState.WAITING, "cause": "its supervisor is started again by Ray"}
         except RayError:
             pass  # it ended while it was asked
     return {}
 
 
 def _stop(actor: str, namespace: str, kill: bool = False) -> bool:
-    """Whether anything is left of it. A keeper that does not stop is killed, and Ray ends what it has."""
-    found = _found(actor, namespace)
+    """Whether anything is left of it. A supervisor that does not stop is killed, and Ray ends what it has."""
+    found = _find_actor(actor, namespace)
     if found is None:
         return False
     if kill:
         ray.kill(found, no_restart=True)
     else:
         with contextlib.suppress(RayError):  # who asks again sees whether it is gone
-            ray.get(found.stop.remote(), timeout=STOP_S)  # it has arrived, should this process end now
+            ray.get(found.stop.remote(), timeout=STOP_REPLY_TIMEOUT_S)  # it has arrived, should this process end now
     return True
 
 
-def _found(actor: str, namespace: str) -> Any | None:
+def _find_actor(actor: str, namespace: str) -> Any | None:
     try:
         return ray.get_actor(actor, namespace)
     except ValueError:
         return None
 
 
-ORDERS: dict[str, Callable[..., Any]] = {"start": _start, "status": _status, "stop": _stop}
+COMMANDS: dict[str, Callable[..., Any]] = {"start": _start, "status": _status, "stop": _stop}
 
 if __name__ == "__main__":
     main()

@@ -22,22 +22,33 @@ from pathlib import Path
 from typing import Any
 
 from atoll.files import write_text
-from atoll.launch.engine import Unit, UnitStanding, UnitState, inherited_environment, last_start, start_logs
+from atoll.launch.launcher import Unit, UnitState, UnitStatus, find_start_logs, inherited_environment, last_start_number
 
-BODY = Path(__file__).with_name("slurm_job.sh")
-HANDLE, LOG = "handle.json", "slurm/slurm.log"
-ASK_TIMEOUT_S = 30.0
-SPARE_S = 15  # beyond the notice: to kill, to write down why, and to ask for the next place in the queue
-FORCED_WITHIN_S = 300.0
-SIGNAL_EVERY_S = 2.0
-UNANSWERED = r"ontroller|configuration source|timed out|transmitted|ommunication|onnection"
+SCRIPT_BODY = Path(__file__).with_name("slurm_job.sh")
+HANDLE_FILE, SLURM_LOG = "handle.json", "slurm/slurm.log"
+COMMAND_TIMEOUT_S = 30.0
+EXIT_RESERVE_S = 15  # beyond the notice: to kill, to write down why, and to ask for the next place in the queue
+CANCEL_TIMEOUT_S = 300.0
+SIGNAL_INTERVAL_S = 2.0
+UNREACHABLE_PATTERN = r"ontroller|configuration source|timed out|transmitted|ommunication|onnection"
 """Words of sbatch for a controller from which nothing came. What it was asked it may have done."""
 
 # Options that are those of sbatch, word for word.
-PLAIN = ("account", "constraint", "exclude", "gres", "mem", "nodelist", "partition", "qos", "reservation", "time")
-OPTIONS = (*PLAIN, "exclusive", "sbatch", "setup")
+SBATCH_OPTIONS = (
+    "account",
+    "constraint",
+    "exclude",
+    "gres",
+    "mem",
+    "nodelist",
+    "partition",
+    "qos",
+    "reservation",
+    "time",
+)
+OPTIONS = (*SBATCH_OPTIONS, "exclusive", "sbatch", "setup")
 
-WORDS = {
+PENDING_REASONS = {
     "Resources": "for nodes that are free",
     "Priority": "for jobs that are before it",
     "BeginTime": "until Slurm starts it again",
@@ -50,8 +61,10 @@ WORDS = {
 }
 """Of the reasons that Slurm gives; others are shown as they are."""
 
-WAITS = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"})
-RUNS = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"})
+WAITING_STATES = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"}
+)
+RUNNING_STATES = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"})
 
 
 @dataclass(frozen=True)
@@ -64,12 +77,12 @@ class _Job:
     nodes: str
 
     @property
-    def active(self) -> bool:
-        return self.state in WAITS or self.state in RUNS
+    def is_active(self) -> bool:
+        return self.state in WAITING_STATES or self.state in RUNNING_STATES
 
 
-class SlurmEngine:
-    """`SlurmEngine()` speaks to the cluster of this machine, `SlurmEngine(conf)` to that of a slurm.conf."""
+class SlurmLauncher:
+    """`SlurmLauncher()` speaks to the cluster of this machine, `SlurmLauncher(conf)` to that of a slurm.conf."""
 
     def __init__(self, conf: Path | None = None) -> None:
         self.conf = conf
@@ -82,10 +95,10 @@ class SlurmEngine:
         """The job script, and what is in the files beside it; of secrets the names."""
         _check(unit)
         files = {"settings": _settings(unit), "environment": _environment(unit)}
-        hidden = sorted(unit.secret & set(unit.environment))
+        hidden = sorted(unit.secret_names & set(unit.environment))
         parts = [_header([unit]) + "# then the lines of atoll/launch/slurm_job.sh\n"]
-        parts += [f"# {_home(unit) / name}\n{text}" for name, text in files.items()]
-        parts += [f"# {_home(unit) / 'secrets'}, for its owner only: {', '.join(hidden)}\n"] if hidden else []
+        parts += [f"# {_unit_home(unit) / name}\n{text}" for name, text in files.items()]
+        parts += [f"# {_unit_home(unit) / 'secrets'}, for its owner only: {', '.join(hidden)}\n"] if hidden else []
         return "\n".join(parts)
 
     def start(self, unit: Unit) -> dict[str, Any]:
@@ -96,61 +109,65 @@ class SlurmEngine:
         jobs already stay what they are, and one alone is a job of its own."""
         for unit in units:
             _check(unit)
-            if _wants(unit) != _wants(units[0]):
+            if _array_key(unit) != _array_key(units[0]):
                 raise ValueError(
                     f"{unit.name} asks for something else than {units[0].name}: tasks of one array have the same nodes,"
                     " devices, notice and options; start them as jobs of their own"
                 )
         _check_sbatch()  # last: errors in the units are reported on every machine
-        handles = self._running(units)
+        handles = self._find_running(units)
         new = [unit for unit in units if unit.name not in handles]
         if new:
             handles |= self._submit(new)
         return [handles[unit.name] for unit in units]
 
-    def status(self, handle: Mapping[str, Any]) -> UnitState:
+    def status(self, handle: Mapping[str, Any]) -> UnitStatus:
         """ConnectionError where the controller cannot be asked: nothing is known then, and nothing need be lost."""
         home, number = Path(handle["home"]), str(handle["job"])
         job = self._job(handle)
-        noted = _noted(home, number)
+        noted = _read_job_state(home, number)
         stopped = (home / "stopped").exists()
         restarts = job.restarts if job is not None else max(int(noted.get("starts", 1)) - int(handle["starts"]) - 1, 0)
-        if job is not None and job.active:
-            if job.state in RUNS:
+        if job is not None and job.is_active:
+            if job.state in RUNNING_STATES:
                 words = "is leaving" if stopped or job.state == "COMPLETING" else f"job {number} on {job.nodes}"
-                return UnitState(UnitStanding.RUNNING, restarts, words)
-            held = "is suspended" if job.state == "SUSPENDED" else f"waits {WORDS.get(job.reason, 'for ' + job.reason)}"
-            before = f"; before: {noted['why']}" if noted.get("standing") == "waiting" else ""
-            return UnitState(UnitStanding.WAITING, restarts, f"job {number} {held}{before}")
-        if noted.get("standing") in ("ended", "failed", "stopped"):  # the script knows whether it was told to leave
-            return UnitState(UnitStanding(noted["standing"]), restarts, noted["why"])
+                return UnitStatus(UnitState.RUNNING, restarts, words)
+            held = (
+                "is suspended"
+                if job.state == "SUSPENDED"
+                else f"waits {PENDING_REASONS.get(job.reason, 'for ' + job.reason)}"
+            )
+            before = f"; before: {noted['cause']}" if noted.get("state") == "waiting" else ""
+            return UnitStatus(UnitState.WAITING, restarts, f"job {number} {held}{before}")
+        if noted.get("state") in ("ended", "failed", "stopped"):  # the script knows whether it was told to leave
+            return UnitStatus(UnitState(noted["state"]), restarts, noted["cause"])
         if stopped:
-            return UnitState(UnitStanding.STOPPED, restarts, noted.get("why", ""))
+            return UnitStatus(UnitState.STOPPED, restarts, noted.get("cause", ""))
         if job is None:
-            last = f"; it was {noted['standing']} last" if noted else ""
-            return UnitState(UnitStanding.GONE, restarts, f"Slurm has forgotten job {number}{last}")
+            last = f"; it was {noted['state']} last" if noted else ""
+            return UnitStatus(UnitState.LOST, restarts, f"Slurm has forgotten job {number}{last}")
         if job.state == "COMPLETED":  # the script could not write it down
-            return UnitState(UnitStanding.ENDED, restarts, f"job {number}: completed")
+            return UnitStatus(UnitState.ENDED, restarts, f"job {number}: completed")
         if job.state == "CANCELLED":
-            return UnitState(UnitStanding.STOPPED, restarts, "cancelled")
-        return UnitState(UnitStanding.FAILED, restarts, f"job {number}: {job.state.lower().replace('_', ' ')}")
+            return UnitStatus(UnitState.STOPPED, restarts, "cancelled")
+        return UnitStatus(UnitState.FAILED, restarts, f"job {number}: {job.state.lower().replace('_', ' ')}")
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         job, home = self._job(handle), Path(handle["home"])
-        if job is None or not job.active:
+        if job is None or not job.is_active:
             return
         # Before anything else: a script that reads this does not ask for another place in the queue.
         (home / "stopped").touch()
-        notice_s = float(handle["notice_s"]) + SPARE_S
+        notice_s = float(handle["notice_s"]) + EXIT_RESERVE_S
         begun, signalled, forced = time.monotonic(), -math.inf, False
-        while (job := self._job(handle)) is not None and job.active:
+        while (job := self._job(handle)) is not None and job.is_active:
             waited = time.monotonic() - begun
-            if waited > notice_s + FORCED_WITHIN_S:
+            if waited > notice_s + CANCEL_TIMEOUT_S:
                 raise TimeoutError(f"job {handle['job']} is still {job.state} after {waited:.0f} s: ask scontrol why")
-            if job.state in WAITS or (waited > notice_s and not forced):
+            if job.state in WAITING_STATES or (waited > notice_s and not forced):
                 self._cancel(handle)
                 forced = True
-            elif job.state == "RUNNING" and waited - signalled > SIGNAL_EVERY_S and not forced:
+            elif job.state == "RUNNING" and waited - signalled > SIGNAL_INTERVAL_S and not forced:
                 # More than once: one that comes before the script has begun is lost. The script passes it on once.
                 self._cancel(handle, "--signal=TERM", "--batch")
                 signalled = waited
@@ -158,51 +175,51 @@ class SlurmEngine:
 
     def requeue(self, handle: Mapping[str, Any]) -> None:
         """Takes it from its nodes, as an administrator does for maintenance: it is told to leave, and comes back."""
-        self._ask("scontrol", "requeue", str(handle["job"]), conf=handle.get("conf"))
+        self._run_command("scontrol", "requeue", str(handle["job"]), conf=handle.get("conf"))
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         home = Path(handle["home"])
-        files = start_logs(home, after=int(handle["starts"]))
+        files = find_start_logs(home, after=int(handle["starts"]))
         # What Slurm itself says, for a job that never came to its script.
-        return files or [path for path in (Path(handle.get("directory", home.parent)) / LOG,) if path.exists()]
+        return files or [path for path in (Path(handle.get("directory", home.parent)) / SLURM_LOG,) if path.exists()]
 
     def _submit(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
         script = _script(units)
-        handles = {unit.name: self._prepared(unit, units, task) for task, unit in enumerate(units)}
+        handles = {unit.name: self._prepare_handle(unit, units, task) for task, unit in enumerate(units)}
         for unit in units:
-            write_text(_home(unit) / "job.sh", script)
+            write_text(_unit_home(unit) / "job.sh", script)
             # Before sbatch: whoever does not live to see its answer has said what to look for.
-            write_text(_home(unit) / HANDLE, json.dumps({**handles[unit.name], "job": None}) + "\n")
+            write_text(_unit_home(unit) / HANDLE_FILE, json.dumps({**handles[unit.name], "job": None}) + "\n")
         # What a unit is told it is told by its own files; what this shell has for other runs, or in secret, stays here.
-        secret = frozenset().union(*(unit.secret for unit in units))
+        secret = frozenset().union(*(unit.secret_names for unit in units))
         try:
-            words = self._ask("sbatch", "--parsable", str(_home(units[0]) / "job.sh"), without=secret)
+            words = self._run_command("sbatch", "--parsable", str(_unit_home(units[0]) / "job.sh"), excluded=secret)
         except ConnectionError as error:
-            found = self._running(units)  # the controller may have it all the same
+            found = self._find_running(units)  # the controller may have it all the same
             if len(found) == len(units):
                 return found
-            again = f"{_name(units)} is not in the queue now; start it again, which looks for it first"
+            again = f"{_job_name(units)} is not in the queue now; start it again, which looks for it first"
             raise ConnectionError(f"{error}; {again}") from error
         number = words.strip().splitlines()[-1].split(";")[0]
         for unit in units:
             handle = handles[unit.name]
             handle["job"] = number if handle["task"] is None else f"{number}_{handle['task']}"
-            write_text(_home(unit) / HANDLE, json.dumps(handle) + "\n")
+            write_text(_unit_home(unit) / HANDLE_FILE, json.dumps(handle) + "\n")
         return handles
 
-    def _prepared(self, unit: Unit, units: Sequence[Unit], task: int) -> dict[str, Any]:
+    def _prepare_handle(self, unit: Unit, units: Sequence[Unit], task: int) -> dict[str, Any]:
         return {
-            "name": _name(units),
+            "name": _job_name(units),
             "task": None if len(units) == 1 else task,
             "directory": str(units[0].directory),
-            "home": str(_home(unit)),
+            "home": str(_unit_home(unit)),
             "notice_s": unit.notice_s,
             "starts": _prepare(unit),
             "wanted": _digest(unit),
             "conf": None if self.conf is None else str(self.conf),
         }
 
-    def _running(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
+    def _find_running(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
         """Handles of jobs that are these units already: whoever submitted them did not live to write them down. One
         that is not as it is wanted now is refused: two jobs would be one learner, and each would end the other's
         link."""
@@ -215,11 +232,11 @@ class SlurmEngine:
                 task = "" if handle["task"] is None else str(handle["task"])
                 if (name, directory, job.partition("_")[2]) != (handle["name"], handle["directory"], task):
                     continue
-                is_leaving = (_home(unit) / "stopped").exists()
+                is_leaving = (_unit_home(unit) / "stopped").exists()
                 if is_leaving or handle["wanted"] != _digest(unit):
-                    why = "is being stopped" if is_leaving else "not as it is wanted now"
+                    cause = "is being stopped" if is_leaving else "not as it is wanted now"
                     raise ValueError(
-                        f"{unit.name} is job {job} already ({state.lower()}), and {why}: stop it, or scancel {job}"
+                        f"{unit.name} is job {job} already ({state.lower()}), and {cause}: stop it, or scancel {job}"
                     )
                 found[unit.name] = {**handle, "job": job}
         return found
@@ -227,14 +244,18 @@ class SlurmEngine:
     def _queued(self, names: set[str]) -> list[tuple[str, str, str, str]]:
         """Jobs of these names that have not ended: number, state, name, and the directory in which they start."""
         those = (f"--user={os.getuid()}", f"--name={','.join(sorted(names))}", "--states=all")
-        told = self._ask("squeue", *those, "--array", "--noheader", "--format=%i %T %j %Z")
+        told = self._run_command("squeue", *those, "--array", "--noheader", "--format=%i %T %j %Z")
         lines = [line.split(" ", 3) for line in told.splitlines()]
-        return [(job, state, name, place) for job, state, name, place in lines if state in WAITS or state in RUNS]
+        return [
+            (job, state, name, place)
+            for job, state, name, place in lines
+            if state in WAITING_STATES or state in RUNNING_STATES
+        ]
 
     def _job(self, handle: Mapping[str, Any]) -> _Job | None:
         """None where Slurm does not know it, or where the number is another's by now."""
         try:
-            told = self._ask("scontrol", "show", "job", "-o", str(handle["job"]), conf=handle.get("conf"))
+            told = self._run_command("scontrol", "show", "job", "-o", str(handle["job"]), conf=handle.get("conf"))
         except ValueError:  # scontrol has no other way to say that it does not know a job
             return None
         fields = dict(re.findall(r"(?:^| )(JobName|JobState|Reason|Restarts|NodeList)=(\S*)", told.partition("\n")[0]))
@@ -245,12 +266,12 @@ class SlurmEngine:
 
     def _cancel(self, handle: Mapping[str, Any], *how: str) -> None:
         try:
-            self._ask("scancel", *how, str(handle["job"]), conf=handle.get("conf"))
+            self._run_command("scancel", *how, str(handle["job"]), conf=handle.get("conf"))
         except ValueError:
             return  # it has ended meanwhile; who asked looks again
 
-    def _ask(self, *command: str, conf: str | None = None, without: Collection[str] = ()) -> str:
-        environment = inherited_environment(without)
+    def _run_command(self, *command: str, conf: str | None = None, excluded: Collection[str] = ()) -> str:
+        environment = inherited_environment(excluded)
         if conf is not None or self.conf is not None:
             environment["SLURM_CONF"] = conf or str(self.conf)
         try:
@@ -259,14 +280,16 @@ class SlurmEngine:
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=ASK_TIMEOUT_S,
+                timeout=COMMAND_TIMEOUT_S,
                 check=False,
                 start_new_session=True,  # Ctrl-C is for this process: sbatch would die with its job half submitted
             )
         except FileNotFoundError as error:
             raise ConnectionError(f"Slurm cannot be asked: {command[0]} was not found on this machine") from error
         except subprocess.TimeoutExpired as error:
-            raise ConnectionError(f"Slurm cannot be asked: no answer of {command[0]} in {ASK_TIMEOUT_S:g} s") from error
+            raise ConnectionError(
+                f"Slurm cannot be asked: no answer of {command[0]} in {COMMAND_TIMEOUT_S:g} s"
+            ) from error
         if done.returncode == 0:
             return done.stdout
         if done.returncode < 0:
@@ -274,14 +297,14 @@ class SlurmEngine:
         told = " ".join((done.stderr or done.stdout).split())
         if re.search(r"Invalid job id|Job \S+ not found|already completing or completed|Job/step already", told):
             raise ValueError(told)
-        if command[0] == "sbatch" and not re.search(UNANSWERED, told):
+        if command[0] == "sbatch" and not re.search(UNREACHABLE_PATTERN, told):
             raise ValueError(f"sbatch refused it: {told}")
         raise ConnectionError(f"Slurm cannot be asked: {told}")
 
 
 def _check_sbatch() -> None:
     if shutil.which("sbatch") is None:
-        raise ValueError("sbatch was not found: start this where jobs are submitted, or choose another engine")
+        raise ValueError("sbatch was not found: start this where jobs are submitted, or choose another launcher")
 
 
 def _check(unit: Unit) -> None:
@@ -297,10 +320,10 @@ def _check(unit: Unit) -> None:
     unknown = sorted(set(unit.options) - set(OPTIONS))
     if unknown:
         raise ValueError(
-            f"{unit.name}: the slurm engine does not know {', '.join(unknown)}; it knows {', '.join(OPTIONS)}."
+            f"{unit.name}: the slurm launcher does not know {', '.join(unknown)}; it knows {', '.join(OPTIONS)}."
             ' Anything else that sbatch takes goes into sbatch = ["--name=value"]'
         )
-    for name in (*PLAIN, "setup"):
+    for name in (*SBATCH_OPTIONS, "setup"):
         value = unit.options.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool) or (name != "setup" and "\n" in str(value)):
             raise ValueError(f"{unit.name}: {name} = {value!r} is not a word")
@@ -311,17 +334,17 @@ def _check(unit: Unit) -> None:
         raise ValueError(f'{unit.name}: sbatch is a list of options, each as "--name=value"; it is {more!r}')
     for line in more:
         if re.match(r"--(array|chdir|error|job-name|no-requeue|open-mode|output|signal)\b", line):
-            raise ValueError(f"{unit.name}: {line} in sbatch: leave it out, by this the engine finds its jobs")
+            raise ValueError(f"{unit.name}: {line} in sbatch: leave it out, by this the launcher finds its jobs")
     for name in unit.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{unit.name}: {name!r} is no name of a variable")
 
 
-def _home(unit: Unit) -> Path:
+def _unit_home(unit: Unit) -> Path:
     return unit.directory / "slurm"
 
 
-def _name(units: Sequence[Unit]) -> str:
+def _job_name(units: Sequence[Unit]) -> str:
     """Of the job. That of an array is of exactly these units: tasks of another one have other numbers."""
     if len(units) == 1:
         return f"{units[0].run}.{units[0].name}"
@@ -329,7 +352,7 @@ def _name(units: Sequence[Unit]) -> str:
     return f"{units[0].run}.{units[0].name}..{units[-1].name}.{all_of_them}"
 
 
-def _wants(unit: Unit) -> tuple[Any, ...]:
+def _array_key(unit: Unit) -> tuple[Any, ...]:
     return unit.run, unit.nodes, unit.cpus, unit.devices, unit.notice_s, dict(unit.options)
 
 
@@ -340,9 +363,9 @@ def _digest(unit: Unit) -> str:
 
 def _header(units: Sequence[Unit]) -> str:
     unit = units[0]
-    log = str(unit.directory / LOG).replace("%", "%%")
+    log = str(unit.directory / SLURM_LOG).replace("%", "%%")
     lines = [
-        f"--job-name={_name(units)}",
+        f"--job-name={_job_name(units)}",
         f'--chdir="{unit.directory}"',
         "--requeue",
         "--open-mode=append",
@@ -350,17 +373,17 @@ def _header(units: Sequence[Unit]) -> str:
         f"--nodes={unit.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={unit.cpus}",
-        f"--signal=B:TERM@{math.ceil(unit.notice_s) + SPARE_S}",
+        f"--signal=B:TERM@{math.ceil(unit.notice_s) + EXIT_RESERVE_S}",
     ]
     if len(units) > 1:
         lines.append(f"--array=0-{len(units) - 1}")
     if unit.devices and "gres" not in unit.options:
         lines.append(f"--gres=gpu:{unit.devices}")
-    lines += [f"--{name}={unit.options[name]}" for name in PLAIN if name in unit.options]
+    lines += [f"--{name}={unit.options[name]}" for name in SBATCH_OPTIONS if name in unit.options]
     if unit.options.get("exclusive", False):
         lines.append("--exclusive")
     lines += unit.options.get("sbatch", ())
-    homes = " ".join(shlex.quote(str(_home(one))) for one in units)
+    homes = " ".join(shlex.quote(str(_unit_home(one))) for one in units)
     return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + f"homes=({homes})\n"
 
 
@@ -369,27 +392,27 @@ def _settings(unit: Unit) -> str:
         f"command=({shlex.join(unit.command)})\n"
         f"nodes={unit.nodes}\n"
         f"notice={math.ceil(unit.notice_s)}\n"
-        f"restarts={unit.restarts}\n"
-        f"syncer={shlex.quote(str(unit.syncer or ''))}\n"
+        f"restarts={unit.max_restarts}\n"
+        f"syncer={shlex.quote(str(unit.syncer_directory or ''))}\n"
         f"with_syncer={'yes' if unit.ends_with_syncer else 'no'}\n"
         f"setup={shlex.quote(str(unit.options.get('setup', '')))}\n"
     )
 
 
 def _environment(unit: Unit, *, secret: bool = False) -> str:
-    chosen = {name: value for name, value in unit.environment.items() if (name in unit.secret) == secret}
+    chosen = {name: value for name, value in unit.environment.items() if (name in unit.secret_names) == secret}
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in chosen.items())
 
 
 def _script(units: Sequence[Unit]) -> str:
-    return _header(units) + BODY.read_text()
+    return _header(units) + SCRIPT_BODY.read_text()
 
 
 def _prepare(unit: Unit) -> int:
     """Files that the script reads. Returns how often the unit was started by jobs of before, whose logs are kept."""
-    home = _home(unit)
+    home = _unit_home(unit)
     home.mkdir(parents=True, exist_ok=True)
-    starts = max(int(_kept(home).get("starts", 0)), last_start(home))
+    starts = max(int(_read_state(home).get("starts", 0)), last_start_number(home))
     (home / "stopped").unlink(missing_ok=True)
     write_text(home / "state", f"starts={starts}\nfailures=0\n")
     write_text(home / "settings", _settings(unit))
@@ -401,13 +424,13 @@ def _prepare(unit: Unit) -> int:
 def _last_handle(unit: Unit) -> dict[str, Any]:
     """Of the job that this unit was last, or may be; `job` None: its number was not written down."""
     try:
-        handle: dict[str, Any] = json.loads((_home(unit) / HANDLE).read_text())
+        handle: dict[str, Any] = json.loads((_unit_home(unit) / HANDLE_FILE).read_text())
     except (FileNotFoundError, ValueError):
-        return {"job": None, "name": _name([unit]), "task": None, "directory": str(unit.directory), "wanted": None}
+        return {"job": None, "name": _job_name([unit]), "task": None, "directory": str(unit.directory), "wanted": None}
     return handle
 
 
-def _kept(home: Path) -> dict[str, str]:
+def _read_state(home: Path) -> dict[str, str]:
     """Nothing where it is not whole, as after a node that lost its power."""
     try:
         text = (home / "state").read_text()
@@ -418,7 +441,7 @@ def _kept(home: Path) -> dict[str, str]:
     return kept if is_whole else {}
 
 
-def _noted(home: Path, number: str) -> dict[str, str]:
+def _read_job_state(home: Path, number: str) -> dict[str, str]:
     """What the script of this very job has written down."""
-    kept = _kept(home)
+    kept = _read_state(home)
     return kept if kept.get("job") == number else {}

@@ -19,32 +19,32 @@ from typing import Any, SupportsIndex
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.core.types import MOST_TOKENS_PER_STEP
+from atoll.core.types import MAX_TOKENS_PER_STEP
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
 from atoll.island.stats import LearnerStats, LearnerStatus
-from atoll.island.topology import meet
+from atoll.island.topology import rendezvous
 from atoll.learner.arguments import (
     check_directory,
-    check_learner,
+    check_learner_number,
     check_model,
     check_path,
-    seconds_of,
-    whole_number,
+    resolve_seconds,
+    to_int,
 )
-from atoll.learner.background import Background
+from atoll.learner.background import BackgroundThread
 from atoll.learner.environment import KEYS, RUN_DIRECTORY, TOKEN, env, learner_from_env, syncer_from_env
 from atoll.learner.leading_rank import LeadingRank
-from atoll.learner.loop_check import LoopCheck, TrainedParameters
-from atoll.learner.preemption import Interrupts, Notice
+from atoll.learner.loop_check import LoopCheck, ParameterCheck
+from atoll.learner.preemption import DeferredSignals, Preemption
 from atoll.learner.published import PublishedValues
-from atoll.logs import Named
+from atoll.logs import ContextLogger
 from atoll.tensors import optimizer_state
-from atoll.tensors.optimizers import check_whole_step, plain_optimizers
-from atoll.transport.endpoint import place
-from atoll.transport.pacing import check_streams, rate_of
+from atoll.tensors.optimizers import check_not_accumulating, unwrap_optimizers
+from atoll.transport.endpoint import parse_endpoint
+from atoll.transport.pacing import check_streams, parse_rate
 
-AWAY_TIMEOUT_S = 86_400.0
+DEFAULT_DISCONNECT_TIMEOUT_S = 86_400.0
 
 
 class Learner:
@@ -91,12 +91,12 @@ class Learner:
     With `notice_s` SIGTERM is the notice of a machine that is taken away in so many seconds: at the next step boundary
     what was trained and not merged is merged, then `finished` and `drained` are True. A second one leaves at once.
 
-    A learner that cannot reach the syncer trains on, warns, and redials. After `away_timeout_s` (a day; `math.inf` for
-    ever) `step` raises `SyncerUnreachable`: the run may be over, and nothing else would end this loop. The model is as
+    A learner that cannot reach the syncer trains on, warns, and redials. After `disconnect_timeout_s` (a day; `math.inf` for
+    ever) `step` raises `SyncerUnreachableError`: the run may be over, and nothing else would end this loop. The model is as
     the last step left it.
 
     What is not given is taken from ATOLL_SYNCER, ATOLL_TOKEN, ATOLL_KEYS, ATOLL_LEARNER, ATOLL_RUN_DIRECTORY,
-    ATOLL_NOTICE_S, ATOLL_JOIN_TIMEOUT_S and ATOLL_AWAY_TIMEOUT_S, which an engine sets:
+    ATOLL_NOTICE_S, ATOLL_JOIN_TIMEOUT_S and ATOLL_DISCONNECT_TIMEOUT_S, which an engine sets:
     `atoll.Learner(model, optimizer)` is enough then.
 
     `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. A
@@ -116,7 +116,7 @@ class Learner:
         learner: int | None = None,
         run_directory: str | PathLike[str] | None = None,
         join_timeout_s: float | None = None,
-        away_timeout_s: float | None = None,
+        disconnect_timeout_s: float | None = None,
         extra_state: Callable[[], Any] | None = None,
         max_rate: str | None = None,
         streams: int | None = None,
@@ -128,28 +128,34 @@ class Learner:
         token = token if token is not None else env(TOKEN)
         keys = keys if keys is not None or ca is not None else env(KEYS)
         run_directory = run_directory if run_directory is not None else env(RUN_DIRECTORY)
-        learner = check_learner(learner) if learner is not None else learner_from_env()
-        join_timeout_s = seconds_of("join_timeout_s", "how long to wait for the run", join_timeout_s)
+        learner = check_learner_number(learner) if learner is not None else learner_from_env()
+        join_timeout_s = resolve_seconds("join_timeout_s", "how long to wait for the run", join_timeout_s)
         if extra_state is not None and not callable(extra_state):
             raise ValueError(f"extra_state is a function that returns what to keep, got {extra_state!r}")
-        self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
+        self.log = ContextLogger(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
         self._model = model
-        self._optimizers = plain_optimizers(optimizer)
-        optimizer_state.watch(self._optimizers)
-        self._given = optimizer  # as a framework has wrapped it
+        self._optimizers = unwrap_optimizers(optimizer)
+        optimizer_state.track_counters(self._optimizers)
+        self._wrapped_optimizer = optimizer  # as a framework has wrapped it
         run = check_directory("run_directory", run_directory) if run_directory is not None else None
         own_keys = check_path("keys", keys) if keys is not None else None
-        syncer_place = place(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
-        rate = rate_of(max_rate) if max_rate is not None else None
+        syncer_place = parse_endpoint(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
+        rate = parse_rate(max_rate) if max_rate is not None else None
         bounds = rate, check_streams(streams)
-        away_s = seconds_of("away_timeout_s", "how long to train without a syncer, inf for ever", away_timeout_s, True)
-        self._background = Background(syncer_place, token, self.log, *bounds, away_s or AWAY_TIMEOUT_S)
+        disconnect_s = resolve_seconds(
+            "disconnect_timeout_s", "how long to train without a syncer, inf for ever", disconnect_timeout_s, True
+        )
+        self._background = BackgroundThread(
+            syncer_place, token, self.log, *bounds, disconnect_s or DEFAULT_DISCONNECT_TIMEOUT_S
+        )
         self._entered = False
         self._pid = 0  # of the process that has entered
-        self._interrupts = Interrupts()
-        self._notice = Notice(seconds_of("notice_s", "the time from SIGTERM to the end", notice_s), self.log)
-        self.published_values = PublishedValues(model, self._interrupts)
-        self._trained: TrainedParameters | None = None  # from the join on
+        self._signals = DeferredSignals()
+        self._preemption = Preemption(
+            resolve_seconds("notice_s", "the time from SIGTERM to the end", notice_s), self.log
+        )
+        self.published_values = PublishedValues(model, self._signals)
+        self._trained: ParameterCheck | None = None  # from the join on
         self._loop_check: LoopCheck | None = None  # from the join on
         self._status = LearnerStatus()
         self._rank: LeadingRank | Follower = LeadingRank(
@@ -157,8 +163,8 @@ class Learner:
             self._optimizers,
             self._background,
             self._status,
-            self._interrupts,
-            self._notice,
+            self._signals,
+            self._preemption,
             self.log,
             learner=learner,
             run_directory=run,
@@ -173,22 +179,22 @@ class Learner:
             raise ValueError("a Learner is entered once; make another one to join again")
         self._entered = True
         self._pid = os.getpid()
-        ranks = meet(self._model)
-        if ranks is not None and ranks.leads:
+        ranks = rendezvous(self._model)
+        if ranks is not None and ranks.is_leader:
             assert isinstance(self._rank, LeadingRank)
             self._rank.island = Leader(ranks, self._model, self._background, self.log)
         elif ranks is not None:
-            trained, notice = (self._model, self._optimizers), self._notice
+            trained, notice = (self._model, self._optimizers), self._preemption
             self._rank = Follower(ranks, *trained, self._status, self._background, lambda: notice.level, self.log)
-        self._interrupts.listen()
+        self._signals.install()
         try:
             self._rank.join()
         except BaseException as wrong:
             self._close(wrong)
             raise
-        self._trained = TrainedParameters(self._model, self._optimizers, self.log)
+        self._trained = ParameterCheck(self._model, self._optimizers, self.log)
         self._loop_check = LoopCheck(self._model, list(self._optimizers), lambda: self._status.finished, self.log)
-        self._notice.listen(self._interrupts)
+        self._preemption.listen(self._signals)
         return self
 
     # ---------------------------------------------------------------------------------------------------- training
@@ -204,7 +210,7 @@ class Learner:
             raise ValueError("take outside of `with atoll.Learner(...)`: enter it first")
         if not self._status.settings.config.lease_samples:
             raise ValueError("this run has no leases: train on data of your own, or in a run of `atoll syncer`")
-        wanted = whole_number(count)
+        wanted = to_int(count)
         if wanted is None or wanted < 1:
             raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
         return self._rank.take(wanted) if not self._status.finished else ()
@@ -219,9 +225,9 @@ class Learner:
         """
         if not self._rank.is_open:
             raise ValueError("step outside of `with atoll.Learner(...)`: enter it first")
-        count = whole_number(tokens)
-        if count is None or not 0 < count <= MOST_TOKENS_PER_STEP:
-            raise ValueError(f"tokens must be a whole number from 1 to {MOST_TOKENS_PER_STEP}, got {tokens!r}")
+        count = to_int(tokens)
+        if count is None or not 0 < count <= MAX_TOKENS_PER_STEP:
+            raise ValueError(f"tokens must be a whole number from 1 to {MAX_TOKENS_PER_STEP}, got {tokens!r}")
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
                 raise ValueError(f"loss is one number, got a tensor of shape {tuple(loss.shape)}: give its mean")
@@ -229,7 +235,7 @@ class Learner:
         elif loss is not None:
             loss = float(loss)
         self.published_values.check_step()
-        check_whole_step(self._given)
+        check_not_accumulating(self._wrapped_optimizer)
         if self._status.finished:
             return
         if self._trained is not None:
@@ -250,24 +256,24 @@ class Learner:
         No step is taken in it. Nothing is sent: of several ranks those use it that evaluate, which are all of them
         where the model is sharded. It takes memory for one more copy of the model on the host.
         """
-        return self.published_values.shown(self._rank.fragments)
+        return self.published_values.swap_in(self._rank.fragments)
 
     # ---------------------------------------------------------------------------------------------------- showing
 
     @property
     def id(self) -> int:
         """The number of this learner, from 1."""
-        return self._joined_as("id")[0]
+        return self._require_identity("id")[0]
 
     @property
     def incarnation(self) -> int:
         """How many times a learner of this number has joined, from 1."""
-        return self._joined_as("incarnation")[1]
+        return self._require_identity("incarnation")[1]
 
-    def _joined_as(self, asked: str) -> tuple[int, int]:
-        if self._status.number is None:
+    def _require_identity(self, asked: str) -> tuple[int, int]:
+        if self._status.identity is None:
             raise ValueError(f"{asked} is known once the learner has joined: enter `with atoll.Learner(...)` first")
-        return self._status.number
+        return self._status.identity
 
     @property
     def progress(self) -> float:
@@ -316,9 +322,9 @@ class Learner:
     # ---------------------------------------------------------------------------------------------------- leaving
 
     def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(wrong if wrong is not None else kind)
+        self._close(error if error is not None else kind)
 
     def _close(self, wrong: BaseException | type[BaseException] | None) -> None:
         """Leave the run, unless it is over; no thread is left behind, whatever went wrong.
@@ -332,4 +338,4 @@ class Learner:
             if os.getpid() == self._pid:
                 self._rank.close(wrong)
         finally:
-            self._interrupts.forget()
+            self._signals.uninstall()

@@ -24,28 +24,28 @@ def check_model(model: object, optimizer: object) -> None:
         raise ValueError("model and optimizer are swapped: write atoll.Learner(model, optimizer, ...)")
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model must be a torch.nn.Module, got {_described(model)}; give the module whose parameters the optimizer"
+            f"model must be a torch.nn.Module, got {_describe(model)}; give the module whose parameters the optimizer"
             " updates"
         )
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ValueError(
-                f"optimizer must be a torch.optim.Optimizer, got {_described(each)}; give the one that updates the"
+                f"optimizer must be a torch.optim.Optimizer, got {_describe(each)}; give the one that updates the"
                 " model, such as torch.optim.AdamW(model.parameters())"
             )
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if value is None:
         return "None"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-def whole_number(value: Any) -> int | None:
+def to_int(value: Any) -> int | None:
     """Return an integer of any kind as an int, also one of numpy or a 0-dimensional tensor; None for all else.
 
     >>> import numpy
-    >>> whole_number(numpy.int64(64)), whole_number(torch.tensor(64)), whole_number(True), whole_number(64.0)
+    >>> to_int(numpy.int64(64)), to_int(torch.tensor(64)), to_int(True), to_int(64.0)
     (64, 64, None, None)
     """
     if type(value) is int:
@@ -58,8 +58,8 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
-def check_learner(value: Any) -> int:
-    number = whole_number(value)
+def check_learner_number(value: Any) -> int:
+    number = to_int(value)
     if number is None or number < 1:
         raise ValueError(f"learners are numbered from 1: learner must be a whole number of at least 1, got {value!r}")
     return number
@@ -72,10 +72,10 @@ def check_seconds(name: str, meaning: str, value: Any) -> float:
     return float(value)
 
 
-def seconds_of(name: str, meaning: str, given: Any, may_be_endless: bool = False) -> float | None:
+def resolve_seconds(name: str, meaning: str, value: Any, may_be_infinite: bool = False) -> float | None:
     """Return the seconds that were given, or else those of the environment, as ATOLL_NOTICE_S for `notice_s`."""
-    if given is not None:
-        return given if may_be_endless and given == math.inf else check_seconds(name, meaning, given)
+    if value is not None:
+        return value if may_be_infinite and value == math.inf else check_seconds(name, meaning, value)
     variable = f"ATOLL_{name.upper()}"
     if (text := env(variable)) is None:
         return None
@@ -83,14 +83,14 @@ def seconds_of(name: str, meaning: str, given: Any, may_be_endless: bool = False
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0 < found <= (math.inf if may_be_endless else sys.float_info.max):
+    if not 0 < found <= (math.inf if may_be_infinite else sys.float_info.max):
         raise ValueError(f"{variable} is {meaning}, a number of seconds; it says {text!r}")
     return found
 
 
 def check_path(name: str, value: Any) -> Path:
     if not isinstance(value, str | PathLike):
-        raise ValueError(f"{name} is a path, got {_described(value)}")
+        raise ValueError(f"{name} is a path, got {_describe(value)}")
     return Path(value)
 
 

@@ -5,7 +5,7 @@ missing, or `learner.step()` is called after every micro-batch. A hook counts th
 all of them: compiled steps, optimizers that the learner was not given, parameters that a script updates by itself. So a
 call of `learner.step()` counts as one without training only if no parameter has changed since the call before.
 
-`TrainedParameters` refuses a model that has changed. What of a model travels was settled at the join. What is unfrozen,
+`ParameterCheck` refuses a model that has changed. What of a model travels was settled at the join. What is unfrozen,
 added or replaced later would be trained and never travel. A look at all parameters and modules costs about 0.3 ms for
 1,600 parameters in 1,100 modules, so it is taken every 32 steps (10 us per step), and whenever the number of the
 optimizer's parameters has changed.
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.tensors.optimizers import Optimizers, optimizers_of
+from atoll.tensors.optimizers import Optimizers, as_optimizer_tuple
 from atoll.tensors.plan import named_tensors
-from atoll.tensors.sharding import is_sharded, local_of
+from atoll.tensors.sharding import is_sharded, local_tensor
 
-MAX_UNREPORTED = 128
+MAX_UNREPORTED_STEPS = 128
 """Steps of one optimizer without a `learner.step()` before it is missed: a GAN may train its critic 100 times for one
 step of the whole."""
 
-PATIENCE = 16
+CALLS_BEFORE_WARNING = 16
 """Calls of `learner.step()` without an optimizer step before parameters are compared, and again before the warning: a
 gradient scaler (fp16) skips about as many steps when training starts. After as many calls in a row with an optimizer
 step the count starts anew."""
@@ -39,10 +39,10 @@ step the count starts anew."""
 SAMPLE_VALUES = 1024
 """Values of each parameter that are compared."""
 
-EVERY = 32
-"""Steps between two looks of `TrainedParameters`."""
+CHECK_INTERVAL_STEPS = 32
+"""Steps between two looks of `ParameterCheck`."""
 
-PERSISTS = 100
+FROZEN_STEPS_BEFORE_WARNING = 100
 """Steps for which a parameter may be frozen without a word: who trains two halves of a model in turn freezes one."""
 
 
@@ -56,7 +56,7 @@ class LoopCheck:
         self._is_finished = is_finished
         self._log = log
         self._steps = 0  # of all optimizers, since the last call of learner.step()
-        self._max_steps: float = MAX_UNREPORTED * len(optimizers)  # before a call is missed
+        self._max_steps: float = MAX_UNREPORTED_STEPS * len(optimizers)  # before a call is missed
         self._was_called = False
         self._idle_calls = 0  # without a step of an optimizer that was seen
         self._busy_calls = 0  # with one, since the first idle call
@@ -98,24 +98,24 @@ class LoopCheck:
     def _count_busy_call(self) -> None:
         self._busy_calls += 1
         self._busy_in_a_row += 1
-        if self._busy_in_a_row == PATIENCE:
+        if self._busy_in_a_row == CALLS_BEFORE_WARNING:
             self._idle_calls = self._busy_calls = self._unchanged_calls = 0
             self._sample = None
 
     def end_call(self) -> None:
         """At the end of `learner.step()`: values that only training changes from now on."""
-        if self._checks_calls and self._idle_calls >= PATIENCE:
-            self._sample = self._sampled()
+        if self._checks_calls and self._idle_calls >= CALLS_BEFORE_WARNING:
+            self._sample = self._take_sample()
 
     def _compare(self) -> None:
         if self._sample is None:
             return
-        if not all(map(torch.equal, self._sample, self._sampled())):
+        if not all(map(torch.equal, self._sample, self._take_sample())):
             self._checks_calls = False  # this loop trains in a way that the hook does not see
             self._sample = None
             return
         self._unchanged_calls += 1
-        if self._unchanged_calls < PATIENCE:
+        if self._unchanged_calls < CALLS_BEFORE_WARNING:
             return
         self._checks_calls = False
         self._sample = None
@@ -136,8 +136,8 @@ class LoopCheck:
             )
 
     @torch.no_grad()
-    def _sampled(self) -> list[Tensor]:
-        found = [local_of(parameter.detach()).reshape(-1)[:SAMPLE_VALUES] for parameter in self._parameters]
+    def _take_sample(self) -> list[Tensor]:
+        found = [local_tensor(parameter.detach()).reshape(-1)[:SAMPLE_VALUES] for parameter in self._parameters]
         return [values.clone() for values in found]
 
     def close(self, ended_well: bool) -> None:
@@ -152,7 +152,7 @@ class LoopCheck:
             )
 
 
-class TrainedParameters:
+class ParameterCheck:
     """Of one model. Only the training thread uses it."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, log: logging.Logger) -> None:
@@ -162,12 +162,12 @@ class TrainedParameters:
         self._names = tuple(found)
         self._parameters = tuple(found.values())
         self._known = {id(each): each for each in self._parameters}
-        self._at_the_join = self._now()
-        self._optimizers = optimizers_of(optimizers)
-        self._held = self._count()
+        self._trained_at_join = self._trained_now()
+        self._optimizers = as_optimizer_tuple(optimizers)
+        self._parameter_count = self._count()
         self._steps = 0
-        self._left = 0  # steps until it looks at what is frozen
-        self._is_said = False
+        self._steps_until_check = 0  # steps until it looks at what is frozen
+        self._is_logged = False
         self._frozen_for: dict[str, int] = {}  # steps in a row, of those that were not at the join
 
     def _check_objects(self) -> None:
@@ -190,11 +190,11 @@ class TrainedParameters:
             if id(each) in new and each.requires_grad:
                 before = known.get(name)
                 if before is None or not is_sharded(before):
-                    raise ValueError(_changed(name, "added" if before is None else "replaced"))
+                    raise ValueError(_changed_message(name, "added" if before is None else "replaced"))
                 assert isinstance(each, nn.Parameter)
                 self._known[id(each)] = each  # FSDP2 puts the gathered parameter in the place of the sharded one
 
-    def _now(self) -> list[bool]:
+    def _trained_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
 
     def _count(self) -> int:
@@ -203,28 +203,28 @@ class TrainedParameters:
     def check(self) -> None:
         """At every step. Raise ValueError where a parameter was unfrozen, added or replaced. One that was frozen and
         stays so is logged once: nothing is lost by it."""
-        before, self._held = self._held, self._count()
-        if self._steps % EVERY == 0 or self._held != before:
+        before, self._parameter_count = self._parameter_count, self._count()
+        if self._steps % CHECK_INTERVAL_STEPS == 0 or self._parameter_count != before:
             self._check_objects()
         self._steps += 1
-        if self._left and self._held == before:
-            self._left -= 1
+        if self._steps_until_check and self._parameter_count == before:
+            self._steps_until_check -= 1
             return
-        now, frozen_for = self._now(), {}
-        if now != self._at_the_join:
-            for name, is_trained, was_trained in zip(self._names, now, self._at_the_join, strict=True):
+        now, frozen_for = self._trained_now(), {}
+        if now != self._trained_at_join:
+            for name, is_trained, was_trained in zip(self._names, now, self._trained_at_join, strict=True):
                 if is_trained and not was_trained:
-                    raise ValueError(_sentence(name, "unfrozen", "would be trained here alone"))
+                    raise ValueError(_frozen_message(name, "unfrozen", "would be trained here alone"))
                 if was_trained and not is_trained:
                     frozen_for[name] = self._frozen_for.get(name, 0) + 1
-                    if frozen_for[name] == PERSISTS + 1 and not self._is_said:
-                        self._is_said = True
-                        self._log.warning("%s", _sentence(name, "frozen", "goes on with what others train"))
+                    if frozen_for[name] == FROZEN_STEPS_BEFORE_WARNING + 1 and not self._is_logged:
+                        self._is_logged = True
+                        self._log.warning("%s", _frozen_message(name, "frozen", "goes on with what others train"))
         self._frozen_for = frozen_for
-        self._left = 0 if frozen_for and not self._is_said else EVERY - 1
+        self._steps_until_check = 0 if frozen_for and not self._is_logged else CHECK_INTERVAL_STEPS - 1
 
 
-def _changed(name: str, what: str) -> str:
+def _changed_message(name: str, what: str) -> str:
     return (
         f"a parameter was {what} after the join: {name}. What travels was settled then, and this one would be trained"
         " here alone: make all changes of the model before the Learner is made; to go on with it as it is now, start a"
@@ -232,7 +232,7 @@ def _changed(name: str, what: str) -> str:
     )
 
 
-def _sentence(name: str, what: str, then: str) -> str:
+def _frozen_message(name: str, what: str, then: str) -> str:
     return (
         f"a parameter was {what} after the join: {name}. What travels was settled then, and it {then}: leave and"
         " join anew as it was, or train the other parameters in a new run (atoll syncer --init)"

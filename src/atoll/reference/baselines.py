@@ -23,17 +23,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.checkpoint.model_file import MODEL, write_tensors
-from atoll.reference.data import dealt
+from atoll.checkpoint.model_file import MODEL_FILE, write_tensors
+from atoll.reference.data import assigned_samples
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.loop import InnerLoop, Metrics, Step
+from atoll.reference.loop import InnerLoop, InnerStep, LearnerMetricsWriter
 from atoll.reference.models import parameter_count
 from atoll.tensors.model_view import ModelView
-from atoll.tensors.outer import OuterStep
-from atoll.tensors.plan import make_plan, named_tensors, tensors_of
+from atoll.tensors.outer_optimizer import OuterOptimizer
+from atoll.tensors.plan import describe_tensors, make_plan, named_tensors
 
-RENDEZVOUS = "rendezvous"
-GLOO_WAIT_S = 300.0
+RENDEZVOUS_FILE = "rendezvous"
+GLOO_TIMEOUT_S = 300.0
 """A process that waits longer for the others ends, and with it the run."""
 
 
@@ -46,7 +46,7 @@ class Exchange:
         self.sent_bytes = 0  # by this process
         self.waited_s = 0.0  # for others
 
-    def after_step(self, steps: int, step: Step) -> None:
+    def after_step(self, steps: int, step: InnerStep) -> None:
         """`steps` inner steps are done; the last of them was `step`."""
 
     def finish(self) -> None:
@@ -58,7 +58,7 @@ def ring_bytes(numel: int, processes: int) -> int:
     return 2 * (processes - 1) * 4 * numel // processes
 
 
-class Gradients(Exchange):
+class GradientExchange(Exchange):
     """`ddp`. How long a step waits for others shows in backward, which takes longer than it takes alone."""
 
     def __init__(self, loop: InnerLoop, processes: int) -> None:
@@ -67,15 +67,15 @@ class Gradients(Exchange):
         wrapped = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
         loop.module = wrapped
         with wrapped.no_sync():
-            self._alone_s = min(_seconds(loop) for _ in range(3))
+            self._alone_s = min(_time_gradient(loop) for _ in range(3))
 
-    def after_step(self, steps: int, step: Step) -> None:
+    def after_step(self, steps: int, step: InnerStep) -> None:
         self.rounds += 1
         self.sent_bytes += self._step_bytes
         self.waited_s += max(0.0, step.gradient_s - self._alone_s)
 
 
-def _seconds(loop: InnerLoop) -> float:
+def _time_gradient(loop: InnerLoop) -> float:
     began = time.monotonic()
     loop.gradient(range(loop.settings.batch))
     return time.monotonic() - began
@@ -90,7 +90,7 @@ class _OpenRound(NamedTuple):
     work: Any
 
 
-class Deltas(Exchange):
+class DeltaExchange(Exchange):
     """`diloco` and `streaming`. Every island holds the same anchors and makes the same outer steps on them.
 
     `diloco` is one fragment, adopted at once. Fragment p starts its rounds at the steps that leave (p + 1) H / P when
@@ -106,20 +106,20 @@ class Deltas(Exchange):
         self._tau = settings.overlap_steps if streaming else 0
         self._how = settings.adopt if streaming else "overwrite"
         self._alpha = settings.blend_alpha
-        plan = make_plan(tensors_of(loop.model), settings.fragments if streaming else 1, settings.numerics.plan)
+        plan = make_plan(describe_tensors(loop.model), settings.fragments if streaming else 1, settings.numerics.plan)
         self.fragments = len(plan.fragments)
         self._view = ModelView(loop.model, plan)
         self._outer = []
         for p in range(len(plan.fragments)):
             anchor = self._view.buffer(p)
             self._view.read(p, anchor)
-            self._outer.append(OuterStep(plan, p, settings.numerics, anchor))
+            self._outer.append(OuterOptimizer(plan, p, settings.numerics, anchor))
         self._offsets = [(p + 1) * self._every // len(self._outer) for p in range(len(self._outer))]
         self._open: dict[int, _OpenRound] = {}
         self._steps = 0
         self._opened_at = [0] * len(self._outer)  # steps, when the newest round of the fragment began
 
-    def after_step(self, steps: int, step: Step) -> None:
+    def after_step(self, steps: int, step: InnerStep) -> None:
         self._steps = steps
         self._adopt_due()
         for p, offset in enumerate(self._offsets):
@@ -164,7 +164,7 @@ class Deltas(Exchange):
             self._view.write(p, outer.value)
 
 
-def _connect(run: Path, rank: int, processes: int) -> None:
+def _init_process_group(run: Path, rank: int, processes: int) -> None:
     """Processes find each other through a file in the run's directory.
 
     The group is never destroyed, it goes with its process: its destructor waits for threads of gloo while it holds the
@@ -175,34 +175,34 @@ def _connect(run: Path, rank: int, processes: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine, whatever its name resolves to
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{(run / RENDEZVOUS).absolute()}",
+        init_method=f"file://{(run / RENDEZVOUS_FILE).absolute()}",
         rank=rank,
         world_size=processes,
-        timeout=timedelta(seconds=GLOO_WAIT_S),
+        timeout=timedelta(seconds=GLOO_TIMEOUT_S),
     )
 
 
 def train_baseline(settings: JobSettings, learner: int, run: Path) -> None:
     """What one process of a baseline does. The first one writes the model; each ends its metrics with a summary."""
     loop = InnerLoop(settings)
-    loop.keep_pace_of(learner)
+    loop.set_pace(learner)
     processes = settings.learners
     total = settings.lockstep_steps(loop.config.context)
-    _connect(run, learner - 1, processes)
-    with Metrics(run, learner, start=1) as metrics:
+    _init_process_group(run, learner - 1, processes)
+    with LearnerMetricsWriter(run, learner, start=1) as metrics:
         exchange: Exchange
         if settings.method == "ddp":
-            exchange = Gradients(loop, processes)
+            exchange = GradientExchange(loop, processes)
         elif settings.method == "single":
             exchange = Exchange()
         else:
-            exchange = Deltas(loop, processes)
+            exchange = DeltaExchange(loop, processes)
         began = time.time()
         useful_s = 0.0
         for steps in range(1, total + 1):
-            step = loop.step(dealt(steps - 1, learner, processes, settings.batch), steps / total)
+            step = loop.step(assigned_samples(steps - 1, learner, processes, settings.batch), steps / total)
             exchange.after_step(steps, step)
-            metrics.step(step)
+            metrics.record_step(step)
             useful_s += step.step_s
         exchange.finish()
         metrics.flush()
@@ -224,6 +224,6 @@ def train_baseline(settings: JobSettings, learner: int, run: Path) -> None:
             }
         )
         if learner == 1:
-            write_tensors(named_tensors(loop.model), run / MODEL)
+            write_tensors(named_tensors(loop.model), run / MODEL_FILE)
     if processes > 1:
         dist.barrier()  # whoever goes takes its sockets along, which others may still read from

@@ -17,21 +17,21 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from atoll.checkpoint.published import is_finished, plan_of, published_versions
-from atoll.reference.data import Text
+from atoll.checkpoint.published_model import is_run_finished, read_plan, read_published_versions
+from atoll.reference.data import Corpus
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.loop import METRICS
+from atoll.reference.loop import METRICS_FOLDER
 from atoll.reference.models import GPT
 from atoll.reference.saved_models import published_model
 
 _BATCH = 32
 
-NAME = "eval.jsonl"
-MAX_TOKENS = 8192
-MAX_READS = 5
+EVAL_FILE = "eval.jsonl"
+MAX_EVAL_TOKENS = 8192
+MAX_READ_ATTEMPTS = 5
 """Attempts to read a model whose versions are replaced meanwhile; the point is left out after these."""
 
-NICE = 15
+EVAL_NICENESS = 15
 
 
 class Evaluation(NamedTuple):
@@ -40,7 +40,7 @@ class Evaluation(NamedTuple):
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, corpus: Text, context: int, tokens: int) -> Evaluation:
+def held_out_loss(model: nn.Module, corpus: Corpus, context: int, tokens: int) -> Evaluation:
     """Mean loss on about `tokens` held-out tokens: whole windows, spread evenly over all that is held out.
 
     The windows depend on the corpus, `context` and `tokens` alone, so two models are asked the very same questions.
@@ -65,13 +65,13 @@ class PublishedModel(NamedTuple):
     model: GPT
 
 
-class Evaluations:
-    def __init__(self, settings: JobSettings, run: Path, corpus: Text) -> None:
+class PeriodicEvaluation:
+    def __init__(self, settings: JobSettings, run: Path, corpus: Corpus) -> None:
         self._settings, self._run, self._corpus = settings, run, corpus
         self._thread: threading.Thread | None = None
         self._next = 1
 
-    def look(self, progress: float) -> None:
+    def start_if_due(self, progress: float) -> None:
         """Begin one if it is due and none is under way."""
         count = self._settings.evaluations
         if count == 0 or progress < self._next / count or progress >= 1.0:
@@ -82,7 +82,7 @@ class Evaluations:
         self._thread = threading.Thread(target=self._evaluate, name="evaluation", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
 
@@ -90,16 +90,18 @@ class Evaluations:
         torch.set_num_threads(1)
         try:
             point = self._read()  # before the priority falls: on busy cores the versions would be gone
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux: of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), EVAL_NICENESS)  # on Linux: of this thread alone
         except (OSError, ValueError):
             return  # no version of some fragment yet, or an evaluation would compete with the learners
         if point is None:
             return
         at, versions, model = point
-        found = held_out_loss(model, self._corpus, model.config.context, min(MAX_TOKENS, self._settings.eval_tokens))
+        found = held_out_loss(
+            model, self._corpus, model.config.context, min(MAX_EVAL_TOKENS, self._settings.eval_tokens)
+        )
         line = {"at": at, "loss": found.loss, "tokens": found.tokens, "versions": versions}
         try:
-            with open(self._run / METRICS / NAME, "ab", buffering=0) as file:
+            with open(self._run / METRICS_FOLDER / EVAL_FILE, "ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         except OSError:
             return  # the record is worth less than the run
@@ -109,13 +111,13 @@ class Evaluations:
 
         Versions are listed twice. If nothing was replaced in between, they were the published ones between the lists.
         """
-        plan = plan_of(self._run)
-        for _ in range(MAX_READS):
-            versions = tuple(published_versions(self._run, plan))
+        plan = read_plan(self._run)
+        for _ in range(MAX_READ_ATTEMPTS):
+            versions = tuple(read_published_versions(self._run, plan))
             at = time.time()
-            if is_finished(self._run):
+            if is_run_finished(self._run):
                 return None  # the report has this point
-            if tuple(published_versions(self._run, plan)) != versions:
+            if tuple(read_published_versions(self._run, plan)) != versions:
                 continue
             try:
                 return PublishedModel(at, versions, published_model(self._run, self._settings, versions))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from atoll.tape.timeline import STATES
+from atoll.tape.timeline import STATE_LABELS
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class GoodputMeter:
         self._trained_s = 0.0
         self._training = 0
 
-    def look(self, now: float, training: int) -> float | None:
+    def update(self, now: float, training: int) -> float | None:
         """`training` learners train now; those of the call before did so until now."""
         if self._since is None:
             if not training:
@@ -71,7 +71,7 @@ def job_view(status: Mapping[str, Any], job: JobProgress) -> dict[str, Any]:
             "tokens_per_s": sum(rates) if rates else None,
             "goodput": job.goodput,
             "alive": status.get("alive"),
-            "asked": status.get("asked"),
+            "pulled": status.get("asked"),
             "merged": status.get("merged"),
             "merges": status.get("merges"),
             "quorum": status.get("quorum"),
@@ -88,7 +88,7 @@ def _island(learner: int, member: Mapping[str, Any] | None, down: str | None) ->
     notes = [f"link {known['link']}" if known.get("link") else "", f"start {starts}" if starts > 1 else ""]
     return {
         "learner": learner,
-        "state": "gone" if down is not None else STATES.get(known.get("standing", ""), "starting"),
+        "state": "gone" if down is not None else STATE_LABELS.get(known.get("standing", ""), "starting"),
         "step": known.get("step", 0),
         "tokens_per_s": known.get("tokens_per_s") if down is None else None,
         "loss": known.get("loss") if down is None else None,

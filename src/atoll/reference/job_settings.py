@@ -19,10 +19,10 @@ from typing import Any, Literal, get_args, get_type_hints
 from msgspec import ValidationError, convert
 
 from atoll.core.settings import check_settings, same_setting, setting
-from atoll.core.types import AdoptHow, RunConfig
+from atoll.core.types import AdoptMode, RunConfig
 from atoll.files import write_text
 from atoll.tensors.settings import Numerics
-from atoll.transport.pacing import check_streams, rate_of
+from atoll.transport.pacing import check_streams, parse_rate
 
 Method = Literal["decoupled", "ddp", "diloco", "streaming", "single"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -33,17 +33,17 @@ FORMAT = 1
 LEASE_ROUNDS = 4
 """A lease is as long as a learner trains during so many rounds of one fragment."""
 
-MOST_LEARNERS = 256
+MAX_LEARNERS = 256
 """On one machine: each is a process."""
 
-AWAY_S = 4.0
+RESTART_DELAY_S = 4.0
 """How long a learner that was killed on purpose stays away: long enough to be seen."""
 
-SNAPSHOT_PASSES = 10
+SNAPSHOT_MERGES_PER_FRAGMENT = 10
 """Merges of each fragment between two snapshots: about 10 H inner steps."""
 
 ADAMW_LR, ADAMW_BETA2 = 0.004, 0.99
-FOR_ADAMW = Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.85, outer_ramp=20)
+ADAMW_NUMERICS = Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.85, outer_ramp=20)
 """For AdamW inside: its learning rate and second beta, and the outer step that suits it. With Muon the defaults below
 do; what was tried is in benchmarks/README.md. An island sees a share of the tokens only, so its second moments are
 averaged over more steps than in data-parallel training (0.95): over as many tokens they are as quiet."""
@@ -52,7 +52,7 @@ _KILL = re.compile(r"(\d+)@([\d.]+%?)(?:\+([\d.]+)s?)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class PlannedKill:
     """SIGKILL to one learner when the run has come so far; it is started again after `away_s`.
 
     >>> Kill.parse("3@0.4+10")
@@ -61,25 +61,25 @@ class Kill:
 
     learner: int
     progress: float  # of the budget, 0..1
-    away_s: float = AWAY_S
+    restart_delay_s: float = RESTART_DELAY_S
 
     def __post_init__(self) -> None:
         if self.learner < 1:
             raise ValueError(f"learners are numbered from 1, and --kill names {self.learner}")
         if not 0.0 <= self.progress < 1.0:
             raise ValueError(f"--kill at {self.progress:g} of the run: give a share from 0 up to 1, as in 3@0.4")
-        if not 0.0 <= self.away_s < math.inf:
-            raise ValueError(f"--kill keeps the learner away for {self.away_s:g} s; give seconds, 0 or more")
+        if not 0.0 <= self.restart_delay_s < math.inf:
+            raise ValueError(f"--kill keeps the learner away for {self.restart_delay_s:g} s; give seconds, 0 or more")
 
     @classmethod
-    def parse(cls, text: str) -> Kill:
+    def parse(cls, text: str) -> PlannedKill:
         found = _KILL.fullmatch(text.strip())
         try:
             if found is None:
                 raise ValueError
             learner, share, away_s = found.groups()
             progress = float(share[:-1]) / 100.0 if share.endswith("%") else float(share)
-            return cls(int(learner), progress, AWAY_S if away_s is None else float(away_s))
+            return cls(int(learner), progress, RESTART_DELAY_S if away_s is None else float(away_s))
         except ValueError as wrong:
             if str(wrong).startswith(("learners", "--kill")):
                 raise
@@ -89,7 +89,7 @@ class Kill:
             ) from None
 
 
-def read_count(option: str, text: str) -> int:
+def parse_count(option: str, text: str) -> int:
     """
     >>> read_count("--tokens", "1.5M"), read_count("--tokens", "1_000")
     (1500000, 1000)
@@ -101,7 +101,7 @@ def read_count(option: str, text: str) -> int:
     return round(float(found[1].replace("_", "")) * factor)
 
 
-def read_seconds(option: str, text: str) -> float:
+def parse_seconds(option: str, text: str) -> float:
     """
     >>> read_seconds("--step-time", "50ms"), read_seconds("--step-time", "0.2")
     (0.05, 0.2)
@@ -112,7 +112,7 @@ def read_seconds(option: str, text: str) -> float:
     return float(found[1]) / (1000.0 if found[2] == "ms" else 1.0)
 
 
-def read_speeds(text: str) -> tuple[float, ...]:
+def parse_speeds(text: str) -> tuple[float, ...]:
     """
     >>> read_speeds("1,1,0.5x2")
     (1.0, 1.0, 0.5, 0.5)
@@ -140,7 +140,7 @@ class JobSettings:
         "To train on, all learners together: 500k or 20M.",
         metavar="N",
         min=1,
-        parse=partial(read_count, "--tokens"),
+        parse=partial(parse_count, "--tokens"),
         show=lambda tokens: f"{tokens / 1e6:g}M",
     )
     # the model and its data
@@ -186,7 +186,7 @@ class JobSettings:
         metavar="TIME",
         flag="step_time",
         min=0,
-        parse=partial(read_seconds, "--step-time"),
+        parse=partial(parse_seconds, "--step-time"),
         default_text="",
     )
     # empty: all 1
@@ -194,10 +194,10 @@ class JobSettings:
         (),
         "Speed of each learner beside --step-time, as in 1,1,0.5,0.8.",
         metavar="LIST",
-        parse=read_speeds,
+        parse=parse_speeds,
         default_text="",
     )
-    kills: tuple[Kill, ...] = ()
+    kills: tuple[PlannedKill, ...] = ()
     # the protocol
     shards: int = setting(
         0, "Processes that hold the fragments, merge and serve them beside the syncer.", metavar="N", min=0
@@ -213,9 +213,9 @@ class JobSettings:
         "Merges between two snapshots of the whole run; 0: only on request.",
         metavar="N",
         min=0,
-        default_text=f"{SNAPSHOT_PASSES} of each fragment",
+        default_text=f"{SNAPSHOT_MERGES_PER_FRAGMENT} of each fragment",
     )
-    adopt: AdoptHow = same_setting(RunConfig, "adopt")
+    adopt: AdoptMode = same_setting(RunConfig, "adopt")
     blend_alpha: float = same_setting(RunConfig, "blend_alpha")
     numerics: Numerics = field(default_factory=lambda: Numerics(outer_lr=0.7, outer_momentum=0.6))
 
@@ -223,10 +223,10 @@ class JobSettings:
         if self.method not in METHODS:
             raise ValueError(f"there is no method {self.method!r}; give one of {', '.join(METHODS)}")
         check_settings(self)
-        if self.learners > MOST_LEARNERS:
-            raise ValueError(f"{self.learners} learners on one machine; give at most {MOST_LEARNERS}")
+        if self.learners > MAX_LEARNERS:
+            raise ValueError(f"{self.learners} learners on one machine; give at most {MAX_LEARNERS}")
         if self.max_rate is not None:
-            rate_of(self.max_rate)
+            parse_rate(self.max_rate)
         check_streams(self.streams)
         self._check_learners()
         self.run_config("any")  # it refuses what the protocol cannot do
@@ -267,10 +267,10 @@ class JobSettings:
     # ------------------------------------------------------------------------------------------------ what follows
 
     @property
-    def paced(self) -> bool:
+    def is_paced(self) -> bool:
         return self.step_time_s > 0.0
 
-    def least_step_s(self, learner: int) -> float:
+    def min_step_s(self, learner: int) -> float:
         """How long a step of this learner takes at least. Learners beyond the planned ones have speed 1."""
         speed = self.speeds[learner - 1] if learner <= len(self.speeds) else 1.0
         return self.step_time_s / speed
@@ -278,7 +278,7 @@ class JobSettings:
     def tokens_per_step(self, context: int) -> int:
         return self.batch * context
 
-    def share_of_a_step(self, context: int) -> float:
+    def step_share(self, context: int) -> float:
         """Of the run, what all learners train in one step each."""
         return self.learners * self.tokens_per_step(context) / self.tokens
 
@@ -303,7 +303,7 @@ class JobSettings:
 
     def _snapshot_every(self) -> int:
         """Merges."""
-        return SNAPSHOT_PASSES * self.fragments if self.snapshot_every is None else self.snapshot_every
+        return SNAPSHOT_MERGES_PER_FRAGMENT * self.fragments if self.snapshot_every is None else self.snapshot_every
 
     # ------------------------------------------------------------------------------------------------ as JSON
 
@@ -314,7 +314,7 @@ class JobSettings:
             if each.name == "numerics":
                 value = value.to_json()
             elif each.name == "kills":
-                value = [[kill.learner, kill.progress, kill.away_s] for kill in value]
+                value = [[kill.learner, kill.progress, kill.restart_delay_s] for kill in value]
             elif each.name == "speeds":
                 value = list(value)
             told[each.name] = value
@@ -342,7 +342,7 @@ class JobSettings:
             except ValidationError as error:
                 raise ValueError(f"the job's settings have {told[name]!r} as {name}: {error}") from None
         values["numerics"] = Numerics.from_json(values["numerics"])
-        values["kills"] = tuple(Kill(*kill) for kill in values["kills"])
+        values["kills"] = tuple(PlannedKill(*kill) for kill in values["kills"])
         return cls(**values)
 
     def save(self, path: Path) -> None:

@@ -16,15 +16,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from atoll.dashboard.run_files import JsonTail, end_of
-from atoll.reference.data import Sampler, Text
+from atoll.dashboard.run_files import JsonTail, read_tail
+from atoll.reference.data import Corpus, Sampler
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.models import GPT, SIZES, GPTConfig, build, clip_, inner_optimizer, schedule, set_lr
+from atoll.reference.models import (
+    GPT,
+    SIZES,
+    GPTConfig,
+    build_model,
+    clip_gradients,
+    inner_optimizer,
+    lr_factor,
+    set_lr,
+)
 
-METRICS = "metrics"
+METRICS_FOLDER = "metrics"
 
-_LINE_S = 1.0
-_LINE_STEPS = 50
+_LINE_INTERVAL_S = 1.0
+_MAX_LINE_STEPS = 50
 
 
 def model_config(settings: JobSettings) -> GPTConfig:
@@ -38,7 +47,7 @@ def model_config(settings: JobSettings) -> GPTConfig:
     return found if settings.context is None else replace(found, context=settings.context)
 
 
-class Step(NamedTuple):
+class InnerStep(NamedTuple):
     """One inner step as it went."""
 
     loss: float
@@ -52,22 +61,22 @@ class Step(NamedTuple):
 class InnerLoop:
     """Model, optimizer and data of one island. `module` is what runs forward: the model, or a wrapper of it."""
 
-    def __init__(self, settings: JobSettings, corpus: Text | None = None) -> None:
+    def __init__(self, settings: JobSettings, corpus: Corpus | None = None) -> None:
         torch.set_num_threads(settings.threads)
         self.settings = settings
         self.config = model_config(settings)
-        self.model: GPT = build(self.config, settings.seed)
+        self.model: GPT = build_model(self.config, settings.seed)
         self.module: nn.Module = self.model
         self.optimizer = inner_optimizer(self.model, settings.inner, settings.lr, settings.beta2, settings.weight_decay)
-        self.corpus = Text.load(settings.data) if corpus is None else corpus
+        self.corpus = Corpus.load(settings.data) if corpus is None else corpus
         self.tokens_per_step = settings.tokens_per_step(self.config.context)
         self.sampler = Sampler(self.corpus, settings.seed, self.config.context)
-        self._least_s = 0.0
+        self._min_step_s = 0.0
         self._waited_s = 0.0
 
-    def keep_pace_of(self, learner: int) -> None:
+    def set_pace(self, learner: int) -> None:
         """Where steps are paced, as this learner's. Told later: who asks the syncer for a number needs its model."""
-        self._least_s = self.settings.least_step_s(learner)
+        self._min_step_s = self.settings.min_step_s(learner)
 
     def gradient(self, samples: Sequence[int]) -> float:
         """Forward and backward on these samples, without an update: the loss."""
@@ -79,23 +88,23 @@ class InnerLoop:
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    def step(self, samples: Sequence[int], progress: float, lr_scale: float = 1.0) -> Step:
+    def step(self, samples: Sequence[int], progress: float, lr_scale: float = 1.0) -> InnerStep:
         """One inner step on these samples."""
         settings = self.settings
         began = time.monotonic()
-        set_lr(self.optimizer, settings.lr * schedule(progress, settings.warmup) * lr_scale)
+        set_lr(self.optimizer, settings.lr * lr_factor(progress, settings.warmup) * lr_scale)
         loss = self.gradient(samples)
         gradient_s = time.monotonic() - began
         if settings.clip:
-            clip_(self.model.parameters(), settings.clip)
+            clip_gradients(self.model.parameters(), settings.clip)
         self.optimizer.step()
         work_s = time.monotonic() - began
-        if work_s < self._least_s:
-            time.sleep(self._least_s - work_s)
-        return Step(loss, self.tokens_per_step, gradient_s, work_s, time.monotonic() - began, self._waited_s)
+        if work_s < self._min_step_s:
+            time.sleep(self._min_step_s - work_s)
+        return InnerStep(loss, self.tokens_per_step, gradient_s, work_s, time.monotonic() - began, self._waited_s)
 
 
-class Metrics:
+class LearnerMetricsWriter:
     """`metrics/learner-3.jsonl`: a line about every second, each of the steps since the line before.
 
     A line is written at once and whole, so that a reader of the growing file, or of one whose writer was killed, finds
@@ -108,25 +117,25 @@ class Metrics:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         self._extra = extra
         self._fixed = {"learner": learner, "start": start}
-        self._lacks_end = False  # of the newest line only a part is in the file
+        self._has_partial_line = False  # of the newest line only a part is in the file
         self.steps = 0
         self.tokens = 0
         self.waited_s = 0.0
         self._line_at = time.monotonic()
-        self._of_line: list[Step] = []
+        self._line_steps: list[InnerStep] = []
 
-    def step(self, step: Step, paused_s: float = 0.0) -> None:
+    def record_step(self, step: InnerStep, paused_s: float = 0.0) -> None:
         """`paused_s`: after it the island stood still for so long, because it was told to."""
         self.steps += 1
         self._line_at += paused_s
         self.tokens += step.tokens
         self.waited_s += step.waited_s
-        self._of_line.append(step)
-        if len(self._of_line) >= _LINE_STEPS or time.monotonic() - self._line_at >= _LINE_S:
+        self._line_steps.append(step)
+        if len(self._line_steps) >= _MAX_LINE_STEPS or time.monotonic() - self._line_at >= _LINE_INTERVAL_S:
             self.flush()
 
     def flush(self) -> None:
-        steps = self._of_line
+        steps = self._line_steps
         if not steps:
             return
         now = time.monotonic()
@@ -142,16 +151,16 @@ class Metrics:
             }
         )
         self._line_at = now
-        self._of_line = []
+        self._line_steps = []
 
     def write(self, told: dict[str, Any]) -> None:
         line = {"at": time.time(), **self._fixed, **told, **(self._extra() if self._extra is not None else {})}
         data = json.dumps(line).encode() + b"\n"
         try:
-            if self._lacks_end:
+            if self._has_partial_line:
                 data = b"\n" + data
             written = self._file.write(data)
-            self._lacks_end = written < len(data)  # the disk was full in the middle of the line
+            self._has_partial_line = written < len(data)  # the disk was full in the middle of the line
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
@@ -162,7 +171,7 @@ class Metrics:
             self.flush()
             self._file.close()
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> LearnerMetricsWriter:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -170,7 +179,7 @@ class Metrics:
 
 
 def metrics_path(run: Path, learner: int) -> Path:
-    return run / METRICS / f"learner-{learner}.jsonl"
+    return run / METRICS_FOLDER / f"learner-{learner}.jsonl"
 
 
 def read_metrics(run: Path, learner: int) -> list[dict[str, Any]]:
@@ -180,5 +189,5 @@ def read_metrics(run: Path, learner: int) -> list[dict[str, Any]]:
 
 def newest_metrics(run: Path, learner: int) -> dict[str, Any] | None:
     """The last complete line, without reading the file."""
-    lines = end_of(metrics_path(run, learner), 4096).split(b"\n")[:-1]
+    lines = read_tail(metrics_path(run, learner), 4096).split(b"\n")[:-1]
     return next((json.loads(line) for line in reversed(lines) if line.endswith(b"}")), None)

@@ -53,7 +53,7 @@ SIZES: dict[str, GPTConfig] = {
 }
 """Shapes that one CPU thread runs well: few wide layers, short contexts. The name tells the parameters."""
 
-BALANCE = 0.01
+BALANCE_WEIGHT = 0.01
 """Weight of the loss that keeps tokens spread over the experts; it is no part of a loss that is reported."""
 
 _STD = 0.02
@@ -163,11 +163,14 @@ class GPT(nn.Module):
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if self.training and self.config.experts:
-            loss = loss + BALANCE * torch.stack([m.balance for m in self.modules() if isinstance(m, Experts)]).mean()
+            loss = (
+                loss
+                + BALANCE_WEIGHT * torch.stack([m.balance for m in self.modules() if isinstance(m, Experts)]).mean()
+            )
         return loss
 
 
-def build(config: GPTConfig, seed: int) -> GPT:
+def build_model(config: GPTConfig, seed: int) -> GPT:
     """The model of a config and a seed, f32, always the same bits."""
     model = GPT(config)
     generator = torch.Generator().manual_seed(seed)
@@ -186,7 +189,7 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def schedule(progress: float, warmup: float = 0.02, floor: float = 0.1) -> float:
+def lr_factor(progress: float, warmup: float = 0.02, floor: float = 0.1) -> float:
     """Factor on the learning rate at a share of the run: rises over `warmup`, then a cosine down to `floor`.
 
     >>> [schedule(x, warmup=0.1, floor=0.1) for x in (0.05, 0.1, 1.0)]
@@ -199,7 +202,7 @@ def schedule(progress: float, warmup: float = 0.02, floor: float = 0.1) -> float
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * down))
 
 
-def sample(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+def generate(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
     """At most `tokens` further tokens; fewer where the model ends the document.
 
     The same model, start, temperature and seed give the same tokens: the generator is this call's own. Temperature 0
@@ -211,11 +214,11 @@ def sample(model: GPT, start: list[int], tokens: int, temperature: float, seed: 
         raise ValueError(f"{tokens} tokens are no text; give at least 1")
     if not 0.0 <= temperature <= 100.0:
         raise ValueError(f"temperature is {temperature:g}; give 0 (the most likely token) to 100, usually near 1")
-    return _sampled(model, start, tokens, temperature, seed)
+    return _generate(model, start, tokens, temperature, seed)
 
 
 @torch.no_grad()
-def _sampled(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+def _generate(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     context = model.config.context
@@ -238,7 +241,7 @@ def _sampled(model: GPT, start: list[int], tokens: int, temperature: float, seed
 # Inner optimizers
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers, each with parameters of its own, seen as one: one list of groups, one state."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
@@ -286,12 +289,12 @@ class Muon(torch.optim.Optimizer):
                     continue
                 buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
                 buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonalized(parameter.grad.lerp(buffer, group["momentum"]))
+                update = orthogonalize(parameter.grad.lerp(buffer, group["momentum"]))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix` and singular values near 1.
 
     Newton-Schulz: each step multiplies X by a I + b G + c G^2, where G = X X^T. These factors and G commute, so
@@ -335,7 +338,7 @@ def inner_optimizer(
         inside = [p for p in matrices if p.ndim == 2 and id(p) not in embedded]
         outside = [p for p in matrices if p.ndim != 2 or id(p) in embedded]
         muon = Muon(inside, lr, momentum, weight_decay)
-        return Together(muon, _adamw(outside, vectors, lr, beta2, weight_decay))
+        return CombinedOptimizer(muon, _adamw(outside, vectors, lr, beta2, weight_decay))
     raise ValueError(f"inner optimizer {name!r} is not known; choose adamw, muon or sgd")
 
 
@@ -355,6 +358,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_(parameters: Iterable[nn.Parameter], most: float) -> None:
-    """Scales all gradients so that their common norm is at most `most`."""
-    torch.nn.utils.clip_grad_norm_(parameters, most, foreach=True)
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scales all gradients so that their common norm is at most `max_norm`."""
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)

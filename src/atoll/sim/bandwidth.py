@@ -12,15 +12,15 @@ The second limit of a step is the link itself: exchanges overlap with steps, nev
 differ in the numbers of `ExchangePattern`; `docs/plan.md` says where each comes from, and how far the published table
 is met.
 
-    >>> load = Load(params=5e9, sites=8, step_s=1.0)
-    >>> round(rate_for(data_parallel(8), load, 0.9) / 1e9)
+    >>> load = Workload(params=5e9, sites=8, step_s=1.0)
+    >>> round(required_rate(data_parallel(8), load, 0.9) / 1e9)
     183
-    >>> round(rate_for(decoupled("int4"), load, 0.9) / 1e9, 2)
+    >>> round(required_rate(decoupled("int4"), load, 0.9) / 1e9, 2)
     0.74
     >>> round(utilisation(data_parallel(8), load, 182.8e9), 3)
     0.9
 
-A learner of Atoll never waits for its link: what gives way there is H (`period_steps`, `rate_that_keeps`).
+A learner of Atoll never waits for its link: what gives way there is H (`effective_period_steps`, `min_rate_for_period`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from atoll.sim.fleet import demand
+from atoll.sim.fleet import require
 
 UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 
@@ -59,29 +59,34 @@ BOUNDARY_STEPS = 0.5
 class ExchangePattern:
     """How one method exchanges."""
 
-    bits: float  # per number
+    bits_per_number: float  # per number
     share: float  # of the model, in one exchange
     every_steps: float  # from one exchange to the next
     hidden_steps: float  # time of an exchange that training does not notice, in steps
-    turns: float = 0.0  # one-way delays, one after the other
-    tail: float = 0.0  # share of an exchange that cannot begin before its step has ended, and is never hidden
+    sequential_delays: float = 0.0  # one-way delays, one after the other
+    exposed_share: float = 0.0  # share of an exchange that cannot begin before its step has ended, and is never hidden
 
     def __post_init__(self) -> None:
-        demand(0.0 < self.bits < math.inf, "bits", self.bits, "give bits per number above 0")
-        demand(0.0 < self.share <= 1.0, "share", self.share, "give a share of the model, above 0 and at most 1")
-        demand(0.0 < self.every_steps < math.inf, "every_steps", self.every_steps, "give steps above 0")
-        demand(0.0 <= self.hidden_steps < math.inf, "hidden_steps", self.hidden_steps, "give steps, 0 or more")
-        demand(0.0 <= self.tail < 1.0, "tail", self.tail, "give a share of the exchange, below 1")
-        demand(0.0 <= self.turns < math.inf, "turns", self.turns, "give delays per exchange, 0 or more")
+        require(0.0 < self.bits_per_number < math.inf, "bits", self.bits_per_number, "give bits per number above 0")
+        require(0.0 < self.share <= 1.0, "share", self.share, "give a share of the model, above 0 and at most 1")
+        require(0.0 < self.every_steps < math.inf, "every_steps", self.every_steps, "give steps above 0")
+        require(0.0 <= self.hidden_steps < math.inf, "hidden_steps", self.hidden_steps, "give steps, 0 or more")
+        require(0.0 <= self.exposed_share < 1.0, "tail", self.exposed_share, "give a share of the exchange, below 1")
+        require(
+            0.0 <= self.sequential_delays < math.inf,
+            "turns",
+            self.sequential_delays,
+            "give delays per exchange, 0 or more",
+        )
 
     @property
     def bits_per_step(self) -> float:
         """Per number of the model, over all steps."""
-        return self.bits * self.share / self.every_steps
+        return self.bits_per_number * self.share / self.every_steps
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """What is trained where: the same for every method."""
 
     params: float
@@ -91,13 +96,13 @@ class Load:
     star: bool = False  # all sites send to one syncer elsewhere, instead of an all-reduce or a syncer's share at each
 
     def __post_init__(self) -> None:
-        demand(1.0 <= self.params < math.inf, "params", self.params, "give a number of parameters such as 5e9")
-        demand(self.sites >= 2, "sites", self.sites, "nothing travels with one site; give 2 or more")
-        demand(0.0 < self.step_s < math.inf, "step_s", self.step_s, "give seconds above 0")
-        demand(0.0 <= self.delay_s < math.inf, "delay_s", self.delay_s, "give seconds, 0 or more")
+        require(1.0 <= self.params < math.inf, "params", self.params, "give a number of parameters such as 5e9")
+        require(self.sites >= 2, "sites", self.sites, "nothing travels with one site; give 2 or more")
+        require(0.0 < self.step_s < math.inf, "step_s", self.step_s, "give seconds above 0")
+        require(0.0 <= self.delay_s < math.inf, "delay_s", self.delay_s, "give seconds, 0 or more")
 
     @property
-    def factor(self) -> float:
+    def traffic_factor(self) -> float:
         """Sent by a site, and received, for each number that it exchanges."""
         return 1.0 if self.star else all_reduce_factor(self.sites)
 
@@ -120,12 +125,14 @@ def all_reduce_factor(sites: int) -> float:
 def data_parallel(sites: int) -> ExchangePattern:
     """Gradients of the whole model at every step; what fits under the backward pass is hidden, but for the last."""
     last = 1.0 / GRADIENT_MESSAGES
-    return ExchangePattern(16.0, 1.0, 1.0, BACKWARD_SHARE * (1.0 - last), turns=ring_turns(sites), tail=last)
+    return ExchangePattern(
+        16.0, 1.0, 1.0, BACKWARD_SHARE * (1.0 - last), sequential_delays=ring_delays(sites), exposed_share=last
+    )
 
 
 def diloco(sites: int, codec: str = "bf16", every_steps: int = 24) -> ExchangePattern:
     """The whole model every H steps. Nothing is hidden: outer gradients exist when the last inner step is over."""
-    return ExchangePattern(codec_bits(codec), 1.0, float(every_steps), 0.0, turns=ring_turns(sites))
+    return ExchangePattern(codec_bits(codec), 1.0, float(every_steps), 0.0, sequential_delays=ring_delays(sites))
 
 
 def streaming(
@@ -134,7 +141,11 @@ def streaming(
     """One fragment every H / P steps, which has tau steps of time."""
     check_schedule(every_steps, fragments, tau_steps)
     return ExchangePattern(
-        codec_bits(codec), 1.0 / fragments, every_steps / fragments, float(tau_steps), turns=ring_turns(sites)
+        codec_bits(codec),
+        1.0 / fragments,
+        every_steps / fragments,
+        float(tau_steps),
+        sequential_delays=ring_delays(sites),
     )
 
 
@@ -143,15 +154,17 @@ def decoupled(codec: str = "bf16", every_steps: int = 24, fragments: int = 24, t
 
     A fragment has tau steps, less half a step until the boundary at which it is copied. The published rates carry the
     model once in about 100 steps, not once in H = 24: at 95 %, 1.9 Gbit/s are 2.0 Gbit per step, while a bf16 fragment
-    of 5B / 24 is 3.3. So this is how utilisation is counted there; what keeps H is `rate_that_keeps`.
+    of 5B / 24 is 3.3. So this is how utilisation is counted there; what keeps H is `min_rate_for_period`.
     """
     check_schedule(every_steps, fragments, tau_steps)
     stretch = PUBLISHED_PERIOD_STEPS / PUBLISHED_EVERY_STEPS
     hidden = max(tau_steps - BOUNDARY_STEPS, 0.0)
-    return ExchangePattern(codec_bits(codec), 1.0 / fragments, stretch * every_steps / fragments, hidden, turns=2.0)
+    return ExchangePattern(
+        codec_bits(codec), 1.0 / fragments, stretch * every_steps / fragments, hidden, sequential_delays=2.0
+    )
 
 
-def ring_turns(sites: int) -> float:
+def ring_delays(sites: int) -> float:
     return 2.0 * (sites - 1)
 
 
@@ -173,54 +186,54 @@ def check_schedule(every_steps: int, fragments: int, tau_steps: float) -> None:
 # --------------------------------------------------------------------------------------------------- the model itself
 
 
-def exchange_bits(exchange: ExchangePattern, load: Load) -> float:
+def exchange_bits(exchange: ExchangePattern, load: Workload) -> float:
     """Sent by one site in one exchange."""
-    return exchange.share * load.params * exchange.bits * load.factor
+    return exchange.share * load.params * exchange.bits_per_number * load.traffic_factor
 
 
-def step_time_s(exchange: ExchangePattern, load: Load, rate_bit_s: float) -> float:
+def step_time_s(exchange: ExchangePattern, load: Workload, rate_bit_s: float) -> float:
     """Of a step on average, with links of this rate. Infinite at a rate of 0."""
     if not rate_bit_s > 0.0:
         if rate_bit_s == 0.0:
             return math.inf
         raise ValueError(f"the rate is {rate_bit_s:g} bit/s; give 0 or more")
     sending_s = exchange_bits(exchange, load) / rate_bit_s
-    late_s = sending_s + exchange.turns * load.delay_s - exchange.hidden_steps * load.step_s
-    visible_s = max(late_s, exchange.tail * sending_s)
+    late_s = sending_s + exchange.sequential_delays * load.delay_s - exchange.hidden_steps * load.step_s
+    visible_s = max(late_s, exchange.exposed_share * sending_s)
     return max(load.step_s + visible_s / exchange.every_steps, sending_s / exchange.every_steps)
 
 
-def utilisation(exchange: ExchangePattern, load: Load, rate_bit_s: float) -> float:
+def utilisation(exchange: ExchangePattern, load: Workload, rate_bit_s: float) -> float:
     """Share of the time that goes into steps: T / (T + what is visible of exchanges)."""
     return load.step_s / step_time_s(exchange, load, rate_bit_s)
 
 
-def rate_for(exchange: ExchangePattern, load: Load, wanted: float) -> float:
+def required_rate(exchange: ExchangePattern, load: Workload, target: float) -> float:
     """The smallest rate, in bit/s per site and direction, that reaches this utilisation: the inverse of `utilisation`.
 
     Infinite where no rate does it, because delays alone cost more.
     """
-    if not 0.0 < wanted < 1.0:
-        raise ValueError(f"utilisation {wanted:g} cannot be asked for; give a share above 0 and below 1, such as 0.95")
-    visible_s = load.step_s * exchange.every_steps * (1.0 - wanted) / wanted
-    sending_s = visible_s + load.step_s * exchange.hidden_steps - exchange.turns * load.delay_s
+    if not 0.0 < target < 1.0:
+        raise ValueError(f"utilisation {target:g} cannot be asked for; give a share above 0 and below 1, such as 0.95")
+    visible_s = load.step_s * exchange.every_steps * (1.0 - target) / target
+    sending_s = visible_s + load.step_s * exchange.hidden_steps - exchange.sequential_delays * load.delay_s
     if sending_s <= 0.0:
         return math.inf
-    if exchange.tail:
-        sending_s = min(sending_s, visible_s / exchange.tail)
+    if exchange.exposed_share:
+        sending_s = min(sending_s, visible_s / exchange.exposed_share)
     bits = exchange_bits(exchange, load)
-    return max(bits / sending_s, bits * wanted / (exchange.every_steps * load.step_s))
+    return max(bits / sending_s, bits * target / (exchange.every_steps * load.step_s))
 
 
 # ---------------------------------------------------------------------------------------------- what Atoll itself does
 
 
-def rate_that_keeps(codec: str, load: Load, every_steps: int) -> float:
+def min_rate_for_period(codec: str, load: Workload, every_steps: int) -> float:
     """Bit/s, per site and direction, that carry every fragment once in H steps of Atoll: below it H gives way."""
-    return load.params * wire_bits(codec) * load.factor / (every_steps * load.step_s)
+    return load.params * wire_bits(codec) * load.traffic_factor / (every_steps * load.step_s)
 
 
-def period_steps(codec: str, load: Load, every_steps: int, rate_bit_s: float) -> float:
+def effective_period_steps(codec: str, load: Workload, every_steps: int, rate_bit_s: float) -> float:
     """Effective H: steps between two rounds of a fragment over links of this rate. Steps take as long as ever.
 
     Rounds in flight grow with the latency of a link (`core.policy.flight_limit`), so that delay costs age, not rounds.
@@ -229,7 +242,7 @@ def period_steps(codec: str, load: Load, every_steps: int, rate_bit_s: float) ->
         raise ValueError(f"the rate is {rate_bit_s:g} bit/s; give 0 or more")
     if rate_bit_s == 0.0:
         return math.inf
-    return max(float(every_steps), every_steps * rate_that_keeps(codec, load, every_steps) / rate_bit_s)
+    return max(float(every_steps), every_steps * min_rate_for_period(codec, load, every_steps) / rate_bit_s)
 
 
 def wire_bits(codec: str) -> float:

@@ -21,41 +21,41 @@ from atoll.core.protocol import (
     Record,
     RecordKey,
     Send,
-    ShardBack,
+    ShardReconnected,
     VersionRecord,
 )
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import SYNCER, FragmentId, RunConfig, Version
 from atoll.tape.format import Actor, Entry
 
 Subject = tuple[str, int]
 Handler = Callable[..., None]
-Table = Literal["every", "events", "arrived", "effects", "sent"]
+EntryPart = Literal["every", "events", "arrived", "effects", "sent"]
 
 
-class Violation(Exception):  # noqa: N818 - it is a finding, not an error of the program
+class InvariantViolationError(Exception):
     """An invariant does not hold. `subject` names whose story explains it."""
 
     def __init__(self, checker: str, sentence: str, entry: Entry | None, subject: Subject | None) -> None:
         super().__init__(f"{checker}: {sentence}")
         self.checker = checker
-        self.sentence = sentence
+        self.message = sentence
         self.entry = entry
         self.subject = subject
 
 
-class Watched(NamedTuple):
+class Subscription(NamedTuple):
     """Which entries a handler sees: those with one of these types in this table, perhaps of the newest syncer only."""
 
-    table: Table
+    table: EntryPart
     kinds: tuple[type, ...]
-    current: bool
+    newest_syncer_only: bool
 
 
 F = TypeVar("F", bound=Callable[..., None])
 
 
-def on(table: Table, *kinds: type, current: bool = False) -> Callable[[F], F]:
+def on(table: EntryPart, *kinds: type, current: bool = False) -> Callable[[F], F]:
     """Mark a method of a checker as a handler.
 
     It gets the entry, and for `events` and `effects` the event or effect, for `arrived` and `sent` the envelope and
@@ -63,7 +63,7 @@ def on(table: Table, *kinds: type, current: bool = False) -> Callable[[F], F]:
     """
 
     def mark(method: F) -> F:
-        method.__dict__["watched"] = Watched(table, kinds or (object,), current)
+        method.__dict__["subscription"] = Subscription(table, kinds or (object,), current)
         return method
 
     return mark
@@ -73,35 +73,35 @@ class Checker:
     """An observer. `on` marks its handlers; components such as `DurableRecords` add theirs with `watch`."""
 
     name = ""
-    sentence = ""
-    is_of_leases = False  # it sees nothing of a run without leases
+    invariant = ""
+    needs_leases = False  # it sees nothing of a run without leases
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.handlers: list[tuple[Watched, Handler]] = []
-        self.starts: list[Callable[[Actor, Restored | None], None]] = []
+        self.handlers: list[tuple[Subscription, Handler]] = []
+        self.start_handlers: list[Callable[[Actor, RestoredState | None], None]] = []
         self.syncer: Actor | None = None  # the newest; an older one may live on, cut off and fenced from the store
-        if config.lease_samples or not self.is_of_leases:
+        if config.lease_samples or not self.needs_leases:
             methods = [getattr(self, name) for name in dir(type(self))]
-            self.handlers += [(method.watched, method) for method in methods if hasattr(method, "watched")]
+            self.handlers += [(method.subscription, method) for method in methods if hasattr(method, "subscription")]
         self.setup()
 
     def setup(self) -> None:
         """Begin with nothing known."""
 
-    def watch(self, table: Table, kind: type, handler: Handler) -> None:
-        self.handlers.append((Watched(table, (kind,), False), handler))
+    def subscribe(self, table: EntryPart, kind: type, handler: Handler) -> None:
+        self.handlers.append((Subscription(table, (kind,), False), handler))
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
+    def on_process_started(self, actor: Actor, restored: RestoredState | None) -> None:
         """A process has begun; `restored` is what a syncer found in its directory."""
         if actor.learner == SYNCER:
             self.syncer = actor
-        for on_start in self.starts:
+        for on_start in self.start_handlers:
             on_start(actor, restored)
         if actor.learner == SYNCER:
-            self.on_syncer(restored)
+            self.on_syncer_started(restored)
 
-    def on_syncer(self, restored: Restored | None) -> None:
+    def on_syncer_started(self, restored: RestoredState | None) -> None:
         """A syncer has begun: it is `self.syncer` now."""
 
     def is_current(self, entry: Entry) -> bool:
@@ -110,8 +110,8 @@ class Checker:
     def finish(self) -> None:
         """The run is over and everything is healed."""
 
-    def fail(self, entry: Entry | None, subject: Subject | None, what: str) -> None:
-        raise Violation(self.name, f"{what} (invariant: {self.sentence})", entry, subject)
+    def fail(self, entry: Entry | None, subject: Subject | None, message: str) -> None:
+        raise InvariantViolationError(self.name, f"{message} (invariant: {self.invariant})", entry, subject)
 
 
 def ignore_record(entry: Entry | None, record: Record) -> None:
@@ -139,13 +139,13 @@ class DurableRecords:
         self._on_durable = on_durable
         self._on_late = on_late
         self._saving: dict[tuple[Actor, RecordKey], Record] = {}
-        checker.watch("effects", Persist, self._on_persist)
-        checker.watch("effects", DiscardRound, self._on_discard)
-        checker.watch("events", Persisted, self._on_persisted)
-        checker.watch("events", ShardBack, self._on_shard_back)
-        checker.starts.append(self._on_start)
+        checker.subscribe("effects", Persist, self._on_persist)
+        checker.subscribe("effects", DiscardRound, self._on_discard)
+        checker.subscribe("events", Persisted, self._on_persisted)
+        checker.subscribe("events", ShardReconnected, self._on_shard_back)
+        checker.start_handlers.append(self._on_start)
 
-    def _on_start(self, actor: Actor, restored: Restored | None) -> None:
+    def _on_start(self, actor: Actor, restored: RestoredState | None) -> None:
         if actor.learner != SYNCER:
             return
         written = list(self._saving.values())
@@ -169,19 +169,19 @@ class DurableRecords:
         if record is None:
             self._checker.fail(entry, ("run", 0), f"{event.key} became durable without being asked for")
             return
-        self._found_durable(entry, record)
+        self._mark_durable(entry, record)
 
-    def _on_shard_back(self, entry: Entry, event: ShardBack) -> None:
+    def _on_shard_back(self, entry: Entry, event: ShardReconnected) -> None:
         """What it was writing when it was lost is durable if it says so. All else it says was durable before."""
         for key in event.records():
             record = self._saving.pop((entry.actor, key), None)
             if record is not None:
-                self._found_durable(entry, record)
+                self._mark_durable(entry, record)
 
     def _on_discard(self, entry: Entry, effect: DiscardRound) -> None:
         self._saving.pop((entry.actor, effect.key()), None)
 
-    def _found_durable(self, entry: Entry, record: Record) -> None:
+    def _mark_durable(self, entry: Entry, record: Record) -> None:
         if not self._checker.is_current(entry):
             self._on_late(entry, record)
             return
@@ -190,60 +190,60 @@ class DurableRecords:
         self._on_durable(entry, record)
 
 
-class SettingsInForce:
+class EffectiveSettings:
     """The settings that each syncer goes by, as operators have changed them, for a checker that needs them."""
 
     def __init__(self, checker: Checker) -> None:
         self._config = checker.config
         self._changed: dict[Actor, RunConfig] = {}
-        checker.watch("events", ControlRequested, self._on_control)
+        checker.subscribe("events", ControlRequested, self._on_control)
 
-    def of(self, entry: Entry) -> RunConfig:
+    def effective_config(self, entry: Entry) -> RunConfig:
         return self._changed.get(entry.actor, self._config)
 
     def _on_control(self, entry: Entry, event: ControlRequested) -> None:
-        if event.what == "quorum" and event.value is not None:
-            self._changed[entry.actor] = replace(self.of(entry), quorum=int(event.value))
-        elif event.what == "grace" and event.value is not None:
-            self._changed[entry.actor] = replace(self.of(entry), grace_margin=event.value)
+        if event.kind == "quorum" and event.value is not None:
+            self._changed[entry.actor] = replace(self.effective_config(entry), quorum=int(event.value))
+        elif event.kind == "grace" and event.value is not None:
+            self._changed[entry.actor] = replace(self.effective_config(entry), grace_margin=event.value)
 
 
-class Watch:
+class CheckerDispatcher:
     """Shows every entry to every checker that wants it, with one look-up per event and effect."""
 
     def __init__(self, checkers: Sequence[Checker]) -> None:
         self.checkers = list(checkers)
         self._syncer: Actor | None = None
-        self._handlers: dict[Table, dict[type, list[tuple[bool, Handler]]]] = {
+        self._handlers: dict[EntryPart, dict[type, list[tuple[bool, Handler]]]] = {
             table: {} for table in ("every", "events", "arrived", "effects", "sent")
         }
         for checker in self.checkers:
             for watched, handler in checker.handlers:
                 for kind in watched.kinds:
-                    self._handlers[watched.table].setdefault(kind, []).append((watched.current, handler))
+                    self._handlers[watched.table].setdefault(kind, []).append((watched.newest_syncer_only, handler))
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
+    def on_process_started(self, actor: Actor, restored: RestoredState | None) -> None:
         if actor.learner == SYNCER:
             self._syncer = actor
         for checker in self.checkers:
-            checker.started(actor, restored)
+            checker.on_process_started(actor, restored)
 
     def observe(self, entry: Entry) -> None:
-        self._show(entry, "every", object)
+        self._dispatch(entry, "every", object)
         event = entry.event
         if type(event) is MessageArrived:
             body = event.envelope.body
-            self._show(entry, "arrived", type(body), event.envelope, body)
+            self._dispatch(entry, "arrived", type(body), event.envelope, body)
         else:
-            self._show(entry, "events", type(event), event)
+            self._dispatch(entry, "events", type(event), event)
         for effect in entry.effects:
             if type(effect) is Send:
                 body = effect.envelope.body
-                self._show(entry, "sent", type(body), effect.envelope, body)
+                self._dispatch(entry, "sent", type(body), effect.envelope, body)
             else:
-                self._show(entry, "effects", type(effect), effect)
+                self._dispatch(entry, "effects", type(effect), effect)
 
-    def _show(self, entry: Entry, table: Table, kind: type, *what: object) -> None:
+    def _dispatch(self, entry: Entry, table: EntryPart, kind: type, *what: object) -> None:
         for current, handler in self._handlers[table].get(kind, ()):
             if not current or entry.actor == self._syncer:
                 handler(entry, *what)
@@ -253,11 +253,11 @@ class Watch:
             checker.finish()
 
 
-def all_checkers(config: RunConfig) -> list[Checker]:
+def create_checkers(config: RunConfig) -> list[Checker]:
     """One of each, in the order of docs/protocol.md."""
-    from atoll.sim.checkers_of_learners import LEARNER_CHECKERS, LEASE_CHECKERS
-    from atoll.sim.checkers_of_rounds import ROUND_CHECKERS, SYNCER_CHECKERS
-    from atoll.sim.checkers_of_the_run import RUN_CHECKERS
+    from atoll.sim.learner_checkers import LEARNER_CHECKERS, LEASE_CHECKERS
+    from atoll.sim.round_checkers import ROUND_CHECKERS, SYNCER_CHECKERS
+    from atoll.sim.run_checkers import RUN_CHECKERS
 
     kinds = (*ROUND_CHECKERS, *LEARNER_CHECKERS, *RUN_CHECKERS, *LEASE_CHECKERS, *SYNCER_CHECKERS)
     return [kind(config) for kind in kinds]

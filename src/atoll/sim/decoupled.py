@@ -19,7 +19,7 @@ from atoll.core.protocol import (
     CopyFragment,
     Event,
     FinishRequested,
-    LeaveWanted,
+    LeaveRequested,
     MergeRound,
     MessageArrived,
     Published,
@@ -28,15 +28,15 @@ from atoll.core.protocol import (
     StepTaken,
 )
 from atoll.core.settings import check_settings, same_setting, setting
-from atoll.core.states import Mode
+from atoll.core.states import LearnerMode
 from atoll.core.syncer.core import SyncerCore
-from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, AdoptHow, LearnerId, Limits, RunConfig
-from atoll.sim.driver import Driver, Links, SimProcess, SimStore
-from atoll.sim.fleet import ExtraLearners, FleetConfig, Segment, SimIsland, State, build_islands
+from atoll.core.syncer.state import RestoredState
+from atoll.core.types import SYNCER, AdoptMode, LearnerId, Limits, RunConfig
+from atoll.sim.driver import SimDriver, SimLinks, SimProcess, SimStore
+from atoll.sim.fleet import ExtraLearners, FleetConfig, IslandState, Segment, SimIsland, build_islands
 from atoll.tape.format import Actor, Entry
 
-_PATIENT = Limits(first_wait_s=86_400.0, least_wait_s=86_400.0, most_wait_s=86_400.0)
+_LOCKSTEP_LIMITS = Limits(initial_wait_s=86_400.0, min_wait_s=86_400.0, max_wait_s=86_400.0)
 """Of a lockstep run. Whoever waits for others is silent, and would be taken for lost if silence meant anything: then no
 round would have its quorum, and nobody would step to be heard again."""
 
@@ -50,7 +50,7 @@ class DecoupledConfig:
     overlap_steps: int = same_setting(RunConfig, "overlap_steps")
     quorum: int = same_setting(RunConfig, "quorum")
     grace_margin: float = same_setting(RunConfig, "grace_margin", 0.5)
-    adopt: AdoptHow = same_setting(RunConfig, "adopt")
+    adopt: AdoptMode = same_setting(RunConfig, "adopt")
     delay_s: float = setting(0.05, "Delay of a message, one way.", "SECONDS", flag="delay", min=0)
     fragment_s: float = setting(
         0.1, "Additional time to send one fragment, one way.", "SECONDS", flag="fragment_time", min=0
@@ -84,8 +84,8 @@ class DecoupledConfig:
             quorum=self.quorum,
             grace_margin=self.grace_margin,
             adopt=self.adopt,
-            owned=owned,
-            limits=_PATIENT if self.lockstep else Limits(),
+            owned_fragments=owned,
+            limits=_LOCKSTEP_LIMITS if self.lockstep else Limits(),
         )
 
 
@@ -112,7 +112,7 @@ class DecoupledResult:
     dropped_by_reason: tuple[tuple[str, float], ...]
 
 
-_LOOKS = 100
+_PROGRESS_REPORTS = 100
 """How often a run tells its progress."""
 
 
@@ -125,13 +125,13 @@ class FleetLearner:
     jitter: Random
     segment: Segment
     proc: SimProcess | None = None  # while the island is there
-    left: float = 1.0  # of the step under way
-    since: float = 0.0  # when the step under way began, or its first attempt
+    remaining_steps: float = 1.0  # of the step under way
+    step_started_at: float = 0.0  # when the step under way began, or its first attempt
     steps: int = 0
     useful_chip_s: float = 0.0
-    waiting: bool = False
+    is_waiting: bool = False
     copied: dict[int, int] = field(default_factory=dict)  # local step of the last copy of each fragment
-    planned: tuple[float, int, float] | None = None  # first boundary, steps, step time
+    next_boundary: tuple[float, int, float] | None = None  # first boundary, steps, step time
 
     @property
     def is_training(self) -> bool:
@@ -153,7 +153,7 @@ class DecoupledRun:
         speeds: Sequence[float] = (),
         extras: Sequence[ExtraLearners] = (),
         on_entry: Callable[[Entry], None] | None = None,
-        on_start: Callable[[Actor, Restored | None], None] | None = None,
+        on_start: Callable[[Actor, RestoredState | None], None] | None = None,
     ) -> None:
         if not 0.0 < days < math.inf:
             raise ValueError(f"days is {days}; give a number above 0")
@@ -164,8 +164,8 @@ class DecoupledRun:
         self.config = protocol.run_config()
         self.horizon_s = days * 86_400.0
         islands = build_islands(fleet, learners, chips, seed, speeds=speeds, extras=extras)
-        if len(islands) > self.config.limits.most_learners:
-            most = self.config.limits.most_learners
+        if len(islands) > self.config.limits.max_learners:
+            most = self.config.limits.max_learners
             raise ValueError(f"a syncer serves {most} learners at most, and here are {len(islands)}; give fewer")
         self.learners = {
             place + 1: FleetLearner(
@@ -176,16 +176,16 @@ class DecoupledRun:
             )
             for place, island in enumerate(islands)
         }
-        self.driver = driver = Driver(self.config)
+        self.driver = driver = SimDriver(self.config)
         self.engine = driver.engine
-        Links(driver, protocol.delay_s, protocol.delay_s + protocol.fragment_s)
+        SimLinks(driver, protocol.delay_s, protocol.delay_s + protocol.fragment_s)
         self._store = SimStore(driver, protocol.merge_s, protocol.disk_s)
         driver.handlers[MergeRound] = self._on_merge
         driver.handlers[StartTraining] = self._on_start_training
         driver.handlers[AdoptFragment] = self._on_adopt
         if protocol.lockstep:
             driver.handlers[CopyFragment] = self._on_copy
-        driver.after.append(self._on_arrival)
+        driver.after_event.append(self._on_arrival)
         if on_entry is not None:
             driver.on_entry.append(on_entry)
         if on_start is not None:
@@ -197,7 +197,7 @@ class DecoupledRun:
         self.merges = 0
         self.stale_steps = 0
         self.stale_count = 0
-        self.stepping = 0  # learners that step right now
+        self.stepping_learners = 0  # learners that step right now
         self.up_s = 0.0
         self._up_since = 0.0
 
@@ -206,12 +206,12 @@ class DecoupledRun:
         self.driver.start_syncer()
         for number, learner in self.learners.items():
             self._enter(number, learner)
-        looks = 1 if on_progress is None else _LOOKS
+        looks = 1 if on_progress is None else _PROGRESS_REPORTS
         for look in range(1, looks + 1):
             self.engine.run_until(self.horizon_s * look / looks)
             if on_progress is not None:
                 on_progress(look / looks)
-        self._count_up(self.horizon_s, 0)
+        self._change_stepping(self.horizon_s, 0)
         return self._result(self.syncer)
 
     @property
@@ -224,7 +224,7 @@ class DecoupledRun:
         """After the horizon: ask the syncer to end the run, and go on until it has. False if a day was not enough."""
         assert self.driver.syncer is not None
         state = self.syncer.state
-        self.driver.run(self.driver.syncer, FinishRequested())
+        self.driver.handle_event(self.driver.syncer, FinishRequested())
         self.engine.run_until(self.horizon_s + 86_400.0, stop=lambda: state.halted)
         return state.halted
 
@@ -233,86 +233,90 @@ class DecoupledRun:
     def _enter(self, number: LearnerId, learner: FleetLearner) -> None:
         """A new stretch of the island's life begins now."""
         segment = learner.segment
-        if segment.state is State.ABSENT:
+        if segment.state is IslandState.ABSENT:
             if learner.proc is not None:
-                self.driver.run(learner.proc, LeaveWanted("the schedule takes its chips away"))
+                self.driver.handle_event(learner.proc, LeaveRequested("the schedule takes its chips away"))
                 self.driver.kill(learner.proc)
                 learner.proc = None
         elif learner.proc is None:
-            learner.left = 1.0
-            learner.waiting = False
+            learner.remaining_steps = 1.0
+            learner.is_waiting = False
             learner.copied.clear()
             learner.proc = self.driver.start_learner(number)
-        if segment.stepping and learner.is_training:
-            if learner.waiting:
-                self._go_on(learner)
+        if segment.is_stepping and learner.is_training:
+            if learner.is_waiting:
+                self._resume(learner)
             else:
-                self._stepping(learner)
-        self.engine.at(segment.end_s, self._leave, number, learner, segment)
+                self._start_stepping(learner)
+        self.engine.schedule(segment.end_s, self._leave, number, learner, segment)
 
     def _leave(self, number: LearnerId, learner: FleetLearner, segment: Segment) -> None:
-        if segment.stepping and learner.is_training and not learner.waiting:
-            self._count_up(self.engine.now, -1)
+        if segment.is_stepping and learner.is_training and not learner.is_waiting:
+            self._change_stepping(self.engine.now, -1)
             if segment.loses_step:
-                learner.left = 1.0
-        learner.planned = None
+                learner.remaining_steps = 1.0
+        learner.next_boundary = None
         learner.segment = next(learner.island)
         self._enter(number, learner)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def _stepping(self, learner: FleetLearner) -> None:
-        self._count_up(self.engine.now, +1)
+    def _start_stepping(self, learner: FleetLearner) -> None:
+        self._change_stepping(self.engine.now, +1)
         self._plan_step(learner)
 
     def _plan_step(self, learner: FleetLearner) -> None:
         """The next boundary, if it comes before the island's life changes; otherwise what is done of the step."""
         segment = learner.segment
         now = self.engine.now
-        left = learner.left
+        left = learner.remaining_steps
         step_s = self._step_time_s / segment.speed
         if self._jitter and left == 1.0:
             step_s *= max(0.1, 1.0 + learner.jitter.gauss(0.0, self._jitter))
         room = (segment.end_s - now) / step_s - left  # steps, after the one under way
         if room < 0.0:
             if not segment.loses_step:
-                learner.left = -room
+                learner.remaining_steps = -room
             return
         steps = self._steps_per_event
         if room < steps - 1:
             steps = 1 + int(room)
         first_s = now + left * step_s
-        planned = learner.planned = (first_s, steps, step_s)
-        self.engine.at(first_s + (steps - 1) * step_s, self._boundary, learner, planned)
+        planned = learner.next_boundary = (first_s, steps, step_s)
+        self.engine.schedule(first_s + (steps - 1) * step_s, self._boundary, learner, planned)
 
-    def _cut_short(self, learner: FleetLearner) -> None:
+    def _shorten_batch(self, learner: FleetLearner) -> None:
         """Something has arrived that the very next boundary must answer: no further steps are told together."""
-        if learner.planned is None or learner.planned[1] == 1:
+        if learner.next_boundary is None or learner.next_boundary[1] == 1:
             return
-        first_s, steps, step_s = learner.planned
+        first_s, steps, step_s = learner.next_boundary
         begun = max(0, math.ceil((self.engine.now - first_s) / step_s - 1e-9))
         if begun + 1 < steps:
-            planned = learner.planned = (first_s, begun + 1, step_s)
-            self.engine.at(first_s + begun * step_s, self._boundary, learner, planned)
+            planned = learner.next_boundary = (first_s, begun + 1, step_s)
+            self.engine.schedule(first_s + begun * step_s, self._boundary, learner, planned)
 
     def _boundary(self, learner: FleetLearner, planned: tuple[float, int, float]) -> None:
-        if learner.planned is not planned or learner.proc is None or learner.proc.core.state.mode is Mode.STOPPED:
+        if (
+            learner.next_boundary is not planned
+            or learner.proc is None
+            or learner.proc.core.state.mode is LearnerMode.STOPPED
+        ):
             return
         _, steps, step_s = planned
         share = learner.segment.share
-        learner.planned = None
-        learner.left = 1.0
+        learner.next_boundary = None
+        learner.remaining_steps = 1.0
         learner.steps += steps
         # Goodput is chip time spent on steps; a step that jitter made longer is still one step of work for all chips.
         learner.useful_chip_s += steps * step_s * share * learner.island.chips
         # A learner's clock runs from boundary to boundary: a pause of its island is a part of the step that it delayed.
-        took_s = (self.engine.now - learner.since) / steps
-        learner.since = self.engine.now
+        took_s = (self.engine.now - learner.step_started_at) / steps
+        learner.step_started_at = self.engine.now
         tokens = round(steps * learner.tokens_per_step * share) or 1
-        self.driver.run(learner.proc, StepTaken(steps, tokens, took_s))
+        self.driver.handle_event(learner.proc, StepTaken(steps, tokens, took_s))
         if self.protocol.lockstep and self._must_wait(learner):
-            learner.waiting = True
-            self._count_up(self.engine.now, -1)
+            learner.is_waiting = True
+            self._change_stepping(self.engine.now, -1)
         else:
             self._plan_step(learner)
 
@@ -327,17 +331,17 @@ class DecoupledRun:
         due = self.protocol.every_steps + self.protocol.overlap_steps - 1
         return any(core.state.step - learner.copied.get(p, 0) >= due for p in core.state.fragments)
 
-    def _go_on(self, learner: FleetLearner) -> None:
-        if learner.waiting and learner.segment.stepping and not self._must_wait(learner):
-            learner.waiting = False
-            learner.since = self.engine.now  # its wait for others is no part of its step
-            self._stepping(learner)
+    def _resume(self, learner: FleetLearner) -> None:
+        if learner.is_waiting and learner.segment.is_stepping and not self._must_wait(learner):
+            learner.is_waiting = False
+            learner.step_started_at = self.engine.now  # its wait for others is no part of its step
+            self._start_stepping(learner)
 
-    def _count_up(self, now: float, change: int) -> None:
-        if self.stepping > 0:
+    def _change_stepping(self, now: float, change: int) -> None:
+        if self.stepping_learners > 0:
             self.up_s += now - self._up_since
         self._up_since = now
-        self.stepping += change
+        self.stepping_learners += change
 
     # ---------------------------------------------------------------------------------------------------- effects
 
@@ -350,25 +354,25 @@ class DecoupledRun:
         self.learners[proc.actor.learner].copied[effect.round.fragment] = effect.copied_at
 
     def _on_adopt(self, proc: SimProcess, effect: AdoptFragment) -> None:
-        mark = proc.core.state.marks[effect.fragment] if effect.merged_copy else None
+        mark = proc.core.state.merged_up_to[effect.fragment] if effect.merged_copy else None
         if mark is not None:
             self.stale_steps += proc.core.state.step - mark.copied_at
             self.stale_count += 1
 
     def _on_start_training(self, proc: SimProcess, effect: StartTraining) -> None:
         learner = self.learners[proc.actor.learner]
-        learner.since = self.engine.now
-        if learner.segment.stepping:
-            self._stepping(learner)
+        learner.step_started_at = self.engine.now
+        if learner.segment.is_stepping:
+            self._start_stepping(learner)
 
     def _on_arrival(self, proc: SimProcess, event: Event) -> None:
         """A pause of the island is a pause of its chips; its host still listens."""
         if type(event) is MessageArrived and proc.actor.learner != SYNCER:
             learner = self.learners[proc.actor.learner]
             if type(event.envelope.body) in (Pull, Published):
-                self._cut_short(learner)
-            if learner.waiting:
-                self._go_on(learner)
+                self._shorten_batch(learner)
+            if learner.is_waiting:
+                self._resume(learner)
 
     # ---------------------------------------------------------------------------------------------------- the result
 
@@ -400,7 +404,7 @@ class DecoupledRun:
             staleness_steps=self.stale_steps / max(self.stale_count, 1),
             steps=steps,
             failures=sum(learner.island.failures for learner in self.learners.values()),
-            suspected=syncer.state.said.get("member-suspected", 0),
+            suspected=syncer.state.reason_counts.get("member-suspected", 0),
             events=self.engine.events,
             goodput_by_learner=tuple(
                 learner.useful_chip_s / max(s * learner.island.chips, 1e-9)
@@ -410,7 +414,7 @@ class DecoupledRun:
         )
 
 
-def quick(protocol: DecoupledConfig) -> DecoupledConfig:
+def coarsen(protocol: DecoupledConfig) -> DecoupledConfig:
     """The same protocol, told in coarser events: one fragment stands for all, an eighth of H steps at a time.
 
     With jitter every step is different, and a learner that reports each of them but has little else to say is suspected
@@ -429,17 +433,17 @@ def quick(protocol: DecoupledConfig) -> DecoupledConfig:
 # The fleet model (`goodput.simulate`) is cheap and covers every day. The cores of the protocol are what costs time, and
 # what they show (contributions per merge, staleness, effective H) settles within hours.
 
-FULL_EVENTS = 300_000
+MAX_FULL_DETAIL_EVENTS = 300_000
 """Two seconds or so: a run this short is simulated with every fragment and every step."""
 
-MOST_EVENTS = 1_200_000
+MAX_EVENTS = 1_200_000
 """Eight seconds or so per seed."""
 
-MOST_TAPE_EVENTS = 400_000
+MAX_TAPE_EVENTS = 400_000
 """About 80 MB of tapes."""
 
 
-def span(hours: float) -> str:
+def format_hours(hours: float) -> str:
     """
     >>> span(720.0), span(36.0), span(1.0), span(0.5)
     ('30 days', '36 hours', '1 hour', '30 minutes')
@@ -450,25 +454,25 @@ def span(hours: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Detail:
+class SimulationDetail:
     """What of the protocol is simulated."""
 
     protocol: DecoupledConfig
     hours: float  # of the run, from its beginning
-    whole: bool  # the whole run
-    full: bool  # every fragment and every step
+    covers_run: bool  # the whole run
+    is_full: bool  # every fragment and every step
 
-    def sentence(self) -> str:
+    def description(self) -> str:
         """How the cores were driven, for people."""
         how = "with every fragment and every step"
-        if not self.full:
+        if not self.is_full:
             count = self.protocol.sampled_fragments or self.protocol.fragments
             stand = "stands" if count == 1 else "stand"
             how = f"coarsely: {count} of {self.protocol.fragments} fragments {stand} for all"
             if self.protocol.steps_per_event > 1:
                 how += f", up to {self.protocol.steps_per_event} steps per event"
-        which = "all" if self.whole else "the first"
-        return f"the cores of the protocol ran {which} {span(self.hours)} {how}"
+        which = "all" if self.covers_run else "the first"
+        return f"the cores of the protocol ran {which} {format_hours(self.hours)} {how}"
 
 
 def events_per_step(protocol: DecoupledConfig) -> float:
@@ -484,24 +488,24 @@ def choose_detail(
     *,
     full: bool = False,
     hours: float | None = None,
-    most_events: int = MOST_EVENTS,
-) -> Detail:
+    max_events: int = MAX_EVENTS,
+) -> SimulationDetail:
     """All of the run, as far as `most_events` go. `full` asks for every fragment and step, `hours` limits them."""
     if hours is not None and not 0.0 < hours < math.inf:
         raise ValueError(f"protocol hours are {hours}; give a number above 0")
     all_hours = days * 24.0
     wanted_hours = all_hours if hours is None else min(hours, all_hours)
     steps = wanted_hours * 3_600.0 * learner_steps_per_s
-    if not full and steps * events_per_step(protocol) > FULL_EVENTS:
-        protocol = quick(protocol)
+    if not full and steps * events_per_step(protocol) > MAX_FULL_DETAIL_EVENTS:
+        protocol = coarsen(protocol)
     if hours is None and not full:
-        affordable = most_events / events_per_step(protocol) / learner_steps_per_s / 3_600.0
+        affordable = max_events / events_per_step(protocol) / learner_steps_per_s / 3_600.0
         if affordable < wanted_hours:
             wanted_hours = math.floor(affordable) if affordable >= 10.0 else affordable
     sampled = protocol.sampled_fragments is not None and protocol.sampled_fragments < protocol.fragments
-    return Detail(
+    return SimulationDetail(
         protocol,
         wanted_hours,
-        whole=wanted_hours >= all_hours,
-        full=not sampled and protocol.steps_per_event == 1,
+        covers_run=wanted_hours >= all_hours,
+        is_full=not sampled and protocol.steps_per_event == 1,
     )

@@ -20,10 +20,10 @@ to the published goodput table; `benchmarks/README.md` has its residuals and the
     >>> import random
     >>> island = SimIsland(FleetConfig(), chips=150_000, rng=random.Random(0))
     >>> first = next(island)
-    >>> first.state, first.share, first.ends_with
-    (<State.STEPPING: 'stepping'>, 1.0, <SegmentEnd.FAILURE: 'failure'>)
-    >>> island.at(first.end_s + 1.0).state
-    <State.DOWNSCALING: 'downscaling'>
+    >>> first.state, first.share, first.end_cause
+    (<IslandState.STEPPING: 'stepping'>, 1.0, <SegmentEnd.FAILURE: 'failure'>)
+    >>> island.segment_at(first.end_s + 1.0).state
+    <IslandState.DOWNSCALING: 'downscaling'>
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ YEAR_S = 365 * DAY_S
 MAX_LEARNERS = 4_096
 
 
-class State(enum.Enum):
+class IslandState(enum.Enum):
     """What an island does. Only one of these makes progress."""
 
     STEPPING = "stepping"
@@ -71,14 +71,14 @@ class Segment(NamedTuple):
 
     start_s: float
     end_s: float
-    state: State
+    state: IslandState
     share: float  # of the island's slices in service, 0 to 1; with fewer slices a step has fewer tokens
     speed: float  # steps per nominal step time: speed class, slowest chip, slow-downs; 0 unless stepping
-    ends_with: SegmentEnd
+    end_cause: SegmentEnd
 
     @property
-    def stepping(self) -> bool:
-        return self.state is State.STEPPING
+    def is_stepping(self) -> bool:
+        return self.state is IslandState.STEPPING
 
     @property
     def pace(self) -> float:
@@ -88,7 +88,7 @@ class Segment(NamedTuple):
     @property
     def loses_step(self) -> bool:
         """Whether the step under way at the end is lost rather than continued."""
-        return self.ends_with is SegmentEnd.FAILURE or self.ends_with is SegmentEnd.LEAVE
+        return self.end_cause is SegmentEnd.FAILURE or self.end_cause is SegmentEnd.LEAVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,14 @@ class RepairDelay:
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        demand(0.0 < self.scale_s < math.inf, "repair scale_s", self.scale_s, "give seconds above 0")
-        demand(0.1 <= self.shape <= 20.0, "repair shape", self.shape, "give a number from 0.1 to 20")
-        demand(0.1 <= self.power <= 20.0, "repair power", self.power, "give a number from 0.1 to 20")
+        require(0.0 < self.scale_s < math.inf, "repair scale_s", self.scale_s, "give seconds above 0")
+        require(0.1 <= self.shape <= 20.0, "repair shape", self.shape, "give a number from 0.1 to 20")
+        require(0.1 <= self.power <= 20.0, "repair power", self.power, "give a number from 0.1 to 20")
 
     @classmethod
     def with_mean(cls, mean_s: float, shape: float = 1.0, power: float = 1.0) -> RepairDelay:
         """The delay of the given mean: `RepairDelay.with_mean(62.5, shape=0.7, power=3.0)`."""
-        demand(0.0 < mean_s < math.inf, "repair mean_s", mean_s, "give seconds above 0")
+        require(0.0 < mean_s < math.inf, "repair mean_s", mean_s, "give seconds above 0")
         return cls(mean_s / cls(1.0, shape, power).mean_s, shape, power)
 
     @property
@@ -135,10 +135,10 @@ def _unit_repair_mean(shape: float, power: float) -> float:
     return power * math.gamma(order) * total
 
 
-def read_mtbi(text: str) -> float:
+def parse_mtbi(text: str) -> float:
     """Return seconds for a number of days.
 
-    >>> read_mtbi("0.5"), read_mtbi("inf")
+    >>> parse_mtbi("0.5"), parse_mtbi("inf")
     (43200.0, inf)
     """
     try:
@@ -160,7 +160,7 @@ class FleetConfig:
         "Mean time between interruptions of one chip; inf: none.",
         "DAYS",
         flag="mtbi_days",
-        parse=read_mtbi,
+        parse=parse_mtbi,
         show=lambda seconds: f"{seconds / DAY_S:g}",
     )
     slice_chips: int = 2_048
@@ -182,21 +182,21 @@ class FleetConfig:
     slowdown_mean_s: float = 60.0
 
     def __post_init__(self) -> None:
-        demand(self.mtbi_s > 0.0, "mtbi_s", self.mtbi_s, "give seconds above 0, or math.inf for no failures")
-        demand(self.slice_chips >= 1, "slice_chips", self.slice_chips, "give at least 1 chip")
-        demand(0.0 < self.step_time_s < math.inf, "step_time_s", self.step_time_s, "give seconds above 0")
+        require(self.mtbi_s > 0.0, "mtbi_s", self.mtbi_s, "give seconds above 0, or math.inf for no failures")
+        require(self.slice_chips >= 1, "slice_chips", self.slice_chips, "give at least 1 chip")
+        require(0.0 < self.step_time_s < math.inf, "step_time_s", self.step_time_s, "give seconds above 0")
         for name in ("downscale_s", "upscale_s", "upscale_delay_s", "restart_s"):
             value = getattr(self, name)
-            demand(0.0 <= value < math.inf, name, value, "give seconds, 0 or more")
+            require(0.0 <= value < math.inf, name, value, "give seconds, 0 or more")
         for name in ("tokens_per_chip_step", "slowdowns_per_hour"):
             value = getattr(self, name)
-            demand(0.0 <= value < math.inf, name, value, "give a number, 0 or more")
-        demand(0.0 <= self.chip_time_sigma <= 1.0, "chip_time_sigma", self.chip_time_sigma, "give a fraction, 0 to 1")
-        demand(0.0 < self.slowdown_factor <= 1.0, "slowdown_factor", self.slowdown_factor, "give a speed, 0 < x <= 1")
-        demand(0.0 < self.slowdown_mean_s < math.inf, "slowdown_mean_s", self.slowdown_mean_s, "give seconds above 0")
+            require(0.0 <= value < math.inf, name, value, "give a number, 0 or more")
+        require(0.0 <= self.chip_time_sigma <= 1.0, "chip_time_sigma", self.chip_time_sigma, "give a fraction, 0 to 1")
+        require(0.0 < self.slowdown_factor <= 1.0, "slowdown_factor", self.slowdown_factor, "give a speed, 0 < x <= 1")
+        require(0.0 < self.slowdown_mean_s < math.inf, "slowdown_mean_s", self.slowdown_mean_s, "give seconds above 0")
 
 
-def demand(fine: bool, name: str, value: object, remedy: str) -> None:
+def require(fine: bool, name: str, value: object, remedy: str) -> None:
     if not fine:
         raise ValueError(f"{name} is {value}; {remedy}")
 
@@ -208,7 +208,7 @@ def expected_max_of_gaussians(count: int) -> float:
     >>> round(expected_max_of_gaussians(1_000_000), 2)
     4.86
     """
-    demand(count >= 1, "count", count, "give at least 1")
+    require(count >= 1, "count", count, "give at least 1")
     width, total = 0.005, 0.0
     for i in range(2_400):  # 12 standard deviations to either side
         x = (i + 0.5) * width
@@ -237,19 +237,21 @@ class SimIsland:
         chips: int,
         rng: random.Random,
         *,
-        elastic: bool = True,
+        is_elastic: bool = True,
         speed: float = 1.0,
         windows: Sequence[tuple[float, float]] = ((0.0, math.inf),),
     ) -> None:
-        demand(chips >= 1, "chips of an island", chips, "give every learner at least one chip")
-        demand(0.0 < speed < math.inf, "speed of an island", speed, "give a number above 0, 1 for nominal")
+        require(chips >= 1, "chips of an island", chips, "give every learner at least one chip")
+        require(0.0 < speed < math.inf, "speed of an island", speed, "give a number above 0, 1 for nominal")
         last_s = 0.0
         for join_s, leave_s in windows:
-            demand(last_s <= join_s < leave_s, "window", (join_s, leave_s), "give joins before leaves, in rising order")
+            require(
+                last_s <= join_s < leave_s, "window", (join_s, leave_s), "give joins before leaves, in rising order"
+            )
             last_s = leave_s
         self.config = config
         self.chips = chips
-        self.elastic = elastic
+        self.is_elastic = is_elastic
         # Slices of equal size that cover the chips exactly; an island smaller than a slice is one slice.
         self.slices = max(1, round(chips / config.slice_chips))
         self.windows = tuple(windows)
@@ -266,12 +268,12 @@ class SimIsland:
 
     def __next__(self) -> Segment:
         segment = next(self._segments)
-        if self._current is not None and self._current.ends_with is SegmentEnd.FAILURE:
+        if self._current is not None and self._current.end_cause is SegmentEnd.FAILURE:
             self.failures += 1
         self._current = segment
         return segment
 
-    def at(self, now_s: float) -> Segment:
+    def segment_at(self, now_s: float) -> Segment:
         """The segment that holds `now_s`. Time only moves forward: earlier than the last answer is an error of ours."""
         segment = self._current if self._current is not None else next(self)
         assert now_s >= segment.start_s, f"island asked about {now_s} s after it answered for {segment}"
@@ -289,19 +291,19 @@ class SimIsland:
         now_s = 0.0
         for join_s, leave_s in self.windows:
             if join_s > now_s:
-                yield Segment(now_s, join_s, State.ABSENT, 0.0, 0.0, SegmentEnd.JOIN)
-            layer = self._elastic(join_s) if self.elastic else self._rigid(join_s)
+                yield Segment(now_s, join_s, IslandState.ABSENT, 0.0, 0.0, SegmentEnd.JOIN)
+            layer = self._elastic(join_s) if self.is_elastic else self._rigid(join_s)
             if self.config.slowdowns_per_hour > 0.0:
                 layer = self._slowed(layer, join_s)
             for segment in layer:
                 if segment.end_s >= leave_s:
                     if segment.start_s < leave_s:
-                        yield segment._replace(end_s=leave_s, ends_with=SegmentEnd.LEAVE)
+                        yield segment._replace(end_s=leave_s, end_cause=SegmentEnd.LEAVE)
                     break
                 yield segment
             now_s = leave_s
         if now_s < math.inf:
-            yield Segment(now_s, math.inf, State.ABSENT, 0.0, 0.0, SegmentEnd.LEAVE)
+            yield Segment(now_s, math.inf, IslandState.ABSENT, 0.0, 0.0, SegmentEnd.LEAVE)
 
     def _slowed(self, layer: Iterator[Segment], join_s: float) -> Iterator[Segment]:
         config, rng = self.config, self._slowdown_rng
@@ -316,14 +318,14 @@ class SimIsland:
                     end_s = begin_s + rng.expovariate(1.0 / config.slowdown_mean_s)
                 slow = begin_s <= now_s
                 edge_s = end_s if slow else begin_s
-                if not segment.stepping or (not slow and edge_s >= segment.end_s):
+                if not segment.is_stepping or (not slow and edge_s >= segment.end_s):
                     yield segment._replace(start_s=now_s)
                     break
                 speed = segment.speed * config.slowdown_factor if slow else segment.speed
                 if edge_s >= segment.end_s:
                     yield segment._replace(start_s=now_s, speed=speed)
                     break
-                yield segment._replace(start_s=now_s, end_s=edge_s, speed=speed, ends_with=SegmentEnd.PACE)
+                yield segment._replace(start_s=now_s, end_s=edge_s, speed=speed, end_cause=SegmentEnd.PACE)
                 now_s = edge_s
 
     def _until_failure_s(self, in_service: int) -> float:
@@ -334,14 +336,14 @@ class SimIsland:
         config = self.config
         while True:
             failed_s = now_s + self._until_failure_s(self.slices)
-            yield Segment(now_s, failed_s, State.STEPPING, 1.0, self.full_speed, SegmentEnd.FAILURE)
+            yield Segment(now_s, failed_s, IslandState.STEPPING, 1.0, self.full_speed, SegmentEnd.FAILURE)
             if failed_s == math.inf:
                 return
             back_s = failed_s + config.repair.draw_s(self._repair_rng)
-            yield Segment(failed_s, back_s, State.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
+            yield Segment(failed_s, back_s, IslandState.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
             now_s = back_s + config.restart_s
             if now_s > back_s:
-                yield Segment(back_s, now_s, State.RESTARTING, 1.0, 0.0, SegmentEnd.READY)
+                yield Segment(back_s, now_s, IslandState.RESTARTING, 1.0, 0.0, SegmentEnd.READY)
 
     def _elastic(self, now_s: float) -> Iterator[Segment]:
         config = self.config
@@ -358,7 +360,7 @@ class SimIsland:
             if in_service == 0:
                 if outside == 0:
                     back_s = under_repair[0]
-                    yield Segment(now_s, back_s, State.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
+                    yield Segment(now_s, back_s, IslandState.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
                     now_s = back_s
                     continue
                 upscale_s = now_s  # nothing runs, so there is nothing to gain by waiting for more
@@ -374,7 +376,7 @@ class SimIsland:
             if pause_s > now_s:
                 ends_with = SegmentEnd.FAILURE if fails else SegmentEnd.RETURN
                 share = in_service / self.slices
-                yield Segment(now_s, pause_s, State.STEPPING, share, self.full_speed, ends_with)
+                yield Segment(now_s, pause_s, IslandState.STEPPING, share, self.full_speed, ends_with)
                 if pause_s == math.inf:
                     return
             in_service += outside - fails
@@ -383,7 +385,7 @@ class SimIsland:
                 heapq.heappush(under_repair, pause_s + config.repair.draw_s(self._repair_rng))
             now_s = pause_s + (config.downscale_s if fails else config.upscale_s)
             if now_s > pause_s:
-                state = State.DOWNSCALING if fails else State.UPSCALING
+                state = IslandState.DOWNSCALING if fails else IslandState.UPSCALING
                 yield Segment(pause_s, now_s, state, in_service / self.slices, 0.0, SegmentEnd.READY)
 
 
@@ -397,8 +399,10 @@ class ExtraLearners:
     chips: int | None = None  # of each; as many as a permanent learner has, if None
 
     def __post_init__(self) -> None:
-        demand(1 <= self.count <= MAX_LEARNERS, "count of extra learners", self.count, f"give 1 to {MAX_LEARNERS}")
-        demand(len(self.windows) >= 1, "windows of extra learners", self.windows, "give at least one (join_s, leave_s)")
+        require(1 <= self.count <= MAX_LEARNERS, "count of extra learners", self.count, f"give 1 to {MAX_LEARNERS}")
+        require(
+            len(self.windows) >= 1, "windows of extra learners", self.windows, "give at least one (join_s, leave_s)"
+        )
 
     @classmethod
     def parse(cls, text: str) -> ExtraLearners:
@@ -424,7 +428,7 @@ def parse_speed_classes(text: str) -> tuple[float, ...]:
             speeds.extend([float(speed)] * (int(count) if count else 1))
         except ValueError as error:
             raise ValueError(f"speed class '{part}' is not readable; write SPEEDxCOUNT, as 1.0x4,0.82x4") from error
-        demand(len(speeds) <= MAX_LEARNERS, "number of learners", len(speeds), f"give at most {MAX_LEARNERS}")
+        require(len(speeds) <= MAX_LEARNERS, "number of learners", len(speeds), f"give at most {MAX_LEARNERS}")
     return tuple(speeds)
 
 
@@ -442,9 +446,9 @@ def build_islands(
 
     An island's history depends on the seed and on its place only, so adding a learner leaves the others as they were.
     """
-    demand(1 <= learners <= MAX_LEARNERS, "number of learners", learners, f"give 1 to {MAX_LEARNERS}")
-    demand(chips >= learners, "number of chips", chips, f"give at least one to each of the {learners} learners")
-    demand(
+    require(1 <= learners <= MAX_LEARNERS, "number of learners", learners, f"give 1 to {MAX_LEARNERS}")
+    require(chips >= learners, "number of chips", chips, f"give at least one to each of the {learners} learners")
+    require(
         len(speeds) in (0, learners), "number of speeds", len(speeds), f"give one for each of the {learners} learners"
     )
     each_chips, rest = divmod(chips, learners)
@@ -453,7 +457,7 @@ def build_islands(
             config,
             each_chips + (place < rest),
             random.Random(f"island {place} of seed {seed}"),
-            elastic=elastic,
+            is_elastic=elastic,
             speed=speeds[place] if speeds else 1.0,
         )
         for place in range(learners)
@@ -463,6 +467,6 @@ def build_islands(
             rng = random.Random(f"island {len(islands)} of seed {seed}")
             extra_chips = extra.chips if extra.chips is not None else each_chips
             islands.append(
-                SimIsland(config, extra_chips, rng, elastic=elastic, speed=extra.speed, windows=extra.windows)
+                SimIsland(config, extra_chips, rng, is_elastic=elastic, speed=extra.speed, windows=extra.windows)
             )
     return islands

@@ -35,20 +35,20 @@ from atoll.sim.published import PUBLISHED_ROWS, Method, Metric
 class BarrierConfig:
     """How synchronous methods exchange. The defaults are the project's H and P, and a published exchange of 0.8 s."""
 
-    h_steps: int = 24  # steps between two rounds of the same fragment
+    every_steps: int = 24  # steps between two rounds of the same fragment
     fragments: int = 24  # of `streaming`; `diloco` exchanges the whole model at once
     tau_steps: int = 2  # of `streaming`: steps that may be taken before the exchange is over
-    comm_s: float = 0.8  # of one exchange; `diloco` stands still for it
+    exchange_s: float = 0.8  # of one exchange; `diloco` stands still for it
 
     def __post_init__(self) -> None:
-        if self.h_steps < 1 or not 1 <= self.fragments <= self.h_steps:
-            raise ValueError(f"H is {self.h_steps} and fragments {self.fragments}; give 1 <= fragments <= H")
+        if self.every_steps < 1 or not 1 <= self.fragments <= self.every_steps:
+            raise ValueError(f"H is {self.every_steps} and fragments {self.fragments}; give 1 <= fragments <= H")
         if self.tau_steps < 1:
             raise ValueError(
                 f"tau_steps is {self.tau_steps}; give at least 1, or use the method diloco to wait at once"
             )
-        if not 0.0 <= self.comm_s < math.inf:
-            raise ValueError(f"comm_s is {self.comm_s}; give seconds, 0 or more")
+        if not 0.0 <= self.exchange_s < math.inf:
+            raise ValueError(f"exchange_s is {self.exchange_s}; give seconds, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ def simulate(
     if waits:
         barrier = barrier or BarrierConfig()
         diloco = method == "diloco"
-        interval_steps = barrier.h_steps if diloco else max(1, barrier.h_steps // barrier.fragments)
-        run = _BarrierRun(meters, horizon_s, interval_steps, 0 if diloco else barrier.tau_steps, barrier.comm_s)
+        interval_steps = barrier.every_steps if diloco else max(1, barrier.every_steps // barrier.fragments)
+        run = _BarrierRun(meters, horizon_s, interval_steps, 0 if diloco else barrier.tau_steps, barrier.exchange_s)
         up_s = run.run()
     else:
-        up_s = _run_freely(meters, horizon_s)
+        up_s = _run_without_barriers(meters, horizon_s)
     allocated_chip_s = sum(island.chips * island.present_s(horizon_s) for island in islands)
     tokens = config.tokens_per_chip_step * sum(meter.chip_steps for meter in meters)
     nominal_tokens = config.tokens_per_chip_step * allocated_chip_s / config.step_time_s
@@ -144,7 +144,7 @@ class _Meter:
         self.steps = 0.0
         self._step_time_s = island.config.step_time_s
 
-    def worked(self, seconds: float, share: float, speed: float, lost_steps: float = 0.0) -> None:
+    def record(self, seconds: float, share: float, speed: float, lost_steps: float = 0.0) -> None:
         """Count a stretch of stepping, of which the last `lost_steps` did not count."""
         steps = seconds * speed / self._step_time_s - lost_steps
         chips = share * self.island.chips
@@ -153,7 +153,7 @@ class _Meter:
         self.steps += steps
 
 
-def _run_freely(meters: list[_Meter], horizon_s: float) -> float:
+def _run_without_barriers(meters: list[_Meter], horizon_s: float) -> float:
     """Let every island step whenever it can. Returns the seconds in which at least one did."""
     # Islands take turns by the start of their next segment, so that stepping stretches arrive sorted by start and
     # one number, how far time is covered, is all that the union of them needs.
@@ -165,15 +165,15 @@ def _run_freely(meters: list[_Meter], horizon_s: float) -> float:
         meter = meters[place]
         segment = next(meter.island)
         end_s = min(segment.end_s, horizon_s)
-        if segment.stepping:
+        if segment.is_stepping:
             seconds = end_s - segment.start_s
             progress = under_way[place] + seconds * segment.speed / meter.island.config.step_time_s
             under_way[place] = progress - math.floor(progress)
             if segment.loses_step and segment.end_s <= horizon_s:
-                meter.worked(seconds, segment.share, segment.speed, lost_steps=under_way[place])
+                meter.record(seconds, segment.share, segment.speed, lost_steps=under_way[place])
                 under_way[place] = 0.0
             else:
-                meter.worked(seconds, segment.share, segment.speed)
+                meter.record(seconds, segment.share, segment.speed)
             up_s += max(0.0, end_s - max(segment.start_s, covered_s))
             covered_s = max(covered_s, end_s)
         if segment.end_s < horizon_s:
@@ -218,13 +218,13 @@ class _BarrierRun:
     """
 
     def __init__(
-        self, meters: list[_Meter], horizon_s: float, interval_steps: int, tau_steps: int, comm_s: float
+        self, meters: list[_Meter], horizon_s: float, interval_steps: int, tau_steps: int, exchange_s: float
     ) -> None:
         self._meters = meters
         self._horizon_s = horizon_s
         self._interval_steps = interval_steps
         self._tau_steps = tau_steps
-        self._comm_s = comm_s
+        self._exchange_s = exchange_s
         # A gate can open at step n * interval + tau only, so no island needs to be looked at more often than this.
         self._chunk_steps = math.gcd(interval_steps, tau_steps) if tau_steps else interval_steps
         self._finish_s = [0.0] * len(meters)
@@ -258,15 +258,15 @@ class _BarrierRun:
             self._finish_s[place] = self._step_on(meter, max(self._finish_s[place], gate_s), self._chunk_steps)
         self._step += self._chunk_steps
         if self._step % self._interval_steps == 0:
-            self._gates_s.append(max(self._finish_s) + self._comm_s)
+            self._gates_s.append(max(self._finish_s) + self._exchange_s)
 
     def _step_on(self, meter: _Meter, now_s: float, steps: int) -> float:
         """Take `steps` from `now_s` on. Returns when they are done; beyond the horizon only that it is beyond."""
         step_time_s = meter.island.config.step_time_s
         left_steps = float(steps)
         while now_s < self._horizon_s:
-            segment = meter.island.at(now_s)
-            if not segment.stepping:
+            segment = meter.island.segment_at(now_s)
+            if not segment.is_stepping:
                 now_s = segment.end_s
                 continue
             done_s = now_s + left_steps * step_time_s / segment.speed
@@ -277,7 +277,7 @@ class _BarrierRun:
             if end_s < done_s and end_s == segment.end_s and segment.loses_step:
                 lost_steps = math.ceil(left_steps - 1e-9) - left_steps
                 left_steps += lost_steps
-            meter.worked(end_s - now_s, segment.share, segment.speed, lost_steps)
+            meter.record(end_s - now_s, segment.share, segment.speed, lost_steps)
             now_s = end_s
             if end_s == done_s:
                 break
@@ -285,8 +285,10 @@ class _BarrierRun:
 
     def _jump(self, length_s: float, up_s: float) -> None:
         """Repeat the last period for as long as no island changes and the horizon is not reached."""
-        segments = [meter.island.at(finish_s) for meter, finish_s in zip(self._meters, self._finish_s, strict=True)]
-        if not all(segment.stepping for segment in segments):
+        segments = [
+            meter.island.segment_at(finish_s) for meter, finish_s in zip(self._meters, self._finish_s, strict=True)
+        ]
+        if not all(segment.is_stepping for segment in segments):
             return
         # An island ahead of the others starts its next steps later than its finish: leave two periods of room.
         ends_s = [min(segment.end_s, self._horizon_s) for segment in segments]
@@ -297,7 +299,7 @@ class _BarrierRun:
         seconds = periods * length_s
         steps = periods * self._interval_steps
         for place, (meter, segment) in enumerate(zip(self._meters, segments, strict=True)):
-            meter.worked(steps * meter.island.config.step_time_s / segment.speed, segment.share, segment.speed)
+            meter.record(steps * meter.island.config.step_time_s / segment.speed, segment.share, segment.speed)
             self._finish_s[place] += seconds
         self._gates_s = deque(gate_s + seconds for gate_s in self._gates_s)
         self._union.jump(seconds, periods * up_s)
@@ -334,7 +336,7 @@ def mean_ci(values: Iterable[float]) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class MeanEstimate:
     """A mean over seeds and, from two seeds on, its 95 % confidence interval."""
 
     mean: float
@@ -344,27 +346,27 @@ class Figure:
     def interval(self) -> list[float] | None:
         return None if self.low is None or self.high is None else [self.low, self.high]
 
-    def times(self, factor: float) -> Figure:
+    def scaled(self, factor: float) -> MeanEstimate:
         """The same in another unit."""
         if self.low is None or self.high is None:
-            return Figure(self.mean * factor, None, None)
-        return Figure(self.mean * factor, self.low * factor, self.high * factor)
+            return MeanEstimate(self.mean * factor, None, None)
+        return MeanEstimate(self.mean * factor, self.low * factor, self.high * factor)
 
 
-def over_seeds(values: Iterable[float], least: float = -math.inf, most: float = math.inf) -> Figure:
+def estimate_over_seeds(values: Iterable[float], lower: float = -math.inf, upper: float = math.inf) -> MeanEstimate:
     """The figure of a quantity that lies in `least` to `most`: an interval does not reach beyond what is possible.
 
-    >>> over_seeds([0.87, 0.88, 0.89]).mean, over_seeds([0.88]).low
+    >>> estimate_over_seeds([0.87, 0.88, 0.89]).mean, estimate_over_seeds([0.88]).low
     (0.88, None)
     """
     sample = list(values)
     if len(sample) < 2:
-        return Figure(fmean(sample), None, None)
+        return MeanEstimate(fmean(sample), None, None)
     mean, low, high = mean_ci(sample)
-    return Figure(mean, min(max(low, least), mean), max(min(high, most), mean))
+    return MeanEstimate(mean, min(max(low, lower), mean), max(min(high, upper), mean))
 
 
-def estimate(values: Iterable[float]) -> GoodputEstimate:
+def estimate_goodput(values: Iterable[float]) -> GoodputEstimate:
     """`mean_ci` with names."""
     return GoodputEstimate(*mean_ci(values))
 
@@ -377,12 +379,12 @@ class TableCell:
     learners: int
     chips: int
     metric: Metric
-    ours: GoodputEstimate
+    simulated: GoodputEstimate
     published: float | None
 
     @property
     def difference(self) -> float | None:
-        return None if self.published is None else self.ours.mean - self.published
+        return None if self.published is None else self.simulated.mean - self.published
 
 
 TABLE_CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)

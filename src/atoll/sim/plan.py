@@ -1,7 +1,7 @@
 """The plan before money is spent: what each method makes of these islands, these links and this budget.
 
     >>> islands = tuple(IslandSpec(f"site {i}", step_s=1.0, rate_bit_s=2e9) for i in range(1, 9))
-    >>> plan = make_plan(PlanWish(params=5e9, islands=islands))
+    >>> plan = make_plan(PlanRequest(params=5e9, islands=islands))
     >>> by_name = {row.method: row for row in plan.rows}
     >>> round(by_name["data-parallel"].utilisation, 3), by_name["decoupled-int4"].utilisation
     (0.014, 1.0)
@@ -22,20 +22,20 @@ from atoll.sim.bandwidth import (
     CODEC_BITS,
     UTILISATIONS,
     ExchangePattern,
-    Load,
+    Workload,
     check_schedule,
     codec_bits,
     data_parallel,
     decoupled,
     diloco,
-    period_steps,
-    rate_for,
-    rate_that_keeps,
+    effective_period_steps,
+    min_rate_for_period,
+    required_rate,
     step_time_s,
     streaming,
     wire_bits,
 )
-from atoll.sim.fleet import DAY_S, MAX_LEARNERS, FleetConfig, demand
+from atoll.sim.fleet import DAY_S, MAX_LEARNERS, FleetConfig, require
 from atoll.sim.goodput import BarrierConfig, simulate
 from atoll.sim.published import Method
 
@@ -65,22 +65,22 @@ class IslandSpec:
     price_per_gb: float | None = None  # of what is sent
 
     def __post_init__(self) -> None:
-        demand(0.0 < self.step_s < math.inf, f"the step time of {self.name}", self.step_s, "give seconds above 0")
+        require(0.0 < self.step_s < math.inf, f"the step time of {self.name}", self.step_s, "give seconds above 0")
         has_chips = self.chips is None or self.chips >= 1
-        demand(has_chips, f"the number of chips of {self.name}", self.chips, "give at least 1")
+        require(has_chips, f"the number of chips of {self.name}", self.chips, "give at least 1")
         what, mtbf_s = f"the mean time between failures of {self.name}", self.mtbf_s
-        demand(mtbf_s is None or mtbf_s > 0.0, what, mtbf_s, "give a time above 0, or inf")
-        demand(0.0 <= self.delay_s < math.inf, f"the delay of {self.name}", self.delay_s, "give seconds, 0 or more")
+        require(mtbf_s is None or mtbf_s > 0.0, what, mtbf_s, "give a time above 0, or inf")
+        require(0.0 <= self.delay_s < math.inf, f"the delay of {self.name}", self.delay_s, "give seconds, 0 or more")
         for what, value, least in (
             ("tokens per step", self.tokens_per_step, 1.0),
             ("rate", self.rate_bit_s, 1.0),
             ("price", self.price_per_gb, 0.0),
         ):
             fine = value is None or least <= value < math.inf
-            demand(fine, f"the {what} of {self.name}", value, f"give {least:g} or more")
+            require(fine, f"the {what} of {self.name}", value, f"give {least:g} or more")
 
 
-def step_from_flops(params: float, tokens: float, chips: int, flops: float, used: float) -> float:
+def step_time_from_flops(params: float, tokens: float, chips: int, flops: float, used: float) -> float:
     """Seconds of a step: 6 * parameters * tokens / (chips * FLOP/s of a chip * share of them that is used)."""
     if not 0.0 < flops < math.inf:
         raise ValueError(f"{flops:g} FLOP/s per chip; give a number above 0, such as 400T")
@@ -90,7 +90,7 @@ def step_from_flops(params: float, tokens: float, chips: int, flops: float, used
 
 
 @dataclass(frozen=True, slots=True)
-class PlanWish:
+class PlanRequest:
     """What is to be planned. Raises `ValueError` with the fix where it cannot be."""
 
     params: float
@@ -124,22 +124,22 @@ class PlanWish:
         check_schedule(self.every_steps, self.fragments, self.tau_steps)
         codec_bits(self.codec)
 
-    def _load(self, step_s: float) -> Load:
+    def _workload(self, step_s: float) -> Workload:
         delay_s = max(island.delay_s for island in self.islands)
-        return Load(self.params, len(self.islands), step_s, delay_s)
+        return Workload(self.params, len(self.islands), step_s, delay_s)
 
     @property
-    def waiting_load(self) -> Load:
+    def synchronous_workload(self) -> Workload:
         """Of methods that wait for the slowest: always an all-reduce."""
-        return self._load(max(island.step_s for island in self.islands))
+        return self._workload(max(island.step_s for island in self.islands))
 
     @property
-    def decoupled_load(self) -> Load:
+    def decoupled_workload(self) -> Workload:
         """Of decoupled rounds: H is counted in steps of the fastest, and every island is asked in every round."""
-        return replace(self._load(min(island.step_s for island in self.islands)), star=self.star)
+        return replace(self._workload(min(island.step_s for island in self.islands)), star=self.star)
 
     @property
-    def thinnest_bit_s(self) -> float | None:
+    def min_rate_bit_s(self) -> float | None:
         rates = [island.rate_bit_s for island in self.islands if island.rate_bit_s is not None]
         return min(rates) if len(rates) == len(self.islands) else None
 
@@ -165,15 +165,15 @@ class MethodPlan:
 
 @dataclass(frozen=True, slots=True)
 class BandwidthPlan:
-    wish: PlanWish
+    request: PlanRequest
     rows: tuple[MethodPlan, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
 
 
-def exchanges(wish: PlanWish) -> dict[str, tuple[ExchangePattern, Load]]:
+def exchange_patterns(wish: PlanRequest) -> dict[str, tuple[ExchangePattern, Workload]]:
     """Every method of a plan, with what it puts on a link as published figures count it."""
-    sites, waiting, free = len(wish.islands), wish.waiting_load, wish.decoupled_load
+    sites, waiting, free = len(wish.islands), wish.synchronous_workload, wish.decoupled_workload
     h, p, tau = wish.every_steps, wish.fragments, wish.tau_steps
     methods = {
         "data-parallel": (data_parallel(sites), waiting),
@@ -183,13 +183,13 @@ def exchanges(wish: PlanWish) -> dict[str, tuple[ExchangePattern, Load]]:
     return methods | {f"decoupled-{codec}": (decoupled(codec, h, p, tau), free) for codec in CODEC_BITS}
 
 
-def make_plan(wish: PlanWish) -> BandwidthPlan:
+def make_plan(wish: PlanRequest) -> BandwidthPlan:
     goodput = _goodputs(wish)
     rows = tuple(
         _decoupled_row(wish, name, exchange, load, goodput)
         if name.startswith("decoupled")
-        else _waiting_row(wish, name, exchange, load, goodput)
-        for name, (exchange, load) in exchanges(wish).items()
+        else _synchronous_row(wish, name, exchange, load, goodput)
+        for name, (exchange, load) in exchange_patterns(wish).items()
     )
     return BandwidthPlan(wish, rows, tuple(_warnings(wish, rows)), tuple(_notes(wish)))
 
@@ -197,19 +197,19 @@ def make_plan(wish: PlanWish) -> BandwidthPlan:
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
-def _waiting_row(
-    wish: PlanWish, name: str, exchange: ExchangePattern, load: Load, goodput: dict[str, float | None]
+def _synchronous_row(
+    wish: PlanRequest, name: str, exchange: ExchangePattern, load: Workload, goodput: dict[str, float | None]
 ) -> MethodPlan:
-    rate = wish.thinnest_bit_s
+    rate = wish.min_rate_bit_s
     step_s = None if rate is None else step_time_s(exchange, load, rate)
-    bits_per_step = load.params * exchange.bits_per_step * load.factor
+    bits_per_step = load.params * exchange.bits_per_step * load.traffic_factor
     kind = name.partition("-")[0] if name != "data-parallel" else "elastic"
     sent = None if step_s is None else bits_per_step / step_s
-    return _finished(
+    return _with_totals(
         wish,
         MethodPlan(
             method=name,
-            rates_bit_s={share: rate_for(exchange, load, share) for share in UTILISATIONS},
+            rates_bit_s={share: required_rate(exchange, load, share) for share in UTILISATIONS},
             keeps_h_bit_s=bits_per_step / load.step_s if kind == "streaming" else None,
             step_s=step_s,
             utilisation=None if step_s is None else load.step_s / step_s,
@@ -225,22 +225,22 @@ def _waiting_row(
 
 
 def _decoupled_row(
-    wish: PlanWish, name: str, exchange: ExchangePattern, load: Load, goodput: dict[str, float | None]
+    wish: PlanRequest, name: str, exchange: ExchangePattern, load: Workload, goodput: dict[str, float | None]
 ) -> MethodPlan:
     codec = name.partition("-")[2]
-    keeps = rate_that_keeps(codec, load, wish.every_steps)
-    thinnest = wish.thinnest_bit_s
+    keeps = min_rate_for_period(codec, load, wish.every_steps)
+    thinnest = wish.min_rate_bit_s
     sent = [min(keeps, math.inf if island.rate_bit_s is None else island.rate_bit_s) for island in wish.islands]
     tokens = [island.tokens_per_step for island in wish.islands]
-    return _finished(
+    return _with_totals(
         wish,
         MethodPlan(
             method=name,
-            rates_bit_s={share: rate_for(exchange, load, share) for share in UTILISATIONS},
+            rates_bit_s={share: required_rate(exchange, load, share) for share in UTILISATIONS},
             keeps_h_bit_s=keeps,
             step_s=load.step_s,
             utilisation=1.0,  # a learner never waits for its link
-            effective_h=None if thinnest is None else period_steps(codec, load, wish.every_steps, thinnest),
+            effective_h=None if thinnest is None else effective_period_steps(codec, load, wish.every_steps, thinnest),
             goodput=goodput["decoupled"],
             gb_per_site_day=None if thinnest is None else max(sent) * DAY_S / 8e9,
             tokens_per_s=None
@@ -252,7 +252,7 @@ def _decoupled_row(
     )
 
 
-def _tokens_per_s(wish: PlanWish, step_s: float | None) -> float | None:
+def _tokens_per_s(wish: PlanRequest, step_s: float | None) -> float | None:
     """Of methods in which all islands step together."""
     tokens = [island.tokens_per_step for island in wish.islands]
     if step_s is None or None in tokens:
@@ -260,7 +260,7 @@ def _tokens_per_s(wish: PlanWish, step_s: float | None) -> float | None:
     return sum(each or 0.0 for each in tokens) / step_s
 
 
-def _finished(wish: PlanWish, row: MethodPlan, sent_bit_s: list[float], together_s: float | None) -> MethodPlan:
+def _with_totals(wish: PlanRequest, row: MethodPlan, sent_bit_s: list[float], together_s: float | None) -> MethodPlan:
     """With what the whole budget takes: chips that fail lengthen a run and send nothing meanwhile.
 
     `sent_bit_s` is what sites send while steps take `together_s`, for methods that step together: thin links make those
@@ -282,7 +282,7 @@ def _finished(wish: PlanWish, row: MethodPlan, sent_bit_s: list[float], together
 # ------------------------------------------------------------------------------------------------------------ goodput
 
 
-def _goodputs(wish: PlanWish) -> dict[str, float | None]:
+def _goodputs(wish: PlanRequest) -> dict[str, float | None]:
     """By the fleet simulator, chips alone: exchanges cost nothing here, they are in the utilisation."""
     kinds: tuple[Method, ...] = ("data-parallel", "elastic", "diloco", "streaming", "decoupled")
     if any(island.chips is None or island.mtbf_s is None for island in wish.islands):
@@ -292,10 +292,12 @@ def _goodputs(wish: PlanWish) -> dict[str, float | None]:
     failures_per_s = sum(chips / mtbf_s for _, chips, mtbf_s in known)
     if failures_per_s == 0.0:
         return dict.fromkeys(kinds, 1.0)
-    slowest_s = wish.waiting_load.step_s
+    slowest_s = wish.synchronous_workload.step_s
     fleet = FleetConfig(mtbi_s=total / failures_per_s, slice_chips=wish.slice_chips, step_time_s=slowest_s)
     days = FAILURES_PER_ESTIMATE / failures_per_s / DAY_S
-    barrier = BarrierConfig(wish.every_steps, min(wish.fragments, wish.every_steps), max(1, wish.tau_steps), comm_s=0.0)
+    barrier = BarrierConfig(
+        wish.every_steps, min(wish.fragments, wish.every_steps), max(1, wish.tau_steps), exchange_s=0.0
+    )
     shares: dict[str, float | None] = {}
     for kind in kinds[:-1]:
         learners = len(wish.islands) if kind in ("diloco", "streaming") else 1
@@ -317,7 +319,7 @@ def _goodputs(wish: PlanWish) -> dict[str, float | None]:
 # ----------------------------------------------------------------------------------------------------------- warnings
 
 
-def _warnings(wish: PlanWish, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
+def _warnings(wish: PlanRequest, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
     if wish.params > MEASURED_PARAMS:
         yield (
             f"{wish.params / 1e6:,.0f} M parameters: models trained here had up to {MEASURED_PARAMS / 1e6:g} M"
@@ -333,17 +335,17 @@ def _warnings(wish: PlanWish, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
             f"P = {wish.fragments} fragments in H = {wish.every_steps} steps are several rounds per step, which was not"
             " measured here"
         )
-    yield from _warnings_of_links(wish, rows)
+    yield from _link_warnings(wish, rows)
 
 
-def _warnings_of_links(wish: PlanWish, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
+def _link_warnings(wish: PlanRequest, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
     planned = next(row for row in rows if row.method == f"decoupled-{wish.codec}")
     keeps = planned.keeps_h_bit_s or 0.0
-    load, h = wish.decoupled_load, wish.every_steps
+    load, h = wish.decoupled_workload, wish.every_steps
     for island in wish.islands:
         if island.rate_bit_s is None or island.rate_bit_s >= keeps:
             continue
-        longer = period_steps(wish.codec, load, h, island.rate_bit_s)
+        longer = effective_period_steps(wish.codec, load, h, island.rate_bit_s)
         fix = f"give it {keeps / 1e9:.3g} Gbit/s or a longer H"
         if wire_bits(wish.codec) > wire_bits("int4"):
             fix += ", or take --codec int4"
@@ -353,7 +355,7 @@ def _warnings_of_links(wish: PlanWish, rows: tuple[MethodPlan, ...]) -> Iterator
             f" a fragment comes round every {longer:.0f} steps, not {h}{beyond}; {fix}"
         )
         break  # one is enough: the others would say the same
-    fragment_s = load.params / wish.fragments * wire_bits(wish.codec) * load.factor
+    fragment_s = load.params / wish.fragments * wire_bits(wish.codec) * load.traffic_factor
     for island in wish.islands:
         round_s = 4.0 * island.delay_s + (2.0 * fragment_s / island.rate_bit_s if island.rate_bit_s else 0.0)
         if round_s > wish.tau_steps * load.step_s:
@@ -375,10 +377,10 @@ def _warnings_of_links(wish: PlanWish, rows: tuple[MethodPlan, ...]) -> Iterator
         )
 
 
-def _notes(wish: PlanWish) -> Iterator[str]:
-    exchange, load = exchanges(wish)["decoupled-bf16"]
+def _notes(wish: PlanRequest) -> Iterator[str]:
+    exchange, load = exchange_patterns(wish)["decoupled-bf16"]
     h = wish.every_steps
-    at_95 = period_steps("bf16", load, h, rate_for(exchange, load, 0.95))
+    at_95 = effective_period_steps("bf16", load, h, required_rate(exchange, load, 0.95))
     yield (
         "Rates are per site and direction. Those of decoupled count utilisation as the published table does. A learner"
         f" of Atoll never waits for its link: below the rate that keeps H = {h} its fragments come round less often,"

@@ -4,8 +4,8 @@
     parts/learner-3/001000004.dcp            beside it, where an island of many ranks has dealt out its model
 
 A part is one file of tensors (`durable`), whole or not there, with a digest over every byte and nothing pickled. Its
-note is a JSON object; `_FIELDS` has the names and types. What is dealt out of the inner state is in a folder beside
-the file, written by the ranks (`sharded_parts`) before the file is, which says what belongs to it. The tensors:
+note is a JSON object; `_NOTE_FIELDS` has the names and types. What is dealt out of the inner state is in a folder
+beside the file, written by the ranks (`sharded_parts`) before the file is, which says what belongs to it. The tensors:
 
 | name | what |
 |---|---|
@@ -32,29 +32,29 @@ from xxhash import xxh3_128_hexdigest
 
 from atoll.core.protocol import SnapshotPart
 from atoll.core.types import FragmentId, LearnerId, RunConfig
-from atoll.files import UNFINISHED, atomic_folder, make_folder, write_file
-from atoll.store.tensor_file import read_tensors, reason, tensor_file
+from atoll.files import TEMPORARY_SUFFIX, atomic_folder, make_folder, write_file
+from atoll.store.tensor_file import encode_tensor_file, error_reason, read_tensors
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import Optimizers
-from atoll.tensors.sharding import boxes_of
+from atoll.tensors.sharding import local_boxes
 
 if TYPE_CHECKING:  # it loads torch.distributed.checkpoint, which most learners never need
-    from atoll.store.sharded_parts import Shards, ShardsNote
+    from atoll.store.sharded_parts import ShardedTensors, ShardedTensorsNote
 
-PARTS = "parts"
-KEEP = 4
+PARTS_FOLDER = "parts"
+MAX_PARTS = 4
 """Parts of one learner. One more than a syncer keeps snapshots: the newest part may be of one that never came about."""
 
-MOST_TRIED = 16
+MAX_PARTS_TRIED = 16
 """Files that a search for inner state opens before it gives up."""
 
 FORMAT = 1
 SHARDED_FORMAT = 2
 """With files of ranks beside it. A part that has none is of the first format, which older readers know."""
 
-_FOLDER = re.compile(r"learner-(\d{1,9})")
-_PART = re.compile(r"(\d{9,18})\.safetensors")
-_FIELDS: dict[str, type] = {
+_FOLDER_NAME = re.compile(r"learner-(\d{1,9})")
+_PART_NAME = re.compile(r"(\d{9,18})\.safetensors")
+_NOTE_FIELDS: dict[str, type] = {
     "format": int,
     "run": str,
     "model": str,  # digest of the fingerprint
@@ -68,7 +68,7 @@ _FIELDS: dict[str, type] = {
     "inner": dict,
     "extra": object,  # what the user's hook returned
 }
-_SHARDED_FIELDS = _FIELDS | {"shards": dict}
+_SHARDED_NOTE_FIELDS = _NOTE_FIELDS | {"shards": dict}
 
 
 def fingerprint_digest(fingerprint: Sequence[str]) -> str:
@@ -80,7 +80,7 @@ def fingerprint_digest(fingerprint: Sequence[str]) -> str:
 
 
 def part_path(run: Path, learner: LearnerId, snapshot: int) -> Path:
-    return run / PARTS / f"learner-{learner}" / f"{snapshot:09d}.safetensors"
+    return run / PARTS_FOLDER / f"learner-{learner}" / f"{snapshot:09d}.safetensors"
 
 
 def shards_path(part: Path) -> Path:
@@ -109,16 +109,16 @@ class FragmentCopy(NamedTuple):
     release: Callable[[], None]
 
 
-class TakenPart(NamedTuple):
+class PartCopy(NamedTuple):
     """A part as it was copied at the step boundary: shared with nothing that still moves."""
 
     model: list[FragmentCopy]
-    inner: optimizer_state.Taken
+    optimizer_state: optimizer_state.OptimizerStateCopy
     rng: dict[str, Tensor]
     extra: str  # JSON
 
 
-def take_rng() -> dict[str, Tensor]:
+def get_rng_states() -> dict[str, Tensor]:
     """Torch's generators of this process."""
     rng = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def take_rng() -> dict[str, Tensor]:
 
 
 def write_part(
-    run: Path, config: RunConfig, learner: LearnerId, incarnation: int, part: SnapshotPart, taken: TakenPart
+    run: Path, config: RunConfig, learner: LearnerId, incarnation: int, part: SnapshotPart, taken: PartCopy
 ) -> Path:
     """In the background: make it durable, then remove the oldest. Raises OSError with the file's name."""
     try:
@@ -138,10 +138,12 @@ def write_part(
             tensors[f"model.{copy.fragment:03d}"] = copy.tensor
         path = part_path(run, learner, part.snapshot)
         make_folder(path.parent)
-        _remove(path.parent, keep=KEEP - 1)  # before: on a disk that is nearly full the old one makes the room
-        inner, shards = _written_by_ranks(path, taken.inner)
-        inner = optimizer_state.whole(inner)
-        tensors |= {f"inner.{name}": tensor for name, tensor in inner.tensors.items()} | inner.beside
+        _remove_old_parts(
+            path.parent, keep=MAX_PARTS - 1
+        )  # before: on a disk that is nearly full the old one makes the room
+        inner, shards = _write_rank_files(path, taken.optimizer_state)
+        inner = optimizer_state.gather_state(inner)
+        tensors |= {f"inner.{name}": tensor for name, tensor in inner.tensors.items()} | inner.other_ranks_tensors
         note = {
             "format": FORMAT if shards is None else SHARDED_FORMAT,
             "run": config.run_id,
@@ -153,50 +155,52 @@ def write_part(
             "trained": part.trained,
             "versions": list(part.versions),
             "saved_at": time.time(),
-            "inner": inner.about,
+            "inner": inner.metadata,
             "extra": json.loads(taken.extra),
         }
         if shards is not None:
             note["shards"] = shards
-        write_file(path, tensor_file(json.dumps(note, separators=(",", ":")), tensors))
+        write_file(path, encode_tensor_file(json.dumps(note, separators=(",", ":")), tensors))
         return path
     finally:
         for copy in taken.model:
             copy.release()
 
 
-def _written_by_ranks(path: Path, taken: optimizer_state.Taken) -> tuple[optimizer_state.Taken, ShardsNote | None]:
+def _write_rank_files(
+    path: Path, taken: optimizer_state.OptimizerStateCopy
+) -> tuple[optimizer_state.OptimizerStateCopy, ShardedTensorsNote | None]:
     """Let all ranks write what is sharded; return the rest of it, and the note of the files.
 
     None: nothing is sharded, or not all ranks see this folder, and everything has to be gathered here.
     """
-    if taken.spread is None or not taken.parts:
+    if taken.write_shards is None or not taken.parts:
         return taken, None
     from atoll.store import sharded_parts
 
     try:
         with atomic_folder(shards_path(path)) as folder:
-            notes = taken.spread(taken, folder)
+            notes = taken.write_shards(taken, folder)
             if notes is None:
                 raise _NotSharedError
-            shards = sharded_parts.joined(notes)
-            sharded_parts.finish(folder, shards)
+            shards = sharded_parts.merge_notes(notes)
+            sharded_parts.write_dcp_metadata(folder, shards)
     except _NotSharedError:
         return taken, None
     left = {number: tensor for number, tensor in taken.tensors.items() if number not in taken.parts}
-    return taken._replace(tensors=left, parts={}, spread=None), shards
+    return taken._replace(tensors=left, parts={}, write_shards=None), shards
 
 
 class _NotSharedError(Exception):
     """Not all ranks see the folder of the parts."""
 
 
-def _remove(folder: Path, keep: int) -> None:
+def _remove_old_parts(folder: Path, keep: int) -> None:
     """Remove all but the newest, and what a killed process left half-written. After an error the rest stays for now."""
-    listed = _numbered(folder, _PART)
+    listed = _list_numbered(folder, _PART_NAME)
     kept = {shards_path(path) for _, path in listed[-keep:]}
     old = [path for _, path in listed[:-keep]]  # before the files of their ranks, which alone are of no use
-    for path in [*folder.glob(f".*{UNFINISHED}"), *old, *(set(folder.glob("*.dcp")) - kept)]:
+    for path in [*folder.glob(f".*{TEMPORARY_SUFFIX}"), *old, *(set(folder.glob("*.dcp")) - kept)]:
         try:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -211,13 +215,13 @@ def _remove(folder: Path, keep: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LearnerPart:
     """A part that was read whole and found undamaged."""
 
     path: Path
     note: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    shards: Shards | None = None  # what is in files of ranks beside it
+    shards: ShardedTensors | None = None  # what is in files of ranks beside it
 
     @property
     def learner(self) -> int:
@@ -231,37 +235,37 @@ class Part:
     def extra(self) -> Any:
         return self.note["extra"]
 
-    def inner_tensors(self) -> Mapping[str, Tensor]:
+    def optimizer_tensors(self) -> Mapping[str, Tensor]:
         """Whole. Those that are in files of ranks are read when they are asked for."""
-        here = self.inner_here()
+        here = self.local_optimizer_tensors()
         if self.shards is None:
             return here
-        from atoll.store.sharded_parts import WholeTensors
+        from atoll.store.sharded_parts import LazyWholeTensors
 
-        return WholeTensors(here, self.shards)
+        return LazyWholeTensors(here, self.shards)
 
-    def inner_here(self) -> dict[str, Tensor]:
+    def local_optimizer_tensors(self) -> dict[str, Tensor]:
         return {name.removeprefix("inner."): t for name, t in self.tensors.items() if name.startswith("inner.")}
 
-    def prepare(self, optimizers: Optimizers, model: nn.Module) -> optimizer_state.Prepared:
+    def prepare(self, optimizers: Optimizers, model: nn.Module) -> optimizer_state.PreparedState:
         """Return its inner state for these optimizers. Reads only what this process holds. Raises ValueError where it
         does not fit."""
         about = self.note["inner"]
         if self.shards is None:
-            return optimizer_state.prepare(about, self.inner_here(), optimizers, model)
-        from atoll.store.sharded_parts import for_rank
+            return optimizer_state.prepare(about, self.local_optimizer_tensors(), optimizers, model)
+        from atoll.store.sharded_parts import load_for_rank
 
-        tensors = for_rank(about, self.inner_here(), self.shards, boxes_of(model))
-        return optimizer_state.prepare(about, tensors, optimizers, model, cut=True)
+        tensors = load_for_rank(about, self.local_optimizer_tensors(), self.shards, local_boxes(model))
+        return optimizer_state.prepare(about, tensors, optimizers, model, is_local_part=True)
 
-    def rng_of(self, rank: int) -> dict[str, Tensor]:
+    def rng_states(self, rank: int) -> dict[str, Tensor]:
         """Generators of one rank of the island; empty where the island had fewer ranks then."""
         begin = f"rank{rank}." if rank else ""
         names = [name.removeprefix(begin) for name in self.tensors if name.startswith(f"{begin}rng.")]
         return {name: self.tensors[begin + name] for name in names}
 
 
-def set_rng(states: Mapping[str, Tensor]) -> None:
+def set_rng_states(states: Mapping[str, Tensor]) -> None:
     """Torch draws on as the process would have; devices that are not here keep their own."""
     if "rng.cpu" in states:
         torch.set_rng_state(states["rng.cpu"])
@@ -272,44 +276,51 @@ def set_rng(states: Mapping[str, Tensor]) -> None:
                 torch.cuda.set_rng_state(state, device)
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> LearnerPart:
     """Raises OSError, or ValueError with what is wrong with the file."""
     text, tensors = read_tensors(path)
     note = json.loads(text)
-    fields = {FORMAT: _FIELDS, SHARDED_FORMAT: _SHARDED_FIELDS}.get(note.get("format")) if _is_note(note) else None
+    fields = (
+        {FORMAT: _NOTE_FIELDS, SHARDED_FORMAT: _SHARDED_NOTE_FIELDS}.get(note.get("format"))
+        if _is_valid_note(note)
+        else None
+    )
     if fields is None or note.keys() != fields.keys():
         raise ValueError("not the part of a learner, or of another version of Atoll")
     for name, kind in fields.items():
         if not isinstance(note[name], kind) or (isinstance(note[name], bool) and kind is int):
             raise ValueError(f"holds {note[name]!r:.60} as {name}")
-    if fields is _FIELDS:
-        return Part(path, note, tensors)
-    from atoll.store.sharded_parts import Shards, check_note
+    if fields is _NOTE_FIELDS:
+        return LearnerPart(path, note, tensors)
+    from atoll.store.sharded_parts import ShardedTensors, check_note
 
-    shards = Shards(shards_path(path), check_note(note["shards"]))
+    shards = ShardedTensors(shards_path(path), check_note(note["shards"]))
     shards.check_sizes()
-    return Part(path, note, tensors, shards)
+    return LearnerPart(path, note, tensors, shards)
 
 
-def _is_note(value: Any) -> bool:
+def _is_valid_note(value: Any) -> bool:
     return isinstance(value, dict) and type(value.get("format")) is int
 
 
 def list_parts(run: Path) -> dict[LearnerId, list[int]]:
     """Snapshots of which each learner has a part here, oldest first. Nothing is read."""
-    found = {learner: _numbered(folder, _PART) for learner, folder in _numbered(run / PARTS, _FOLDER)}
+    found = {
+        learner: _list_numbered(folder, _PART_NAME)
+        for learner, folder in _list_numbered(run / PARTS_FOLDER, _FOLDER_NAME)
+    }
     return {learner: [number for number, _ in parts] for learner, parts in found.items() if parts}
 
 
-def find_inner_state(
+def find_optimizer_state(
     run: Path,
     config: RunConfig,
     learner: LearnerId,
     optimizers: Optimizers,
     model: nn.Module,
-    say: Callable[[str], None],
-    others: Callable[[Part], None] = lambda part: None,
-) -> tuple[Part, optimizer_state.Prepared] | None:
+    log: Callable[[str], None],
+    check_other_ranks: Callable[[LearnerPart], None] = lambda part: None,
+) -> tuple[LearnerPart, optimizer_state.PreparedState] | None:
     """The newest part of this run that is whole and fits: the learner's own, or else another's. None: there is none.
 
     What is damaged or does not fit is said, and the next older one is tried. `others`: the other ranks of the island,
@@ -317,8 +328,8 @@ def find_inner_state(
     """
     wanted = fingerprint_digest(config.fingerprint)
     for tried, path in enumerate(_candidates(run, learner)):
-        if tried >= MOST_TRIED:
-            say(f"none of the newest {MOST_TRIED} parts in {run / PARTS} is of use")
+        if tried >= MAX_PARTS_TRIED:
+            log(f"none of the newest {MAX_PARTS_TRIED} parts in {run / PARTS_FOLDER} is of use")
             return None
         try:
             part = read_part(path)
@@ -327,22 +338,25 @@ def find_inner_state(
             if part.note["model"] != wanted:
                 raise ValueError("is of another model")
             prepared = part.prepare(optimizers, model)
-            others(part)
+            check_other_ranks(part)
             return part, prepared
         except (OSError, ValueError) as error:
-            say(f"{path}: {reason(error)}; trying an older one")
+            log(f"{path}: {error_reason(error)}; trying an older one")
     return None
 
 
 def _candidates(run: Path, learner: LearnerId) -> Iterator[Path]:
     """Its own, newest first; then those of others, the newest snapshot first, in the order of their numbers."""
-    listed = {number: _numbered(folder, _PART) for number, folder in _numbered(run / PARTS, _FOLDER)}
+    listed = {
+        number: _list_numbered(folder, _PART_NAME)
+        for number, folder in _list_numbered(run / PARTS_FOLDER, _FOLDER_NAME)
+    }
     yield from (path for _, path in reversed(listed.pop(learner, [])))
     others = [(-snapshot, number, path) for number, parts in listed.items() for snapshot, path in parts]
     yield from (path for _, _, path in sorted(others))
 
 
-def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+def _list_numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     """Return the entries of a folder whose names match, in the order of their numbers; none where it is missing."""
     try:
         names = os.listdir(folder)

@@ -22,7 +22,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from atoll.store.tensor_file import tensor_layout
+from atoll.store.tensor_file import make_tensor_layout
 from atoll.tensors import optimizer_state
 
 
@@ -52,15 +52,15 @@ class StateFile:
         path = f"/proc/self/fd/{self._handle}" if self._handle is not None else ""
         if not os.path.exists(path):  # in memory, or on a system whose open files have no names either
             return optimizer_state.read(self.view)
-        about = optimizer_state.read_about(self.view)
+        about = optimizer_state.read_metadata(self.view)
         try:
             file = safetensors.safe_open(path, "pt")
         except (safetensors.SafetensorError, OSError) as wrong:
             raise ValueError(f"the inner state is no safetensors file of ours: {wrong}") from None
-        return about, _Tensors(file)
+        return about, _LazyTensors(file)
 
 
-class _Tensors(Mapping[str, Tensor]):
+class _LazyTensors(Mapping[str, Tensor]):
     def __init__(self, file: Any) -> None:
         self._file = file
         self._names = frozenset(file.keys())
@@ -81,18 +81,18 @@ class _Tensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def packed(taken: optimizer_state.Taken, folder: Path | None) -> StateFile:
-    """What `inner_state.pack_taken` makes, put together in the file. In an island of many ranks it waits for them."""
+def pack_to_file(taken: optimizer_state.OptimizerStateCopy, folder: Path | None) -> StateFile:
+    """What `inner_state.pack_copy` makes, put together in the file. In an island of many ranks it waits for them."""
     taken.wait()
     kinds = {
         number: (tensor.dtype, taken.parts[number].sizes if number in taken.parts else tuple(tensor.shape))
         for number, tensor in taken.tensors.items()
     }
-    head, begins, size = tensor_layout({"atoll": json.dumps(taken.about, separators=(",", ":"))}, kinds)
+    head, begins, size = make_tensor_layout({"atoll": json.dumps(taken.metadata, separators=(",", ":"))}, kinds)
     file = StateFile(size, folder)
     file.view[: len(head)] = head
     rooms = {number: file.tensor(begins[number], *kind) for number, kind in kinds.items()}
-    whole = optimizer_state.whole(taken, rooms)
+    whole = optimizer_state.gather_state(taken, rooms)
     for number, tensor in whole.tensors.items():
         if tensor is not rooms[number]:
             rooms[number].copy_(tensor)

@@ -14,14 +14,14 @@ from atoll.tape.format import TapeError, decode, encode
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.settings import Numerics
 
-PROTOCOL = 2
+PROTOCOL_VERSION = 2
 """Of the paths and what is said on them. Sides with different numbers do not understand each other."""
 
 
-MOST_SHARDS = 256
+MAX_SHARDS = 256
 
 
-def start_anew(directory: str) -> str:
+def new_run_advice(directory: str) -> str:
     """Say what to do where the run in this directory of the syncer has another model than the learner."""
     return (
         f"the model of the run is in {directory} at the syncer: build the same model, or stop that syncer and start a"
@@ -40,19 +40,19 @@ class RunSettings:
     founded_at: float = field(default_factory=time.time)  # seconds of the Unix epoch; the run's clock starts there
     shards: int = 0  # processes that hold the fragments, p in p % shards; 0: the syncer itself does
 
-    def resumed(self, kept: RunSettings) -> RunSettings:
+    def with_stored(self, stored: RunSettings) -> RunSettings:
         """What the directory holds decides; only the budget may be another one than before."""
-        tokens = self.config.budget_tokens if self.config.budget_tokens is not None else kept.config.budget_tokens
-        merges = self.config.budget_merges if self.config.budget_merges is not None else kept.config.budget_merges
-        return replace(kept, config=replace(kept.config, budget_tokens=tokens, budget_merges=merges))
+        tokens = self.config.budget_tokens if self.config.budget_tokens is not None else stored.config.budget_tokens
+        merges = self.config.budget_merges if self.config.budget_merges is not None else stored.config.budget_merges
+        return replace(stored, config=replace(stored.config, budget_tokens=tokens, budget_merges=merges))
 
     def to_json(self) -> dict[str, Any]:
-        return self.told() | {"plan": self.plan.to_json() if self.plan is not None else None}
+        return self.to_learner_json() | {"plan": self.plan.to_json() if self.plan is not None else None}
 
-    def told(self) -> dict[str, Any]:
+    def to_learner_json(self) -> dict[str, Any]:
         """What a learner is told. It makes the plan from its own model, so the plan is not part of it."""
         return {
-            "protocol": PROTOCOL,
+            "protocol": PROTOCOL_VERSION,
             "config": json.loads(encode(self.config)),
             "numerics": self.numerics.to_json(),
             "extra": dict(self.extra),
@@ -65,8 +65,10 @@ class RunSettings:
     def from_json(cls, raw: object) -> RunSettings:
         if not isinstance(raw, Mapping):
             raise ValueError("the settings of a run are a JSON object")
-        if raw.get("protocol") != PROTOCOL:
-            raise ValueError(f"this run speaks protocol {raw.get('protocol')}, this Atoll {PROTOCOL}: use one version")
+        if raw.get("protocol") != PROTOCOL_VERSION:
+            raise ValueError(
+                f"this run speaks protocol {raw.get('protocol')}, this Atoll {PROTOCOL_VERSION}: use one version"
+            )
         try:
             config = decode(json.dumps(raw.get("config")))
         except TapeError as wrong:
@@ -78,8 +80,8 @@ class RunSettings:
             raise ValueError("the settings of the run lack founded_at or extra")
         assert isinstance(founded_at, int | float)
         shards = raw.get("shards")
-        if type(shards) is not int or not 0 <= shards <= MOST_SHARDS:
-            raise ValueError(f"the settings of the run say {shards!r} shards; 0 to {MOST_SHARDS} are possible")
+        if type(shards) is not int or not 0 <= shards <= MAX_SHARDS:
+            raise ValueError(f"the settings of the run say {shards!r} shards; 0 to {MAX_SHARDS} are possible")
         return cls(
             config,
             Numerics.from_json(raw.get("numerics")),
@@ -90,11 +92,11 @@ class RunSettings:
         )
 
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 """The settings of the job in a run's directory. A run is known by this file."""
 
 
-def check_new(run: Path) -> None:
+def check_is_new_run(run: Path) -> None:
     """Refuse a directory that is not empty: a run is never written over."""
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(
@@ -112,8 +114,8 @@ class RunClock:
         self._offset = time.time() - founded_at - time.monotonic()
 
     def now(self) -> float:
-        return self.at(time.monotonic())
+        return self.from_monotonic(time.monotonic())
 
-    def at(self, monotonic_s: float) -> float:
+    def from_monotonic(self, monotonic_s: float) -> float:
         """A moment of the monotonic clock on the run's clock."""
         return monotonic_s + self._offset

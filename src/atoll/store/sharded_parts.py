@@ -48,9 +48,9 @@ from atoll.store.tensor_file import DamageError
 from atoll.tensors import optimizer_state
 from atoll.tensors.sharding import Box, Boxes
 
-_PIECE_BYTES = 2**22
+_READ_CHUNK_BYTES = 2**22
 
-ShardsNote = Mapping[str, Any]
+ShardedTensorsNote = Mapping[str, Any]
 """`tensors`: name to `[dtype, shape]` of the whole. `files`: name to bytes, digest and `chunks`, each of which is
 `[tensor, offset, shape, where it begins in the file, bytes]`."""
 
@@ -59,7 +59,7 @@ ShardsNote = Mapping[str, Any]
 # Writing
 
 
-class _Copies(DefaultSavePlanner):
+class _CopySavePlanner(DefaultSavePlanner):
     """What was copied at the step boundary. Plans are made here and not by the planner: nobody is asked."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -70,12 +70,14 @@ class _Copies(DefaultSavePlanner):
         return self._tensors[write_item.index.fqn]
 
 
-def write_shard(folder: Path, rank: int, taken: optimizer_state.Taken, mine: Collection[str]) -> ShardsNote:
+def write_rank_file(
+    folder: Path, rank: int, taken: optimizer_state.OptimizerStateCopy, mine: Collection[str]
+) -> ShardedTensorsNote:
     """Make durable what this rank owns of the sharded tensors. Returns the note of it. Raises OSError."""
     taken.wait()
-    names = optimizer_state.named_numbers(taken.about)
+    names = optimizer_state.tensor_owners(taken.metadata)
     items = [
-        _item(number, part, taken.tensors[number].dtype)
+        _write_item(number, part, taken.tensors[number].dtype)
         for number, part in taken.parts.items()
         if names[number].parameter in mine
     ]
@@ -84,9 +86,11 @@ def write_shard(folder: Path, rank: int, taken: optimizer_state.Taken, mine: Col
         return note
     try:
         writer = FileSystemWriter(folder, sync_files=True)
-        written = writer.write_data(SavePlan(items, _StoragePrefix(f"__{rank}_")), _Copies(taken.tensors)).wait()
+        written = writer.write_data(
+            SavePlan(items, _StoragePrefix(f"__{rank}_")), _CopySavePlanner(taken.tensors)
+        ).wait()
     except RuntimeError as wrong:  # torch.save says "unexpected pos" where the disk is full
-        raise _cause(wrong, folder) from wrong
+        raise _find_os_error(wrong, folder) from wrong
     for result in written:
         number, where = result.index.fqn, result.storage_data
         dtype = str(taken.tensors[number].dtype)
@@ -95,17 +99,17 @@ def write_shard(folder: Path, rank: int, taken: optimizer_state.Taken, mine: Col
         chunk = [number, list(box.offset), list(box.shape), where.offset, where.length]
         note["files"].setdefault(where.relative_path, {"chunks": []})["chunks"].append(chunk)
     for name, file in note["files"].items():
-        file["bytes"], file["digest"] = digest_of(folder / name)
+        file["bytes"], file["digest"] = file_digest(folder / name)
     return note
 
 
-def _item(number: str, part: optimizer_state.StatePart, dtype: torch.dtype) -> WriteItem:
+def _write_item(number: str, part: optimizer_state.StatePart, dtype: torch.dtype) -> WriteItem:
     offset, shape = torch.Size(part.box.offset), torch.Size(part.box.shape)
     data = TensorWriteData(ChunkStorageMetadata(offset, shape), TensorProperties(dtype), torch.Size(part.sizes))
     return WriteItem(MetadataIndex(number, offset), WriteItemType.SHARD, tensor_data=data)
 
 
-def _cause(wrong: RuntimeError, folder: Path) -> Exception:
+def _find_os_error(wrong: RuntimeError, folder: Path) -> Exception:
     found: BaseException | None = wrong
     while found is not None:
         if isinstance(found, OSError):
@@ -114,7 +118,7 @@ def _cause(wrong: RuntimeError, folder: Path) -> Exception:
     return wrong
 
 
-def joined(notes: Collection[ShardsNote]) -> ShardsNote:
+def merge_notes(notes: Collection[ShardedTensorsNote]) -> ShardedTensorsNote:
     """Of all ranks. Raises ValueError where they do not make the whole of every tensor."""
     tensors = {number: about for note in notes for number, about in note["tensors"].items()}
     files = {name: file for note in notes for name, file in note["files"].items()}
@@ -125,17 +129,17 @@ def joined(notes: Collection[ShardsNote]) -> ShardsNote:
     return {"tensors": tensors, "files": files}
 
 
-def finish(folder: Path, shards: ShardsNote) -> None:
+def write_dcp_metadata(folder: Path, shards: ShardedTensorsNote) -> None:
     """Write the metadata, when all ranks have written their files."""
-    results = [WriteResult(index, info.length, info) for index, info in _storage(shards).items()]
-    FileSystemWriter(folder, sync_files=True).finish(Metadata(_described(shards)), [results])
+    results = [WriteResult(index, info.length, info) for index, info in _storage_infos(shards).items()]
+    FileSystemWriter(folder, sync_files=True).finish(Metadata(_tensor_metadata(shards)), [results])
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Reading
 
 
-def _described(shards: ShardsNote) -> dict[str, Any]:
+def _tensor_metadata(shards: ShardedTensorsNote) -> dict[str, Any]:
     found: dict[str, Any] = {
         number: TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(sizes), [])
         for number, (dtype, sizes) in shards["tensors"].items()
@@ -146,7 +150,7 @@ def _described(shards: ShardsNote) -> dict[str, Any]:
     return found
 
 
-def _storage(shards: ShardsNote) -> dict[MetadataIndex, _StorageInfo]:
+def _storage_infos(shards: ShardedTensorsNote) -> dict[MetadataIndex, _StorageInfo]:
     return {
         MetadataIndex(number, offset): _StorageInfo(name, begin, length)
         for name, file in shards["files"].items()
@@ -154,7 +158,7 @@ def _storage(shards: ShardsNote) -> dict[MetadataIndex, _StorageInfo]:
     }
 
 
-class _Boxes(DefaultLoadPlanner):
+class _BoxLoadPlanner(DefaultLoadPlanner):
     """What is loaded are plain tensors, each with the box that it is of the whole."""
 
     def __init__(self, boxes: Mapping[str, Box]) -> None:
@@ -178,17 +182,17 @@ class _Boxes(DefaultLoadPlanner):
         return tensor
 
 
-class _Reader(FileSystemReader):
+class _VerifyingReader(FileSystemReader):
     """By the note, and only from files that are as they were written."""
 
-    def __init__(self, folder: Path, shards: ShardsNote, checked: set[str]) -> None:
+    def __init__(self, folder: Path, shards: ShardedTensorsNote, checked: set[str]) -> None:
         super().__init__(folder)
         self._folder = folder
         self._shards = shards
         self._checked = checked
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(_described(self._shards), storage_data=_storage(self._shards))
+        return Metadata(_tensor_metadata(self._shards), storage_data=_storage_infos(self._shards))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
@@ -198,10 +202,10 @@ class _Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
-class Shards:
+class ShardedTensors:
     """The sharded tensors of a part, on disk."""
 
-    def __init__(self, folder: Path, note: ShardsNote) -> None:
+    def __init__(self, folder: Path, note: ShardedTensorsNote) -> None:
         self.folder = folder
         self.note = note
         self._checked: set[str] = set()  # files whose bytes were compared
@@ -214,14 +218,14 @@ class Shards:
             dtype, sizes = self.note["tensors"][number]
             wanted[number] = box if box is not None else Box((0,) * len(sizes), tuple(sizes))
             state[number] = torch.empty(wanted[number].shape, dtype=getattr(torch, dtype))
-        reader, planner = _Reader(self.folder, self.note, self._checked), _Boxes(wanted)
+        reader, planner = _VerifyingReader(self.folder, self.note, self._checked), _BoxLoadPlanner(wanted)
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         return state
 
-    def check_all(self) -> None:
+    def verify_digests(self) -> None:
         """Every byte of every file."""
         for name in self.note["files"]:
             check_file(self.folder, name, self.note)
@@ -233,19 +237,21 @@ class Shards:
             _check_size(self.folder / name, file["bytes"])
 
 
-def for_rank(about: Mapping[str, Any], here: Mapping[str, Tensor], shards: Shards, boxes: Boxes) -> dict[str, Tensor]:
+def load_for_rank(
+    about: Mapping[str, Any], here: Mapping[str, Tensor], shards: ShardedTensors, boxes: Boxes
+) -> dict[str, Tensor]:
     """Of all tensors of inner state what a rank with these boxes needs: of those that are here, and from disk."""
     try:
-        names = optimizer_state.named_numbers(about)
+        names = optimizer_state.tensor_owners(about)
         sizes = {number: tuple(about["parameters"][name]["shape"]) for number, (name, _) in names.items()}
         wanted = {
-            number: optimizer_state.box_for(
+            number: optimizer_state.part_box(
                 tuple(shape), names[number].is_complex, sizes[number], boxes.get(names[number].parameter)
             )
             for number, (_, shape) in shards.note["tensors"].items()
         }
         found = {
-            number: optimizer_state.part_for(
+            number: optimizer_state.extract_part(
                 tensor, names[number].is_complex, sizes[number], boxes.get(names[number][0])
             )
             for number, tensor in here.items()
@@ -255,11 +261,11 @@ def for_rank(about: Mapping[str, Any], here: Mapping[str, Tensor], shards: Shard
     return found | shards.load(wanted)
 
 
-class WholeTensors(Mapping[str, Tensor]):
+class LazyWholeTensors(Mapping[str, Tensor]):
     """Tensors by their numbers, of which those that are on disk are read when they are asked for, each time anew: one
     after the other, nobody holds more than one of them."""
 
-    def __init__(self, here: Mapping[str, Tensor], shards: Shards) -> None:
+    def __init__(self, here: Mapping[str, Tensor], shards: ShardedTensors) -> None:
         self._here = here
         self._shards = shards
 
@@ -278,8 +284,8 @@ class WholeTensors(Mapping[str, Tensor]):
         return len(self._here) + len(self._shards.note["tensors"])
 
 
-def check_note(note: Any) -> ShardsNote:
-    """What a file says about others. Raises ValueError where it is not what `write_shard` says."""
+def check_note(note: Any) -> ShardedTensorsNote:
+    """What a file says about others. Raises ValueError where it is not what `write_rank_file` says."""
     try:
         for dtype, sizes in note["tensors"].values():
             if not isinstance(getattr(torch, dtype), torch.dtype) or not all(type(size) is int for size in sizes):
@@ -293,7 +299,7 @@ def check_note(note: Any) -> ShardsNote:
                     raise ValueError(f"rows of tensor {number!r:.20} that it does not have")
     except (KeyError, TypeError, AttributeError, ValueError) as wrong:
         raise ValueError(f"what it says about the files of its ranks cannot be read: {wrong}") from None
-    checked: ShardsNote = note
+    checked: ShardedTensorsNote = note
     return checked
 
 
@@ -301,9 +307,9 @@ def check_note(note: Any) -> ShardsNote:
 # Files
 
 
-def digest_of(path: Path) -> tuple[int, str]:
+def file_digest(path: Path) -> tuple[int, str]:
     """How many bytes a file has, and their digest."""
-    state, size, piece = xxh3_128(), 0, bytearray(_PIECE_BYTES)
+    state, size, piece = xxh3_128(), 0, bytearray(_READ_CHUNK_BYTES)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(piece):
             state.update(memoryview(piece)[:count])
@@ -311,10 +317,10 @@ def digest_of(path: Path) -> tuple[int, str]:
     return size, state.hexdigest()
 
 
-def check_file(folder: Path, name: str, shards: ShardsNote) -> None:
+def check_file(folder: Path, name: str, shards: ShardedTensorsNote) -> None:
     file = shards["files"][name]
     _check_size(folder / name, file["bytes"])
-    if digest_of(folder / name) != (file["bytes"], file["digest"]):
+    if file_digest(folder / name) != (file["bytes"], file["digest"]):
         raise DamageError(f"the digest of {name} is wrong: it was damaged or changed after it was written")
 
 
@@ -327,9 +333,9 @@ def _check_size(path: Path, size: int) -> None:
         raise DamageError(f"{path.parent.name}/{path.name} has {found} of {size} bytes: it is cut short, or another")
 
 
-def copy_shards(source: Shards, target: Path) -> None:
+def link_shard_files(source: ShardedTensors, target: Path) -> None:
     """Give all files second names in a new folder, which is whole or not there. Raises where one is damaged."""
-    source.check_all()
+    source.verify_digests()
     with atomic_folder(target) as folder:
         for path in sorted(source.folder.iterdir()):
             link_or_copy(path, folder / path.name)

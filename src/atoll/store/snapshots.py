@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 from atoll.core.protocol import SnapshotRecord
 from atoll.core.types import FragmentId
 from atoll.store.learner_parts import part_bytes, part_path
-from atoll.store.version_store import RECORD, StoreDamaged, complete_snapshots, snapshot_folder, snapshot_record
+from atoll.store.version_store import (
+    RECORD_FILE,
+    StoreDamagedError,
+    list_complete_snapshots,
+    read_snapshot_record,
+    snapshot_folder,
+)
 
-STORE = "store"
-SHARDS = "shards"
+STORE_FOLDER = "store"
+SHARDS_FOLDER = "shards"
 """Directories of the shards that `atoll train` has started, by their numbers."""
 
 
@@ -52,30 +58,32 @@ class SnapshotInfo(NamedTuple):
 
 def list_snapshots(run: Path) -> list[SnapshotInfo]:
     """Oldest first. One whose record is damaged is listed with what is wrong."""
-    found = [snapshot_info(run, number) for number in complete_snapshots(run / STORE)]
+    found = [read_snapshot_info(run, number) for number in list_complete_snapshots(run / STORE_FOLDER)]
     return [info for info in found if info is not None]
 
 
-def stores_of(run: Path) -> list[Path]:
+def list_stores(run: Path) -> list[Path]:
     """The syncer's, and those of shards that are here."""
-    return [run / STORE, *sorted((run / SHARDS).glob(f"*/{STORE}"))]
+    return [run / STORE_FOLDER, *sorted((run / SHARDS_FOLDER).glob(f"*/{STORE_FOLDER}"))]
 
 
-def version_of_snapshot(run: Path, number: int, p: FragmentId) -> Path:
+def snapshot_version_path(run: Path, number: int, p: FragmentId) -> Path:
     """Where the version of a fragment is that belongs to a snapshot; where it should be, if it is nowhere."""
-    names = [snapshot_folder(store, number) / f"{p:03d}.safetensors" for store in stores_of(run)]
+    names = [snapshot_folder(store, number) / f"{p:03d}.safetensors" for store in list_stores(run)]
     return next((name for name in names if name.exists()), names[0])
 
 
-def snapshot_info(run: Path, number: int) -> SnapshotInfo | None:
+def read_snapshot_info(run: Path, number: int) -> SnapshotInfo | None:
     """None: there is no such snapshot, or it is not complete."""
     record, problem = None, ""
     try:
-        saved_at = (snapshot_folder(run / STORE, number) / RECORD).stat().st_mtime
-        size = sum(file.stat().st_size for store in stores_of(run) for file in snapshot_folder(store, number).glob("*"))
-        record = snapshot_record(run / STORE, number)
+        saved_at = (snapshot_folder(run / STORE_FOLDER, number) / RECORD_FILE).stat().st_mtime
+        size = sum(
+            file.stat().st_size for store in list_stores(run) for file in snapshot_folder(store, number).glob("*")
+        )
+        record = read_snapshot_record(run / STORE_FOLDER, number)
     except FileNotFoundError:
         return None
-    except StoreDamaged as error:
-        problem = f"{error.path}: {error.what}"
+    except StoreDamagedError as error:
+        problem = f"{error.path}: {error.problem}"
     return SnapshotInfo(number, saved_at, size, record, problem) if record or problem else None

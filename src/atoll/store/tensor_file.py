@@ -22,12 +22,12 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _DIGEST_DIGITS = 32
-_NO_DIGEST = b"0" * _DIGEST_DIGITS
+_ZERO_DIGEST = b"0" * _DIGEST_DIGITS
 _ALIGNMENT = 64
 
-_SMALL = (b'{"digest":"', b'","value":', b"}\n")
+_SMALL_FILE_PARTS = (b'{"digest":"', b'","value":', b"}\n")
 _TENSORS_START = b'{"__metadata__":{"digest":"'
-_DIGEST_AT = 8 + len(_TENSORS_START)
+_DIGEST_OFFSET = 8 + len(_TENSORS_START)
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -49,21 +49,21 @@ _DTYPES: dict[torch.dtype, str] = {
 _DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
-class StoreDamaged(ValueError):  # noqa: N818 - the name of a fact, as the user reads it
+class StoreDamagedError(ValueError):
     """A file that is not what was written. The sentence names the file and what can be done."""
 
     def __init__(self, path: Path, what: str, advice: str) -> None:
         super().__init__(f"{path}: {what}; {advice}")
         self.path = path
-        self.what = what
+        self.problem = what
         self.advice = advice
 
 
 class DamageError(ValueError):
-    """What is wrong inside of a file; the caller that knows the file makes a `StoreDamaged` of it."""
+    """What is wrong inside of a file; the caller that knows the file makes a `StoreDamagedError` of it."""
 
 
-def reason(error: OSError | ValueError) -> str:
+def error_reason(error: OSError | ValueError) -> str:
     """Return what is wrong with a file, without its name."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
@@ -72,16 +72,16 @@ def reason(error: OSError | ValueError) -> str:
 # Small files
 
 
-def small_file(value: str) -> list[bytes]:
+def encode_small_file(value: str) -> list[bytes]:
     """A small file that holds this JSON."""
     text = value.encode("utf-8")
-    first, middle, last = _SMALL
+    first, middle, last = _SMALL_FILE_PARTS
     return [first + xxh3_128_hexdigest(text).encode() + middle + text + last]
 
 
-def small_file_text(data: bytes) -> str:
+def decode_small_file(data: bytes) -> str:
     """The JSON of a small file, as it was written."""
-    first, middle, last = _SMALL
+    first, middle, last = _SMALL_FILE_PARTS
     head = len(first) + _DIGEST_DIGITS
     if not data:
         raise DamageError("the file is empty")
@@ -100,14 +100,16 @@ def small_file_text(data: bytes) -> str:
 class TensorLayout(NamedTuple):
     """Where the parts of a safetensors file are."""
 
-    head: bytes
+    header: bytes
     """What stands before the tensors."""
-    begins: dict[str, int]
+    offsets: dict[str, int]
     """Where each tensor begins in the file, in this order."""
     size: int
 
 
-def tensor_layout(metadata: Mapping[str, str], kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> TensorLayout:
+def make_tensor_layout(
+    metadata: Mapping[str, str], kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+) -> TensorLayout:
     """Lay out a safetensors file for tensors of these types and shapes."""
     fields: dict[str, Any] = {"__metadata__": metadata}
     begins, end = {}, 0
@@ -123,21 +125,21 @@ def tensor_layout(metadata: Mapping[str, str], kinds: Mapping[str, tuple[torch.d
     return TensorLayout(head, {name: len(head) + begin for name, begin in begins.items()}, len(head) + end)
 
 
-def tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
+def encode_tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
     """Return a file of tensors, in pieces: the tensors themselves are not copied. `note` is any text."""
-    metadata = {"digest": _NO_DIGEST.decode(), "record": note}
-    layout = tensor_layout(metadata, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    head = bytearray(layout.head)
+    metadata = {"digest": _ZERO_DIGEST.decode(), "record": note}
+    layout = make_tensor_layout(metadata, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    head = bytearray(layout.header)
     assert head.startswith(_TENSORS_START, 8)
-    views = [_bytes_of(tensors[name]) for name in layout.begins]
+    views = [_tensor_bytes(tensors[name]) for name in layout.offsets]
     state = xxh3_128(head)
     for view in views:
         state.update(view)
-    head[_DIGEST_AT : _DIGEST_AT + _DIGEST_DIGITS] = state.hexdigest().encode()
+    head[_DIGEST_OFFSET : _DIGEST_OFFSET + _DIGEST_DIGITS] = state.hexdigest().encode()
     return [bytes(head), *views]
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.stride() != (1,):  # one value or none counts as contiguous whatever its stride
         flat = torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat)
@@ -145,14 +147,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array) if flat.numel() else memoryview(b"")
 
 
-def read_tensor_file(data: bytearray) -> tuple[str, dict[str, Tensor]]:
+def decode_tensor_file(data: bytearray) -> tuple[str, dict[str, Tensor]]:
     """The note and the tensors of a file; they share its memory."""
     start = 8 + _header_bytes(data)
     view = memoryview(data)
-    state = xxh3_128(view[:_DIGEST_AT])
-    state.update(_NO_DIGEST)
-    state.update(view[_DIGEST_AT + _DIGEST_DIGITS :])
-    if data[_DIGEST_AT : _DIGEST_AT + _DIGEST_DIGITS] != state.hexdigest().encode():
+    state = xxh3_128(view[:_DIGEST_OFFSET])
+    state.update(_ZERO_DIGEST)
+    state.update(view[_DIGEST_OFFSET + _DIGEST_DIGITS :])
+    if data[_DIGEST_OFFSET : _DIGEST_OFFSET + _DIGEST_DIGITS] != state.hexdigest().encode():
         raise DamageError("the digest is wrong: the file was damaged, changed or cut short after it was written")
     fields = json.loads(bytes(view[8:start]))
     note: str = fields.pop("__metadata__")["record"]
@@ -160,10 +162,10 @@ def read_tensor_file(data: bytearray) -> tuple[str, dict[str, Tensor]]:
 
 
 def _header_bytes(data: bytearray) -> int:
-    if len(data) < _DIGEST_AT + _DIGEST_DIGITS:
+    if len(data) < _DIGEST_OFFSET + _DIGEST_DIGITS:
         raise DamageError(f"the file has {len(data)} bytes and is cut short")
     size = int.from_bytes(data[:8], "little")
-    if data[8:_DIGEST_AT] != _TENSORS_START or size > min(_MAX_HEADER_BYTES, len(data) - 8):
+    if data[8:_DIGEST_OFFSET] != _TENSORS_START or size > min(_MAX_HEADER_BYTES, len(data) - 8):
         raise DamageError("not a file of tensors that Atoll wrote, or cut short")
     return size
 
@@ -189,4 +191,4 @@ def read_tensors(path: Path) -> tuple[str, dict[str, Tensor]]:
             if not count:
                 raise DamageError(f"the file ends after {filled} of {len(data)} bytes")
             filled += count
-    return read_tensor_file(data)
+    return decode_tensor_file(data)

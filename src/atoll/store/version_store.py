@@ -18,8 +18,8 @@ older one: learners hold the newer version already.
 
 Two syncers on one directory: on one machine the lock keeps the second away. Where locks do not work (some network file
 systems, a machine that was taken for dead), and where a standby takes over from a process that stands still, the epoch
-does: a syncer that finds a higher one than its own is `Fenced`. It looks before it writes, before it gives a file its
-name and afterwards; a version that has its name is never replaced by the syncer of another epoch. There is no moment in
+does: a syncer that finds a higher one than its own is `FencedError`. It looks before it writes, before it gives a file
+its name and afterwards; a version that has its name is never replaced by the syncer of another epoch. There is no moment in
 between: who takes over (1) raises the epoch, (2) removes every unfinished file, (3) reads. A write whose last look was
 before (1) has either given its file the name before (2), and is read, or finds its file gone.
 """
@@ -38,46 +38,54 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import FragmentId, Version
-from atoll.files import UNFINISHED, LockHeldError, link_or_copy, make_folder, sync_folder, take_lock, write_file
-from atoll.store.fencing import LOCK, lives_elsewhere, remove_heartbeat, write_heartbeat
+from atoll.files import (
+    TEMPORARY_SUFFIX,
+    LockHeldError,
+    acquire_lock,
+    link_or_copy,
+    make_folder,
+    sync_folder,
+    write_file,
+)
+from atoll.store.fencing import LOCK_FILE, find_remote_syncer, remove_heartbeat, write_heartbeat
 from atoll.store.tensor_file import (
     DamageError,
-    StoreDamaged,
+    StoreDamagedError,
+    decode_small_file,
+    encode_small_file,
+    encode_tensor_file,
+    error_reason,
     read_tensors,
-    reason,
-    small_file,
-    small_file_text,
-    tensor_file,
 )
 from atoll.tape import format
 
-__all__ = ["Fenced", "InUse", "Store", "StoreDamaged"]
+__all__ = ["FencedError", "StoreInUseError", "Store", "StoreDamagedError"]
 
-LOST_EPOCHS = 1000
+LOST_EPOCH_MARGIN = 1000
 """How far beyond the newest version's epoch a store begins that has lost its own. No run starts as often in between."""
 
-CONTROLS = "controls.json"
-HEAD = "head.json"
-END_RECEIVED = "end_received.json"
-RECORD = "record.json"
+CONTROLS_FILE = "controls.json"
+LAST_SYNCER_FILE = "head.json"
+END_RECEIVED_FILE = "end_received.json"
+RECORD_FILE = "record.json"
 
 _FRAGMENT = re.compile(r"\d{3,}")
 _VERSION = re.compile(r"(\d{9,})\.safetensors")
 _SNAPSHOT = re.compile(r"\d{9,}")
-_RESTORE = "bring it back from a copy"
+_RESTORE_ADVICE = "bring it back from a copy"
 
 R = TypeVar("R", MembersRecord, LeaseRecord, ManifestRecord, SnapshotRecord)
 
-_NAMES: Mapping[type, str] = {
+_RECORD_FILES: Mapping[type, str] = {
     MembersRecord: "members.json",
     LeaseRecord: "leases.json",
     ManifestRecord: "manifest.json",
 }
 
 
-class Fenced(Exception):  # noqa: N818 - it is a fact about us, not an error in anything
+class FencedError(Exception):
     """A syncer of a later epoch owns the store: this one may not write any more."""
 
     def __init__(self, directory: Path, epoch: int, ours: int) -> None:
@@ -85,7 +93,7 @@ class Fenced(Exception):  # noqa: N818 - it is a fact about us, not an error in 
         self.epoch = epoch
 
 
-class InUse(ValueError):  # noqa: N818 - a state of things
+class StoreInUseError(ValueError):
     """Another syncer holds the directory."""
 
 
@@ -97,23 +105,23 @@ class Store:
         self.epoch = 0
         self._keep = keep
         self._lock: int | None = lock
-        self._beats = 0
+        self._heartbeats = 0
         self._versions: dict[FragmentId, list[Version]] = {}  # on disk, oldest first
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], keep: int = 3, take_over: bool = False) -> Store:
-        """Take the directory, or make it. Raises `InUse` when another process has it.
+    def open(cls, directory: str | os.PathLike[str], keep_versions: int = 3, is_takeover: bool = False) -> Store:
+        """Take the directory, or make it. Raises `StoreInUseError` when another process has it.
 
         With `take_over` it is taken all the same: the other one is fenced from the moment the epoch is raised.
         """
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}: the newest version is always kept")
+        if keep_versions < 1:
+            raise ValueError(f"keep must be at least 1, got {keep_versions}: the newest version is always kept")
         path = Path(directory).absolute()
         make_folder(path)
-        store = cls(path, keep, _locked(path / LOCK, take_over))
+        store = cls(path, keep_versions, _lock_directory(path / LOCK_FILE, is_takeover))
         try:
-            if not take_over and (heartbeat := lives_elsewhere(path)) is not None:
-                raise InUse(
+            if not is_takeover and (heartbeat := find_remote_syncer(path)) is not None:
+                raise StoreInUseError(
                     f"{path} is in use by the process {heartbeat.pid} on {heartbeat.host}: stop that syncer, or wait"
                     " for its end with --standby"
                 )
@@ -128,9 +136,9 @@ class Store:
         for folder in ("fragments", "snapshots", "claims"):
             make_folder(self.directory / folder)
         self._raise_epoch()  # before it looks: an earlier syncer writes nothing any more
-        self._sweep()
+        self._remove_unfinished()
         self._settle_epoch()
-        self.beat()
+        self.send_heartbeat()
 
     def close(self) -> None:
         """Let the directory go. Closing twice is no mistake."""
@@ -148,24 +156,26 @@ class Store:
     # ---------------------------------------------------------------------------------------------------- writing
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        self._put(self.directory / "run.json", small_file(json.dumps(dict(settings), indent=1, allow_nan=False)))
+        self._put(self.directory / "run.json", encode_small_file(json.dumps(dict(settings), indent=1, allow_nan=False)))
 
     def write_controls(self, controls: Mapping[str, Any]) -> None:
-        self._put(self.directory / CONTROLS, small_file(json.dumps(dict(controls), indent=1, allow_nan=False)))
+        self._put(
+            self.directory / CONTROLS_FILE, encode_small_file(json.dumps(dict(controls), indent=1, allow_nan=False))
+        )
 
     def write_end_received(self, learners: Collection[int]) -> None:
-        self._put(self.directory / END_RECEIVED, small_file(json.dumps({"learners": sorted(learners)})))
+        self._put(self.directory / END_RECEIVED_FILE, encode_small_file(json.dumps({"learners": sorted(learners)})))
 
-    def write_head(self, head: Mapping[str, Any]) -> None:
-        self._put(self.directory / HEAD, small_file(json.dumps(dict(head))))
+    def write_last_syncer(self, head: Mapping[str, Any]) -> None:
+        self._put(self.directory / LAST_SYNCER_FILE, encode_small_file(json.dumps(dict(head))))
 
     def write_initial(self, fragment: FragmentId, tensors: Mapping[str, Tensor]) -> None:
         """Version 0 of a fragment. May be repeated, until version 1 is there: founding a run may fail half-way."""
         if self._newest(fragment) not in (None, 0):
             raise ValueError(f"fragment {fragment} has version {self._newest(fragment)}: the run was founded long ago")
-        self._put_version(fragment, 0, "", tensors)
+        self._write_version(fragment, 0, "", tensors)
 
-    def forget_initial(self, fragment: FragmentId) -> None:
+    def delete_initial(self, fragment: FragmentId) -> None:
         """It is of a model with which no run was founded."""
         assert self._versions[fragment] == [0], f"fragment {fragment} has versions {self._versions[fragment]}"
         self.check_epoch()
@@ -175,24 +185,24 @@ class Store:
     def write(self, record: Record, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Make a record durable, a version together with its tensors.
 
-        Raises `OSError` with the file's name when it could not (the record may be written again) and `Fenced`.
+        Raises `OSError` with the file's name when it could not (the record may be written again) and `FencedError`.
         """
         if isinstance(record, VersionRecord):
             newest = self._newest(record.fragment)
             assert tensors is not None, "a version is written together with its tensors"
             assert newest is not None, f"fragment {record.fragment} has no initial version"
             assert record.version == newest + 1, f"fragment {record.fragment}: {record.version} written after {newest}"
-            self._put_version(record.fragment, record.version, format.encode(record), tensors)
+            self._write_version(record.fragment, record.version, format.encode(record), tensors)
         elif isinstance(record, SnapshotRecord):
-            self._put_snapshot(record)
+            self._write_snapshot(record)
         else:
-            self._put(self.directory / _NAMES[type(record)], small_file(format.encode(record)))
+            self._put(self.directory / _RECORD_FILES[type(record)], encode_small_file(format.encode(record)))
 
-    def _put_version(self, fragment: FragmentId, version: Version, note: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write_version(self, fragment: FragmentId, version: Version, note: str, tensors: Mapping[str, Tensor]) -> None:
         path = self.version_path(fragment, version)
         self.check_epoch()
         make_folder(path.parent)
-        pieces = tensor_file(note, tensors)
+        pieces = encode_tensor_file(note, tensors)
         try:
             self._put(path, pieces, replace=False)
         except FileExistsError:
@@ -207,7 +217,7 @@ class Store:
                 self.version_path(fragment, kept[0]).unlink(missing_ok=True)
             kept.pop(0)
 
-    def go_back(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
+    def roll_back(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
         """The one before the newest is the newest again, for good: a version that nobody has seen is of no run."""
         found = self._read(fragment, version)  # before the other one is gone
         kept = self._versions[fragment]
@@ -219,7 +229,7 @@ class Store:
         kept.pop()
         return found
 
-    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
+    def pin_snapshot(self, snapshot: int, versions: tuple[Version, ...]) -> None:
         """Keep the versions of a snapshot that is being taken, however many come after them until it is complete.
 
         `versions`: of all fragments of the run, of which some may be here. They get second names. Without a record they
@@ -239,26 +249,26 @@ class Store:
                     error.strerror = "a version of the snapshot is no longer kept: keep more versions"
                     raise
 
-    def let_go(self, snapshot: int) -> None:
+    def discard_snapshot(self, snapshot: int) -> None:
         """The snapshot did not come about."""
         folder = snapshot_folder(self.directory, snapshot)
-        if not (folder / RECORD).exists():
+        if not (folder / RECORD_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _put_snapshot(self, record: SnapshotRecord) -> None:
+    def _write_snapshot(self, record: SnapshotRecord) -> None:
         """The values are second names of files that are there already; the record, written last, makes it valid."""
         folder = snapshot_folder(self.directory, record.snapshot)
-        self.hold(record.snapshot, record.versions)
+        self.pin_snapshot(record.snapshot, record.versions)
         sync_folder(folder)
-        self._put(folder / RECORD, small_file(format.encode(record)))
-        for old in complete_snapshots(self.directory)[: -self._keep]:
+        self._put(folder / RECORD_FILE, encode_small_file(format.encode(record)))
+        for old in list_complete_snapshots(self.directory)[: -self._keep]:
             shutil.rmtree(snapshot_folder(self.directory, old), ignore_errors=True)
 
     def _put(self, path: Path, pieces: list[Any], replace: bool = True) -> None:
         assert self._lock is not None, "the store is closed"
         self.check_epoch()
         try:
-            write_file(path, pieces, replace=replace, before_naming=self.check_epoch)
+            write_file(path, pieces, replace=replace, before_rename=self.check_epoch)
         except OSError:
             self.check_epoch()  # who has taken over has removed our unfinished file
             raise
@@ -266,38 +276,38 @@ class Store:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def settings(self) -> dict[str, Any] | None:
+    def read_settings(self) -> dict[str, Any] | None:
         """What `write_settings` wrote; None when the run was never founded."""
         return read_value(self.directory / "run.json")
 
-    def controls(self) -> dict[str, Any] | None:
+    def read_controls(self) -> dict[str, Any] | None:
         """What `write_controls` wrote; None when nobody has ever asked for anything."""
-        return read_value(self.directory / CONTROLS, "remove it: nothing is paused or changed then")
+        return read_value(self.directory / CONTROLS_FILE, "remove it: nothing is paused or changed then")
 
-    def end_received(self) -> set[int]:
+    def read_end_received(self) -> set[int]:
         """Return the learners that have acknowledged the end of the run, as far as earlier syncers wrote it down."""
-        kept = read_value(self.directory / END_RECEIVED, "remove it: the end is served to all learners again")
+        kept = read_value(self.directory / END_RECEIVED_FILE, "remove it: the end is served to all learners again")
         return set(kept["learners"]) if kept is not None else set()
 
-    def head(self) -> dict[str, Any] | None:
-        """What `write_head` wrote."""
-        return read_value(self.directory / HEAD)
+    def read_last_syncer(self) -> dict[str, Any] | None:
+        """What `write_last_syncer` wrote."""
+        return read_value(self.directory / LAST_SYNCER_FILE)
 
-    def restored(self) -> Restored:
+    def read_restored(self) -> RestoredState:
         """What a syncer core starts from. Reads and checks every newest version."""
         versions = {}
         for fragment in self.fragments():
-            _, record, _ = self.newest(fragment)
+            _, record, _ = self.read_newest(fragment)
             if record is not None:
                 versions[fragment] = record
-        members = read_record(self.directory / _NAMES[MembersRecord], MembersRecord)
-        leases = read_record(self.directory / _NAMES[LeaseRecord], LeaseRecord)
-        return Restored(versions, members, self.manifest(), leases)
+        members = read_record(self.directory / _RECORD_FILES[MembersRecord], MembersRecord)
+        leases = read_record(self.directory / _RECORD_FILES[LeaseRecord], LeaseRecord)
+        return RestoredState(versions, members, self.read_manifest(), leases)
 
-    def manifest(self) -> ManifestRecord | None:
-        return read_record(self.directory / _NAMES[ManifestRecord], ManifestRecord)
+    def read_manifest(self) -> ManifestRecord | None:
+        return read_record(self.directory / _RECORD_FILES[ManifestRecord], ManifestRecord)
 
-    def newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
+    def read_newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
         """The newest version of a fragment. Version 0 has no record. The tensors are the caller's to change."""
         version = self._newest(fragment)
         if version is None:
@@ -310,11 +320,11 @@ class Store:
             note, tensors = read_tensors(path)
             record = format.decode(note) if note else None
         except (OSError, ValueError) as error:
-            raise StoreDamaged(path, reason(error), _advice(self._versions[fragment])) from None
+            raise StoreDamagedError(path, error_reason(error), _damage_advice(self._versions[fragment])) from None
         if record is None and version == 0:
             return None, tensors
         if not isinstance(record, VersionRecord) or (record.fragment, record.version) != (fragment, version):
-            raise StoreDamaged(path, f"holds {record!r:.200}, another version than its name says", _RESTORE)
+            raise StoreDamagedError(path, f"holds {record!r:.200}, another version than its name says", _RESTORE_ADVICE)
         return record, tensors
 
     def fragments(self) -> tuple[FragmentId, ...]:
@@ -322,19 +332,19 @@ class Store:
         return tuple(sorted(fragment for fragment, versions in self._versions.items() if versions))
 
     def check_epoch(self) -> None:
-        """Raise `Fenced` when a syncer of a later epoch has taken the directory."""
+        """Raise `FencedError` when a syncer of a later epoch has taken the directory."""
         path = self.directory / "epoch"
         stored = _read_epoch(path, path.read_bytes())
         if stored > self.epoch:
-            raise Fenced(self.directory, stored, self.epoch)
+            raise FencedError(self.directory, stored, self.epoch)
         if stored < self.epoch:
-            raise StoreDamaged(path, f"says epoch {stored} while epoch {self.epoch} runs here", _RESTORE)
+            raise StoreDamagedError(path, f"says epoch {stored} while epoch {self.epoch} runs here", _RESTORE_ADVICE)
 
-    def beat(self) -> None:
-        """Write a heartbeat; raises `Fenced` like `check_epoch`. One thread beside the writing may call it."""
+    def send_heartbeat(self) -> None:
+        """Write a heartbeat; raises `FencedError` like `check_epoch`. One thread beside the writing may call it."""
         self.check_epoch()
-        self._beats += 1
-        write_heartbeat(self.directory, self.epoch, self._beats)
+        self._heartbeats += 1
+        write_heartbeat(self.directory, self.epoch, self._heartbeats)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -345,25 +355,25 @@ class Store:
     def version_path(self, fragment: FragmentId, version: Version) -> Path:
         return fragment_folder(self.directory, fragment) / f"{version:09d}.safetensors"
 
-    def _sweep(self) -> None:
+    def _remove_unfinished(self) -> None:
         """Remove what a killed process left half-done, and learn which versions there are."""
-        for left in self.directory.rglob(f".*{UNFINISHED}"):
+        for left in self.directory.rglob(f".*{TEMPORARY_SUFFIX}"):
             left.unlink(missing_ok=True)
         for name in sorted(os.listdir(self.directory / "snapshots")):
             folder = self.directory / "snapshots" / name
-            if _SNAPSHOT.fullmatch(name) and not (folder / RECORD).exists():
+            if _SNAPSHOT.fullmatch(name) and not (folder / RECORD_FILE).exists():
                 shutil.rmtree(folder)
-        self._look_for_versions()
+        self._scan_versions()
         for fragment, found in self._versions.items():
             for old in found[: -self._keep]:
                 self.version_path(fragment, old).unlink(missing_ok=True)
             self._versions[fragment] = found[-self._keep :]
 
-    def _look_for_versions(self) -> None:
+    def _scan_versions(self) -> None:
         for name in sorted(os.listdir(self.directory / "fragments")):
             folder = self.directory / "fragments" / name
             if _FRAGMENT.fullmatch(name) and folder.is_dir():
-                self._versions[int(name)] = versions_in(folder)
+                self._versions[int(name)] = list_versions(folder)
 
     def _raise_epoch(self) -> None:
         stored = self._stored_epoch()
@@ -378,9 +388,9 @@ class Store:
         try:
             return _read_epoch(path, path.read_bytes())
         except FileNotFoundError:
-            return self._lost_epoch()
+            return self._recover_lost_epoch()
         except OSError as error:
-            raise StoreDamaged(path, reason(error), _RESTORE) from None
+            raise StoreDamagedError(path, error_reason(error), _RESTORE_ADVICE) from None
 
     def _claim(self, epoch: int) -> int:
         """The first number from this one on that nobody has: of two who start at once one is the other's successor."""
@@ -402,23 +412,23 @@ class Store:
     def _write_epoch(self) -> None:
         path = self.directory / "epoch"
         try:
-            write_file(path, small_file(str(self.epoch)), before_naming=self._is_still_higher)
+            write_file(path, encode_small_file(str(self.epoch)), before_rename=self._is_still_higher)
         except FileNotFoundError:  # somebody else starts here at the same moment, and has cleared our file away
-            raise Fenced(self.directory, self._stored_epoch(), self.epoch) from None
+            raise FencedError(self.directory, self._stored_epoch(), self.epoch) from None
 
     def _is_still_higher(self) -> None:
         stored = self._stored_epoch()
         if stored >= self.epoch:
-            raise Fenced(self.directory, stored, self.epoch)
+            raise FencedError(self.directory, stored, self.epoch)
 
-    def _lost_epoch(self) -> int:
+    def _recover_lost_epoch(self) -> int:
         """Of a directory without an epoch: 0 for a new one. Otherwise learners may have seen a higher one than any
         version tells of, and would take us for a ghost."""
-        self._look_for_versions()
+        self._scan_versions()
         if not self.fragments():
             return 0
-        records = [self.newest(fragment)[1] for fragment in self.fragments()]
-        return max([record.round.epoch for record in records if record is not None], default=0) + LOST_EPOCHS
+        records = [self.read_newest(fragment)[1] for fragment in self.fragments()]
+        return max([record.round.epoch for record in records if record is not None], default=0) + LOST_EPOCH_MARGIN
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -429,7 +439,7 @@ def fragment_folder(store: Path, fragment: FragmentId) -> Path:
     return store / "fragments" / f"{fragment:03d}"
 
 
-def versions_in(folder: Path) -> list[Version]:
+def list_versions(folder: Path) -> list[Version]:
     """Return the versions in the folder of a fragment, oldest first."""
     return sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
 
@@ -438,68 +448,71 @@ def snapshot_folder(store: Path, number: int) -> Path:
     return store / "snapshots" / f"{number:09d}"
 
 
-def complete_snapshots(store: Path) -> tuple[int, ...]:
+def list_complete_snapshots(store: Path) -> tuple[int, ...]:
     """Return the numbers of the snapshots that have a record, oldest first."""
-    names = (path.parent.name for path in store.glob(f"snapshots/*/{RECORD}"))
+    names = (path.parent.name for path in store.glob(f"snapshots/*/{RECORD_FILE}"))
     return tuple(sorted(int(name) for name in names if _SNAPSHOT.fullmatch(name)))
 
 
-def snapshot_record(store: Path, number: int) -> SnapshotRecord | None:
-    """Return the record of a snapshot; None where there is none. Raises `StoreDamaged`."""
-    path = snapshot_folder(store, number) / RECORD
+def read_snapshot_record(store: Path, number: int) -> SnapshotRecord | None:
+    """Return the record of a snapshot; None where there is none. Raises `StoreDamagedError`."""
+    path = snapshot_folder(store, number) / RECORD_FILE
     record = read_record(path, SnapshotRecord)
     if record is not None and record.snapshot != number:
-        raise StoreDamaged(path, f"holds {record!r:.100}, another record than its name says", _RESTORE)
+        raise StoreDamagedError(path, f"holds {record!r:.100}, another record than its name says", _RESTORE_ADVICE)
     return record
 
 
-def _locked(path: Path, take_over: bool) -> int:
+def _lock_directory(path: Path, take_over: bool) -> int:
     """Return the lock, taken; with `take_over` another one in its place where a process that hangs has it."""
     try:
-        return take_lock(path, f"{os.getpid()}\n")
+        return acquire_lock(path, f"{os.getpid()}\n")
     except LockHeldError as error:
         if not take_over:
             owner = error.owner or "unknown"
-            raise InUse(
+            raise StoreInUseError(
                 f"{path.parent} is in use by the process {owner}: stop that syncer, or choose another directory"
             ) from None
     path.unlink(missing_ok=True)
-    return _locked(path, take_over=False)
+    return _lock_directory(path, take_over=False)
 
 
-def read_value(path: Path, advice: str = _RESTORE, decode: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
-    """Return the value of a small file; None where there is no file. Raises `StoreDamaged`."""
+def read_value(
+    path: Path, advice: str = _RESTORE_ADVICE, decode: Callable[[str], Any] = json.loads
+) -> dict[str, Any] | None:
+    """Return the value of a small file; None where there is no file. Raises `StoreDamagedError`."""
     try:
-        value: dict[str, Any] = decode(small_file_text(path.read_bytes()))
+        value: dict[str, Any] = decode(decode_small_file(path.read_bytes()))
         return value
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise StoreDamaged(path, reason(error), advice) from None
+        raise StoreDamagedError(path, error_reason(error), advice) from None
 
 
 def read_record(path: Path, kind: type[R]) -> R | None:
-    """Return the record in a small file; None where there is no file. Raises `StoreDamaged`."""
+    """Return the record in a small file; None where there is no file. Raises `StoreDamagedError`."""
     record: Any = read_value(path, decode=format.decode)
     if record is None or type(record) is kind:
         found: R | None = record
         return found
-    raise StoreDamaged(path, f"holds {type(record).__name__}, expected {kind.__name__}", _RESTORE)
+    raise StoreDamagedError(path, f"holds {type(record).__name__}, expected {kind.__name__}", _RESTORE_ADVICE)
 
 
 def _read_epoch(path: Path, data: bytes) -> int:
     try:
-        epoch = json.loads(small_file_text(data))
+        epoch = json.loads(decode_small_file(data))
         if type(epoch) is not int or epoch < 1:
             raise DamageError(f"holds {epoch!r:.60}, no epoch")
     except ValueError as error:
-        raise StoreDamaged(
+        raise StoreDamagedError(
             path, str(error), "remove it while no syncer runs here: the next one begins with an epoch far beyond"
         ) from None
     return epoch
 
 
-def _advice(versions: list[Version]) -> str:
+def _damage_advice(versions: list[Version]) -> str:
     if len(versions) < 2:
-        return _RESTORE
-    return f"{_RESTORE}, or move it away to go back to version {versions[-2]}, which learners may have passed already"
+        return _RESTORE_ADVICE
+    back = f"or move it away to go back to version {versions[-2]}, which learners may have passed already"
+    return f"{_RESTORE_ADVICE}, {back}"

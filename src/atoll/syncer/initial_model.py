@@ -12,19 +12,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.plan import FragmentPlan
-from atoll.tensors.robust_merge import unfit_in_fragment
+from atoll.tensors.robust_merge import find_nonfinite_in_fragment
 
-INIT = "init.safetensors"
+INIT_FILE = "init.safetensors"
 
 
-def warm_values(directory: Path, plan: FragmentPlan) -> list[Tensor] | None:
+def load_initial_values(directory: Path, plan: FragmentPlan) -> list[Tensor] | None:
     """The fragments of the checkpoint that lies in a run's directory, in f32; None where there is none.
 
     Raises ValueError where it is of another model. What is frozen in this model is not looked at: it never travels.
     """
-    path = directory / INIT
+    path = directory / INIT_FILE
     if not path.is_file():
         return None
     values = [torch.empty(plan.numel(p)) for p in range(len(plan.fragments))]
@@ -43,16 +43,16 @@ def warm_values(directory: Path, plan: FragmentPlan) -> list[Tensor] | None:
         raise ValueError(f"{path} is damaged: {wrong}") from None
     for p, value in enumerate(values):
         if not torch.isfinite(value.sum()):
-            named = unfit_in_fragment(plan, p, codec("f32"), value.view(torch.uint8))
+            named = find_nonfinite_in_fragment(plan, p, get_codec("f32"), value.view(torch.uint8))
             raise ValueError(f"{path} holds values that are not finite: {named}")
     return values
 
 
 def _check_names(path: Path, plan: FragmentPlan, given: set[str]) -> None:
-    wanted = {info.name for info in plan.tensors if info.travels}
+    wanted = {info.name for info in plan.tensors if info.is_synced}
     known = {info.name for info in plan.tensors}
     lacking = sorted(wanted - given)
-    unknown = sorted(name for name in given - known if not _stays_at_home(name, plan))
+    unknown = sorted(name for name in given - known if not _is_in_frozen_module(name, plan))
     if lacking or unknown:
         lacks = f"lacks {lacking[0]!r}" if lacking else ""
         has = f"has {unknown[0]!r}" if unknown else ""
@@ -62,7 +62,7 @@ def _check_names(path: Path, plan: FragmentPlan, given: set[str]) -> None:
         )
 
 
-def _stays_at_home(name: str, plan: FragmentPlan) -> bool:
+def _is_in_frozen_module(name: str, plan: FragmentPlan) -> bool:
     """Whether it is in a module whose own parameters are all frozen: buffers of those are not in the plan."""
     module = name.rpartition(".")[0]
     own = [info.kind for info in plan.tensors if info.name.rpartition(".")[0] == module]

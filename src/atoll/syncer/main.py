@@ -13,25 +13,25 @@ from pathlib import Path
 
 from aiohttp import web
 
-from atoll.store.fencing import TAKE_OVER_S, TakeoverDecision, Watcher
+from atoll.store.fencing import TAKEOVER_TIMEOUT_S, HeartbeatWatcher, TakeoverDecision
 from atoll.store.run_settings import RunSettings
-from atoll.store.version_store import Fenced
+from atoll.store.version_store import FencedError
 from atoll.syncer.fragment_executor import FragmentHost
 from atoll.syncer.http_api import build_app
 from atoll.syncer.process import SyncerProcess
 from atoll.transport.auth import check_access
-from atoll.transport.buffers import READ_BYTES
+from atoll.transport.buffers import READ_AHEAD_BYTES
 from atoll.transport.endpoint import SyncerAddress, remove_address_file, write_address_file
-from atoll.transport.listener import Listener, bound, written
+from atoll.transport.listener import Listener, bind_socket, format_address
 from atoll.transport.tls import KeyFiles, ServerTls
 
-LOOK_EVERY_S = 0.25
+TAKEOVER_POLL_INTERVAL_S = 0.25
 MAX_LINGER_S = 60.0
 LINGER_S = 1.0
 """After the end: for the last acknowledgements that are on their way, and as long as final values are downloaded."""
 
 
-class Superseded(Exception):  # noqa: N818 - a fact about this process, not an error in anything
+class SupersededError(Exception):
     """Another syncer has taken over. Nothing that this one wrote since counts, and it must not be started again."""
 
 
@@ -54,7 +54,7 @@ def serve_syncer(
     `on_finished` is called as soon as the run is over. After that the end is served for up to `serve_end_s`, while
     learners are missing that may come back and have not received it.
 
-    `take_over`: also from a syncer that holds the directory and stands still. Raises `Superseded` when somebody took
+    `take_over`: also from a syncer that holds the directory and stands still. Raises `SupersededError` when somebody took
     over from this one. `keys`: TLS with them, and without them only this machine is served, unless `plain_text` says
     that nobody else is on the network. `sock`: from `bound`, in place of `host` and `port`.
     """
@@ -62,16 +62,16 @@ def serve_syncer(
     check_access(host, token, tls, plain_text)
     # Bind before the store is opened: a process without its address must neither raise the epoch, which would only end
     # another syncer, nor leave a new directory behind.
-    sock = sock if sock is not None else bound(host, port)
+    sock = sock if sock is not None else bind_socket(host, port)
     return asyncio.run(_serve(directory, settings, sock, token, on_ready, on_finished, take_over, tls, serve_end_s))
 
 
 def wait_to_take_over(
-    directory: Path, take_over_s: float = TAKE_OVER_S, on_wait: Callable[[], None] | None = None
+    directory: Path, take_over_s: float = TAKEOVER_TIMEOUT_S, on_wait: Callable[[], None] | None = None
 ) -> TakeoverDecision | None:
     """Return when it is time; None when the run has come to its end meanwhile."""
     store = directory / "store"
-    watcher = Watcher(store, take_over_s)
+    watcher = HeartbeatWatcher(store, take_over_s)
     while not (store / "manifest.json").exists():
         turn = watcher.poll()
         if turn is not None:
@@ -79,7 +79,7 @@ def wait_to_take_over(
         if on_wait is not None:
             on_wait()
             on_wait = None
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(TAKEOVER_POLL_INTERVAL_S)
     return None
 
 
@@ -98,29 +98,29 @@ async def _serve(
         syncer = SyncerProcess(directory, settings, token=token, tls=tls, take_over=take_over)
     except BaseException as error:
         sock.close()
-        if isinstance(error, Fenced):
-            raise Superseded(str(error)) from None
+        if isinstance(error, FencedError):
+            raise SupersededError(str(error)) from None
         raise
     async with http_server(syncer, build_app(syncer), sock) as (listener, stopped):
         try:
             await syncer.start()
             listener.start()
-            address = written(sock)
-            _tell_where(syncer, SyncerAddress(address, token, syncer.store.epoch, tls.files if tls else None))
-            syncer.log.info("listening on %s%s", address, _how(token, tls))
+            address = format_address(sock)
+            _write_address_file(syncer, SyncerAddress(address, token, syncer.store.epoch, tls.files if tls else None))
+            syncer.log.info("listening on %s%s", address, _describe_access(token, tls))
             if on_ready is not None:
                 on_ready(address)
-            began, was_over = time.monotonic(), serve_end_s > 0 and syncer.store.manifest() is not None
+            began, was_over = time.monotonic(), serve_end_s > 0 and syncer.store.read_manifest() is not None
             # Only the end is left to serve: shards that hold the final values are not waited for any longer than that.
             only_end = [asyncio.sleep(serve_end_s)] if was_over and on_finished is None else []
-            await first(stopped.wait(), syncer.over.wait(), *only_end)
-            _check(syncer)
+            await wait_for_first(stopped.wait(), syncer.run_ended.wait(), *only_end)
+            _raise_failure(syncer)
             if syncer.finished and on_finished is not None:
-                await syncer.gather()
+                await syncer.gather_model()
                 await asyncio.to_thread(on_finished, syncer)
             if syncer.finished:
                 await _serve_end(syncer, stopped, serve_end_s - (time.monotonic() - began if was_over else 0.0))
-                _check(syncer)
+                _raise_failure(syncer)
             return syncer.finished
         finally:
             remove_address_file(directory, syncer.store.epoch)
@@ -135,7 +135,7 @@ async def http_server(
     SIGTERM."""
     unheard = logging.getLogger(f"{host.log.name}.http")
     unheard.setLevel(logging.CRITICAL)  # of aiohttp: whoever sends what is no HTTP would fill the log with tracebacks
-    runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES)
+    runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_AHEAD_BYTES)
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     signals = {}
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -147,7 +147,7 @@ async def http_server(
         await runner.setup()
         assert runner.server is not None
         listener = Listener(sock, runner.server, host.access)
-        host.on_proved = listener.proved
+        host.on_authenticated = listener.mark_authenticated
         try:
             yield listener, stopped
         finally:
@@ -159,43 +159,43 @@ async def http_server(
             signal.signal(number, handler)
 
 
-def _check(syncer: SyncerProcess) -> None:
-    if syncer.failed is not None:
-        raise RuntimeError(f"the syncer has failed: {syncer.failed}") from syncer.failed
-    if syncer.superseded:
-        raise Superseded(syncer.superseded)
+def _raise_failure(syncer: SyncerProcess) -> None:
+    if syncer.failure is not None:
+        raise RuntimeError(f"the syncer has failed: {syncer.failure}") from syncer.failure
+    if syncer.superseded_by:
+        raise SupersededError(syncer.superseded_by)
 
 
 async def _serve_end(syncer: SyncerProcess, stopped: asyncio.Event, serve_end_s: float) -> None:
     """Serve the end to learners that come back; then finish what is being sent."""
-    if (missing := syncer.missing_end()) and serve_end_s > 0 and not stopped.is_set():
+    if (missing := syncer.learners_missing_end()) and serve_end_s > 0 and not stopped.is_set():
         syncer.log.warning(
             "the run is over, and learners that did not receive its end may come back: %s; serving the end for up to"
             " %g s (--serve-end); Ctrl-C stops it",
             ", ".join(map(str, missing)),
             serve_end_s,
         )
-        await first(stopped.wait(), syncer.end_delivered.wait(), asyncio.sleep(serve_end_s))
+        await wait_for_first(stopped.wait(), syncer.end_delivered.wait(), asyncio.sleep(serve_end_s))
     sent, until = None, time.monotonic() + MAX_LINGER_S
     while not stopped.is_set() and (syncer.is_sending or sent != syncer.traffic) and time.monotonic() < until:
         sent = syncer.traffic
-        await first(stopped.wait(), asyncio.sleep(LINGER_S))
+        await wait_for_first(stopped.wait(), asyncio.sleep(LINGER_S))
 
 
-def _how(token: str | None, tls: ServerTls | None) -> str:
+def _describe_access(token: str | None, tls: ServerTls | None) -> str:
     if tls is not None:
-        return ", TLS, for those who have a key" if tls.asks_for_keys else ", TLS, for those who have the token"
+        return ", TLS, for those who have a key" if tls.requires_client_keys else ", TLS, for those who have the token"
     return "" if token else ", this machine only: no token was given"
 
 
-def _tell_where(syncer: SyncerProcess, reachable: SyncerAddress) -> None:
+def _write_address_file(syncer: SyncerProcess, reachable: SyncerAddress) -> None:
     try:
         write_address_file(syncer.directory, reachable)
     except OSError as error:
         syncer.log.warning("commands on this machine will not find this syncer: %s", error)
 
 
-async def first(*waits: object) -> None:
+async def wait_for_first(*waits: object) -> None:
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll import __version__
-from atoll.syncer.status import status
+from atoll.syncer.status import build_status
 
 if TYPE_CHECKING:
     from atoll.syncer.process import SyncerProcess
 
-MISSING = "this syncer cannot answer Prometheus: prometheus_client is not installed; pip install 'atoll[dash]'"
+NOT_INSTALLED = "this syncer cannot answer Prometheus: prometheus_client is not installed; pip install 'atoll[dash]'"
 
-MOST_LABELLED = 256
+MAX_LABELLED = 256
 """Learners, and fragments, that have series of their own; those with the lowest numbers."""
 
 
@@ -82,7 +82,7 @@ METRICS: Mapping[str, MetricInfo] = {
 Sample = tuple[str, tuple[str, ...], float | None]
 
 
-def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
+def render_metrics(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
     """The text and its content type. ImportError without prometheus_client."""
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import choose_encoder
@@ -95,7 +95,7 @@ def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
             for name, kind in METRICS.items():
                 family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                 families[name] = family(name, kind.help, labels=kind.labels)
-            for name, labels, value in samples(syncer):
+            for name, labels, value in collect_samples(syncer):
                 if value is not None:
                     families[name].add_metric(labels, float(value))
             return families.values()
@@ -106,9 +106,9 @@ def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
     return encode(registry), content_type
 
 
-def samples(syncer: SyncerProcess) -> Iterator[Sample]:
+def collect_samples(syncer: SyncerProcess) -> Iterator[Sample]:
     """Name, values of the labels, figure; None where it is not known."""
-    shown = status(syncer)
+    shown = build_status(syncer)
     yield "atoll_run_info", (shown["run"], __version__), 1.0
     yield "atoll_run_stage", (shown["stage"],), 1.0
     yield "atoll_run_seconds", (), shown["wall_s"]
@@ -120,15 +120,15 @@ def samples(syncer: SyncerProcess) -> Iterator[Sample]:
         yield "atoll_refused_total", (code,), count
     if not shown["founded"]:
         return
-    yield from _of_the_run(shown)
+    yield from _run_samples(shown)
     yield "atoll_contributions_total", (), syncer.merged_contributions
-    yield from _of_merges(syncer)
-    yield from _of_the_ledger(shown["ledger"])
-    for learner in shown["learners"][:MOST_LABELLED]:
-        yield from _of_learner(learner)
+    yield from _merge_samples(syncer)
+    yield from _ledger_samples(shown["ledger"])
+    for learner in shown["learners"][:MAX_LABELLED]:
+        yield from _learner_samples(learner)
 
 
-def _of_the_run(shown: Mapping[str, Any]) -> Iterator[Sample]:
+def _run_samples(shown: Mapping[str, Any]) -> Iterator[Sample]:
     for name in ("alive", "asked", "merged"):
         yield f"atoll_learners_{name}", (), shown[name]
     yield "atoll_quorum_learners", (), shown["quorum"]
@@ -138,24 +138,24 @@ def _of_the_run(shown: Mapping[str, Any]) -> Iterator[Sample]:
     yield "atoll_rounds_in_flight_limit", (), shown["flight_limit"]
     for name in ("step", "quorum", "sync"):
         yield f"atoll_{name}_seconds", (), shown[f"{name}_s"]
-    for fragment in shown["fragments"][:MOST_LABELLED]:
+    for fragment in shown["fragments"][:MAX_LABELLED]:
         yield "atoll_fragment_version", (str(fragment["fragment"]),), fragment["version"]
     for reason, count in shown["ignored"].items():
         yield "atoll_ignored_total", (reason,), count
 
 
-def _of_merges(syncer: SyncerProcess) -> Iterator[Sample]:
+def _merge_samples(syncer: SyncerProcess) -> Iterator[Sample]:
     metrics = syncer.metrics
     yield "atoll_merge_seconds_total", (), metrics.merge_s
     yield "atoll_last_merge_timestamp_seconds", (), metrics.merged_at
-    newest = list(metrics.newest.values())
+    newest = list(metrics.newest_merges.values())
     yield "atoll_merge_delta_norm", (), _mean(measured.merged_norm for measured in newest)
-    yield "atoll_merge_left_out_ratio", (), _mean(measured.left_out for measured in newest)
+    yield "atoll_merge_left_out_ratio", (), _mean(measured.quantization_error for measured in newest)
     for name in ("cosine", "momentum_norm", "step_norm"):
         yield f"atoll_merge_{name}", (), _mean(getattr(measured, name) for measured in newest)
 
 
-def _of_the_ledger(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:
+def _ledger_samples(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:
     dropped: dict[str, float] = {}
     for line in lines:
         for reason, tokens in line["dropped"].items():
@@ -171,7 +171,7 @@ def _of_the_ledger(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:
     yield "atoll_ledger_balanced", (), float(balanced)
 
 
-TOLD = {
+LEARNER_FIELD_METRICS = {
     "loss": "atoll_learner_loss",
     "tokens_per_s": "atoll_learner_tokens_per_second",
     "tokens": "atoll_learner_tokens_total",
@@ -185,11 +185,11 @@ TOLD = {
 """Fields of a learner in the status."""
 
 
-def _of_learner(learner: Mapping[str, Any]) -> Iterator[Sample]:
+def _learner_samples(learner: Mapping[str, Any]) -> Iterator[Sample]:
     labels = (str(learner["learner"]),)
     yield "atoll_learner_standing", (*labels, learner["standing"]), 1.0
     yield "atoll_learner_link_up", labels, float(learner["link"] == "up")
-    for field, name in TOLD.items():
+    for field, name in LEARNER_FIELD_METRICS.items():
         yield name, labels, learner.get(field)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atoll.syncer.process import SyncerProcess
 
 
-def status(syncer: SyncerProcess) -> dict[str, Any]:
+def build_status(syncer: SyncerProcess) -> dict[str, Any]:
     """For the live view and for scripts; every count is the core's."""
     shared = {
         "run": syncer.settings.config.run_id,
@@ -27,17 +27,17 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
         "wall_s": syncer.clock.now() if syncer.core is not None else 0.0,
         "bytes": dict(zip(("up", "down"), syncer.traffic, strict=True)),
         "refused": dict(syncer.refused),
-        "halted": syncer.halted_because,
+        "halted": syncer.halt_reason,
     }
     if syncer.core is None:
         return shared | {"stage": "waiting for a model", "progress": 0.0, "merges": 0, "trained": 0, "learners": []}
     view = syncer.core.view()
     learners = [
-        syncer.metrics.of(member.learner)
+        syncer.metrics.learner_metrics(member.learner)
         | {
             "learner": member.learner,
             "incarnation": member.incarnation,
-            "standing": member.standing,
+            "standing": member.state,
             "step": member.step,
             "strikes": member.strikes,
             "reason": member.reason,
@@ -71,54 +71,64 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
     }
 
 
-TOLD = ("loss", "step", "tokens", "tokens_per_s", "step_s", "boundary_s", "bytes_up", "bytes_down", "goodput")
+LEARNER_METRICS = (
+    "loss",
+    "step",
+    "tokens",
+    "tokens_per_s",
+    "step_s",
+    "boundary_s",
+    "bytes_up",
+    "bytes_down",
+    "goodput",
+)
 """What a learner may tell of itself. Anything else that it sends is not shown; the step that is shown is the core's."""
 
 
-MOST_SNAPSHOTS = 64
+MAX_LISTED_SNAPSHOTS = 64
 
 SNAPSHOT_STATES = {
     "snapshot-started": "being taken",
-    "snapshot-asked": "being taken",
+    "snapshot-requested": "being taken",
     "snapshot-durable": "durable",
     "snapshot-abandoned": "abandoned",
 }
 """By the reason code of the core."""
 
 
-class SnapshotNews:
+class SnapshotStatuses:
     """What became of the newest snapshots, for those who asked for one: the state, and the last sentence about it;
     `left_out` are sentences too."""
 
     def __init__(self) -> None:
-        self._news: dict[int, dict[str, Any]] = {}
+        self._statuses: dict[int, dict[str, Any]] = {}
 
-    def note(self, reason: Reason) -> None:
+    def record(self, reason: Reason) -> None:
         if reason.code == "snapshot-left-out":
-            found = self._news.get(_number(reason.args[1]))
+            found = self._statuses.get(_expect_int(reason.args[1]))
             if found is not None:
                 found["left_out"].append(str(reason))
         if reason.code not in SNAPSHOT_STATES:
             return
-        number = _number(reason.args[0])
-        known = self._news.setdefault(number, {"snapshot": number, "left_out": []})
+        number = _expect_int(reason.args[0])
+        known = self._statuses.setdefault(number, {"snapshot": number, "left_out": []})
         known |= {"state": SNAPSHOT_STATES[reason.code], "said": str(reason)}
-        while len(self._news) > MOST_SNAPSHOTS:
-            del self._news[next(iter(self._news))]
+        while len(self._statuses) > MAX_LISTED_SNAPSHOTS:
+            del self._statuses[next(iter(self._statuses))]
 
-    def of(self, number: int) -> dict[str, Any] | None:
-        return self._news.get(number)
+    def get(self, number: int) -> dict[str, Any] | None:
+        return self._statuses.get(number)
 
 
-def _number(value: object) -> int:
+def _expect_int(value: object) -> int:
     assert isinstance(value, int)
     return value
 
 
-LEARNER_EVERY_S = 0.9
+LEARNER_LINE_INTERVAL_S = 0.9
 """Between two lines of one learner, which tells about once a second."""
 
-MOST_LISTED = 64
+MAX_LISTED_CONTRIBUTIONS = 64
 """Contributions of one merge that its line lists. Their number is always told."""
 
 
@@ -127,47 +137,47 @@ class SyncerMetrics:
 
     def __init__(self, run: Path, log: logging.Logger) -> None:
         self._writer = MetricsWriter(run, log)
-        self._told: dict[LearnerId, dict[str, Any]] = {}
+        self._reported: dict[LearnerId, dict[str, Any]] = {}
         self._written_at: dict[LearnerId, float] = {}
-        self.newest: dict[FragmentId, MergeStats] = {}  # of versions that this process has made durable
+        self.newest_merges: dict[FragmentId, MergeStats] = {}  # of versions that this process has made durable
         self.merge_s = 0.0  # in the merge thread, all of them
         self.merged_at: float | None = None  # the newest one; unix time
 
-    def of(self, learner: LearnerId) -> dict[str, Any]:
+    def learner_metrics(self, learner: LearnerId) -> dict[str, Any]:
         """What it told last."""
-        return self._told.get(learner, {})
+        return self._reported.get(learner, {})
 
-    def told(self, at: float, learner: LearnerId, incarnation: Incarnation, figures: dict[str, Any]) -> None:
-        self._told[learner] = figures
+    def record_learner(self, at: float, learner: LearnerId, incarnation: Incarnation, figures: dict[str, Any]) -> None:
+        self._reported[learner] = figures
         before = self._written_at.get(learner)
-        if before is not None and at < before + LEARNER_EVERY_S:
+        if before is not None and at < before + LEARNER_LINE_INTERVAL_S:
             return
         self._written_at[learner] = at
         self._write("learner", learner, at, {"incarnation": incarnation, **figures})
 
-    def merged(self, at: float, epoch: int, fragment: FragmentId, version: Version, measured: MergeStats) -> None:
+    def record_merge(self, at: float, epoch: int, fragment: FragmentId, version: Version, stats: MergeStats) -> None:
         """A version is durable."""
-        self.newest[fragment] = measured
-        self.merge_s += measured.merge_s
+        self.newest_merges[fragment] = stats
+        self.merge_s += stats.merge_s
         self.merged_at = time.time()
-        listed = {str(accepted.learner): accepted for accepted in measured.contributions[:MOST_LISTED]}
-        total = math.fsum(accepted.weight for accepted in measured.contributions)
+        listed = {str(accepted.learner): accepted for accepted in stats.contributions[:MAX_LISTED_CONTRIBUTIONS]}
+        total = math.fsum(accepted.weight for accepted in stats.contributions)
         told: dict[str, Any] = {
             "version": version,
             "epoch": epoch,
-            "contributions": len(measured.contributions),
-            "weights": {who: _short(accepted.weight / total) for who, accepted in listed.items()},
-            "norms": dict(zip(listed, map(_short, measured.norms), strict=False)),
+            "contributions": len(stats.contributions),
+            "weights": {who: _round_significant(accepted.weight / total) for who, accepted in listed.items()},
+            "norms": dict(zip(listed, map(_round_significant, stats.norms), strict=False)),
         }
-        if any(scale < 1.0 for scale in measured.scales):
-            told["scales"] = dict(zip(listed, map(_short, measured.scales), strict=False))
+        if any(scale < 1.0 for scale in stats.clip_factors):
+            told["scales"] = dict(zip(listed, map(_round_significant, stats.clip_factors), strict=False))
         told |= {
-            "delta_norm": _short(measured.merged_norm),
-            "cosine": _short(measured.cosine),
-            "momentum_norm": _short(measured.momentum_norm),
-            "step_norm": _short(measured.step_norm),
-            "quantisation_error": _short(measured.left_out),
-            "merge_s": _short(measured.merge_s),
+            "delta_norm": _round_significant(stats.merged_norm),
+            "cosine": _round_significant(stats.cosine),
+            "momentum_norm": _round_significant(stats.momentum_norm),
+            "step_norm": _round_significant(stats.step_norm),
+            "quantisation_error": _round_significant(stats.quantization_error),
+            "merge_s": _round_significant(stats.merge_s),
         }
         self._write("merge", fragment, at, told)
 
@@ -179,6 +189,6 @@ class SyncerMetrics:
         self._writer.close()
 
 
-def _short(value: float | None) -> float | None:
+def _round_significant(value: float | None) -> float | None:
     """Six digits: enough for any curve. What is not finite is nothing, as JSON has no word for it."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

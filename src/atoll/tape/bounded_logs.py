@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import NamedTuple
 
-KEEP = 2048
+EXACT_ROWS = 2048
 """Rows of a level. A month of steps of one second are some 20,000 rows."""
 
-USUAL_STEPS = 32
+TYPICAL_STEP_WINDOW = 32
 """Of a process, of which the median says what is usual."""
 
 Span = tuple[float, float]
@@ -28,18 +28,18 @@ Span = tuple[float, float]
 class Downsampler:
     """Says which rows of a log to join, and where exact rows begin. The log owns the rows."""
 
-    __slots__ = ("_keep", "_sizes", "joined")
+    __slots__ = ("_exact_rows", "_sizes", "joined")
 
-    def __init__(self, keep: int | None = KEEP) -> None:
+    def __init__(self, keep: int | None = EXACT_ROWS) -> None:
         """`keep`: a multiple of 4; None keeps everything."""
         assert keep is None or keep % 4 == 0, f"{keep} rows cannot be halved twice"
-        self._keep = keep
+        self._exact_rows = keep
         self._sizes = [0]
         self.joined = 0  # number of rows at the beginning that stand for more than one entry each
 
     def add(self) -> list[tuple[int, int]]:
         """Count a new row. Return slices of even length whose rows to join pairwise, one after the other."""
-        sizes, keep = self._sizes, self._keep
+        sizes, keep = self._sizes, self._exact_rows
         sizes[0] += 1
         if keep is None or sizes[0] <= keep:
             return []
@@ -70,12 +70,12 @@ def _doubles() -> array[float]:
 class StepLog:
     """The steps of one process, as sums up to each row. A row is a step or several: joining changes no sum."""
 
-    __slots__ = ("_downsampler", "begins", "ends", "steps", "stepped_s", "stood_s", "tokens")
+    __slots__ = ("_downsampler", "begins", "ends", "steps", "stepped_s", "stalled_s", "tokens")
 
-    def __init__(self, keep: int | None = KEEP) -> None:
+    def __init__(self, keep: int | None = EXACT_ROWS) -> None:
         self.begins, self.ends = _doubles(), _doubles()
         self.stepped_s = _doubles()
-        self.stood_s = _doubles()  # within steps, beyond what they usually take
+        self.stalled_s = _doubles()  # within steps, beyond what they usually take
         self.tokens = _doubles()
         self.steps: array[int] = array("q")
         self._downsampler = Downsampler(keep)
@@ -86,7 +86,7 @@ class StepLog:
     def add(self, begin: float, end: float, stood_s: float, steps: int, tokens: float) -> None:
         last = len(self.ends) - 1
         self.stepped_s.append(end - begin - stood_s + (self.stepped_s[last] if last >= 0 else 0.0))
-        self.stood_s.append(stood_s + (self.stood_s[last] if last >= 0 else 0.0))
+        self.stalled_s.append(stood_s + (self.stalled_s[last] if last >= 0 else 0.0))
         self.tokens.append(tokens + (self.tokens[last] if last >= 0 else 0.0))
         self.steps.append(steps + (self.steps[last] if last >= 0 else 0))
         self.begins.append(begin)
@@ -100,7 +100,7 @@ class StepLog:
     def _join(self, first: int, stop: int) -> None:
         self.begins[first:stop] = self.begins[first:stop:2]
         self.steps[first:stop] = self.steps[first + 1 : stop : 2]
-        for sums in (self.ends, self.stepped_s, self.stood_s, self.tokens):
+        for sums in (self.ends, self.stepped_s, self.stalled_s, self.tokens):
             sums[first:stop] = sums[first + 1 : stop : 2]
 
     def shift(self, by_s: float) -> None:
@@ -114,8 +114,8 @@ class StepLog:
         # Of a step under way: first the usual work, then what was more than usual.
         return self._until(self.stepped_s, at, lambda row, whole: min(at - self.begins[row], whole))
 
-    def stood_until(self, at: float) -> float:
-        return self._until(self.stood_s, at, lambda row, whole: max(0.0, whole - (self.ends[row] - at)))
+    def stalled_until(self, at: float) -> float:
+        return self._until(self.stalled_s, at, lambda row, whole: max(0.0, whole - (self.ends[row] - at)))
 
     def tokens_until(self, at: float) -> float:
         """Return the tokens of steps that had ended."""
@@ -151,7 +151,7 @@ class StepLog:
     def usual_s(self, at: float) -> float | None:
         """Return the median of the last steps before this moment."""
         done = bisect_right(self.ends, at)
-        return median(map(self._each_s, range(max(0, done - USUAL_STEPS), done))) if done else None
+        return median(map(self._each_s, range(max(0, done - TYPICAL_STEP_WINDOW), done))) if done else None
 
     def _count(self, row: int) -> int:
         return self.steps[row] - (self.steps[row - 1] if row else 0)
@@ -160,7 +160,7 @@ class StepLog:
         return (self.stepped_s[row] - (self.stepped_s[row - 1] if row else 0.0)) / max(1, self._count(row))
 
 
-class Merge(NamedTuple):
+class MergeRow(NamedTuple):
     """One durable version, or several old ones as their mean. `alive` and `asked` are of the sealed round."""
 
     at: float
@@ -168,40 +168,40 @@ class Merge(NamedTuple):
     fragment: int | None  # None: of several
     version: int
     alive: float
-    asked: float
+    pulled: float
     merged: float  # contributions
     contributors: tuple[tuple[int, int], ...]  # learner and incarnation
     weights: tuple[float, ...]  # of each, as shares of the whole
     steps: float  # of a contributor
     waited_s: float  # of the grace window
     slack_s: float | None  # that there was for it; None where none was opened
-    stands_for: int = 1  # so many merges
+    merge_count: int = 1  # so many merges
 
-    def with_next(self, other: Merge) -> Merge:
-        count = self.stands_for + other.stands_for
+    def combined_with(self, other: MergeRow) -> MergeRow:
+        count = self.merge_count + other.merge_count
 
         def mean(one: float, two: float) -> float:
-            return (one * self.stands_for + two * other.stands_for) / count
+            return (one * self.merge_count + two * other.merge_count) / count
 
         weights: dict[tuple[int, int], float] = {}
         for each in (self, other):
             for who, weight in zip(each.contributors, each.weights, strict=True):
-                weights[who] = weights.get(who, 0.0) + weight * each.stands_for / count
+                weights[who] = weights.get(who, 0.0) + weight * each.merge_count / count
         waits = [each for each in (self, other) if each.slack_s is not None]
-        whole = sum(each.stands_for for each in waits)
-        return Merge(
+        whole = sum(each.merge_count for each in waits)
+        return MergeRow(
             other.at,  # that it had happened by then is true of both
             other.epoch,
             None,
             other.version,
             mean(self.alive, other.alive),
-            mean(self.asked, other.asked),
+            mean(self.pulled, other.pulled),
             mean(self.merged, other.merged),
             tuple(weights),
             tuple(weights.values()),
             mean(self.steps, other.steps),
-            sum(each.waited_s * each.stands_for for each in waits) / whole if waits else 0.0,
-            sum((each.slack_s or 0.0) * each.stands_for for each in waits) / whole if waits else None,
+            sum(each.waited_s * each.merge_count for each in waits) / whole if waits else 0.0,
+            sum((each.slack_s or 0.0) * each.merge_count for each in waits) / whole if waits else None,
             count,
         )
 
@@ -209,8 +209,8 @@ class Merge(NamedTuple):
 class MergeLog:
     """The merges of one syncer process. Their number stays exact."""
 
-    def __init__(self, keep: int | None = KEEP) -> None:
-        self.rows: list[Merge] = []
+    def __init__(self, keep: int | None = EXACT_ROWS) -> None:
+        self.rows: list[MergeRow] = []
         self.contributions = 0  # in all of them
         self._counts: array[int] = array("q")  # merges up to each row
         self._downsampler = Downsampler(keep)
@@ -219,13 +219,13 @@ class MergeLog:
     def total(self) -> int:
         return self._counts[-1] if self._counts else 0
 
-    def add(self, merge: Merge) -> None:
-        self._counts.append(self.total + merge.stands_for)
+    def add(self, merge: MergeRow) -> None:
+        self._counts.append(self.total + merge.merge_count)
         self.contributions += len(merge.contributors)
         self.rows.append(merge)
         for first, stop in self._downsampler.add():
             pairs = zip(self.rows[first:stop:2], self.rows[first + 1 : stop : 2], strict=True)
-            self.rows[first:stop] = [one.with_next(other) for one, other in pairs]
+            self.rows[first:stop] = [one.combined_with(other) for one, other in pairs]
             self._counts[first:stop] = self._counts[first + 1 : stop : 2]
 
     def until(self, at: float) -> int:
@@ -233,12 +233,12 @@ class MergeLog:
         row = bisect_right(self.rows, at, key=_at)
         return self._counts[row - 1] if row else 0
 
-    def between(self, begin: float, end: float) -> Iterator[Merge]:
+    def between(self, begin: float, end: float) -> Iterator[MergeRow]:
         """After `begin`, up to `end`."""
         for row in range(bisect_right(self.rows, begin, key=_at), bisect_right(self.rows, end, key=_at)):
             yield self.rows[row]
 
-    def newest(self, at: float, count: int) -> list[Merge]:
+    def newest(self, at: float, count: int) -> list[MergeRow]:
         """Return the last `count` merges before this moment, newest first; more where they are joined."""
         end = bisect_right(self.rows, at, key=_at)
         if not end:
@@ -247,20 +247,20 @@ class MergeLog:
         return self.rows[first:end][::-1]
 
 
-def _at(merge: Merge) -> float:
+def _at(merge: MergeRow) -> float:
     return merge.at
 
 
 class TimeSeries:
     """Values over time, at times that never fall."""
 
-    __slots__ = ("_grows", "_downsampler", "at", "value")
+    __slots__ = ("_is_cumulative", "_downsampler", "at", "value")
 
-    def __init__(self, grows: bool = False, keep: int | None = KEEP) -> None:
+    def __init__(self, is_cumulative: bool = False, keep: int | None = EXACT_ROWS) -> None:
         """`grows`: values are a running sum, of which the later of two rows stands for both; else the mean does."""
         self.at: array[float] = array("d")
         self.value: array[float] = array("d")
-        self._grows = grows
+        self._is_cumulative = is_cumulative
         self._downsampler = Downsampler(keep)
 
     def add(self, at: float, value: float) -> None:
@@ -269,9 +269,9 @@ class TimeSeries:
         for first, stop in self._downsampler.add():
             ones, others = self.value[first:stop:2], self.value[first + 1 : stop : 2]
             self.at[first:stop] = self.at[first + 1 : stop : 2]
-            self.value[first:stop] = others if self._grows else array("d", map(_mean, ones, others))
+            self.value[first:stop] = others if self._is_cumulative else array("d", map(_mean, ones, others))
 
-    def before(self, at: float) -> float | None:
+    def value_at(self, at: float) -> float | None:
         index = bisect_right(self.at, at)
         found = self.value[index - 1] if index else math.nan
         return found if found == found else None

@@ -8,7 +8,7 @@ of a checksum (CRC-32 of the payload as it is written) and the payload: `["Heade
 `[at, tick, event, [effect, ...]]`. How values are written is said in `codec`. `shapes` names the fields of every type,
 so that a tape can be read by programs that know nothing of this one.
 
-The order of entries across tapes is in `causality`, files are in `atoll.tape.files`.
+The order of entries across tapes is in `ordering`, files are in `atoll.tape.files`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from atoll.core import ledger, protocol
 from atoll.core.codec import Number, parse_float, read, to_text
 from atoll.core.protocol import Effect, Event
 from atoll.core.reasons import Reason
-from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, Accepted, Holding, LearnerId, Limits, Mark, RoundId, RunConfig
+from atoll.core.syncer.state import RestoredState
+from atoll.core.types import (
+    SYNCER,
+    AcceptedContribution,
+    LearnerId,
+    LeaseHoldings,
+    Limits,
+    MergedUpTo,
+    RoundId,
+    RunConfig,
+)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the lines, not of the protocol. It rises when a reader of the old one would misunderstand the new one."""
 
 
@@ -36,20 +45,20 @@ class TapeError(ValueError):
 
     def __init__(self, what: str, place: str = "") -> None:
         super().__init__(f"{place}: {what}" if place else what)
-        self.what = what
-        self.place = place
+        self.problem = what
+        self.location = place
 
 
 class Actor(NamedTuple):
     """One process: the syncer in one epoch, or a learner in one incarnation."""
 
     learner: LearnerId  # SYNCER for the syncer
-    start: int  # epoch or incarnation
+    generation: int  # epoch or incarnation
 
     def __str__(self) -> str:
         if self.learner == SYNCER:
-            return f"syncer epoch {self.start}"
-        return f"learner {self.learner} incarnation {self.start}"
+            return f"syncer epoch {self.generation}"
+        return f"learner {self.learner} incarnation {self.generation}"
 
 
 class Entry(NamedTuple):
@@ -71,24 +80,24 @@ class Header:
     actor: Actor
     config: RunConfig
     seed: int | None  # of the world that was drawn; None in a real run
-    restored: Restored | None = None  # what a syncer found in its directory
+    restored: RestoredState | None = None  # what a syncer found in its directory
     note: str = ""
 
 
-REGISTERED: tuple[type, ...] = (
+TAPE_TYPES: tuple[type, ...] = (
     # settings and what is restored
     Header,
     Actor,
     RunConfig,
     Limits,
-    Restored,
+    RestoredState,
     # nouns
     RoundId,
-    Mark,
-    Accepted,
-    Holding,
+    MergedUpTo,
+    AcceptedContribution,
+    LeaseHoldings,
     Reason,
-    ledger.Line,
+    ledger.LedgerLine,
     # what is sent, recorded, told and done
     *get_args(protocol.Body),
     protocol.Envelope,
@@ -100,11 +109,11 @@ REGISTERED: tuple[type, ...] = (
 """Every type that may stand on a tape."""
 
 _JSON = json.JSONDecoder(object_hook=parse_float)
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in REGISTERED}
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in TAPE_TYPES}
 _SHAPES = {name: tuple(get_type_hints(kind)) for name, kind in _TYPES.items()}
 
 
-class _Line(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class _EntryRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """An entry as it is written: the actor is in the header."""
 
     at: Number
@@ -133,7 +142,7 @@ def encode(value: object) -> str:
 
 def decode(text: str) -> Any:
     """The value that `encode` wrote."""
-    raw = _parsed(text)
+    raw = _parse_json(text)
     name = raw[0] if type(raw) is list and raw and type(raw[0]) is str else None
     if name not in _TYPES:
         raise TapeError(f"expected an array that begins with the name of a type, found {text:.60}")
@@ -157,21 +166,21 @@ def canonical(value: object) -> str:
 
 def encode_header(header: Header) -> bytes:
     """The first line of a tape, with its line end."""
-    return _sealed(f"{encode(header)[:-1]},{json.dumps(_SHAPES, separators=(',', ':'))}]")
+    return _add_checksum(f"{encode(header)[:-1]},{json.dumps(_SHAPES, separators=(',', ':'))}]")
 
 
 def encode_entry(entry: Entry) -> bytes:
     """One line of a tape, with its line end. The actor is in the header."""
     at, _, tick, event, effects = entry
     try:
-        return _sealed(to_text(_Line(at, tick, event, effects)))
+        return _add_checksum(to_text(_EntryRow(at, tick, event, effects)))
     except ValidationError as error:
         raise TapeError(f"{entry.actor}, tick {tick}: {error}") from None
 
 
 def decode_header(line: bytes) -> Header:
     """The header from the first line of a tape, without its line end."""
-    raw = _opened(line)
+    raw = _verify_checksum(line)
     if type(raw) is not list or not raw or raw[0] != "Header":
         raise TapeError("no header: the first line of a tape says whose it is")
     if len(raw) != 3 or type(raw[1]) is not dict or type(raw[2]) is not dict:
@@ -181,11 +190,16 @@ def decode_header(line: bytes) -> Header:
         raise TapeError("the header does not say its format version")
     if version > FORMAT_VERSION:
         raise TapeError(
-            f"written by a newer Atoll: format {version} of Atoll {atoll}, this one reads up to {FORMAT_VERSION};"
+            f"written by a newer Atoll: format {version} of Atoll {atoll}, this one reads format {FORMAT_VERSION};"
             " read it with that version"
         )
     if version < 1:
         raise TapeError(f"there is no format version {version}")
+    if version < FORMAT_VERSION:
+        raise TapeError(
+            f"written by an older Atoll: format {version} of Atoll {atoll}, this one reads format {FORMAT_VERSION};"
+            " read it with that version"
+        )
     for name, fields in raw[2].items():
         known = _SHAPES.get(name)
         if known is None:
@@ -201,7 +215,7 @@ def decode_header(line: bytes) -> Header:
 
 def decode_entry(line: bytes, actor: Actor) -> Entry:
     """One entry of this actor's tape, from a line without its line end."""
-    raw = _opened(line)
+    raw = _verify_checksum(line)
     if type(raw) is not list or len(raw) != 4:
         if type(raw) is list and raw[:1] == ["Header"]:
             raise TapeError("a second header: two tapes were written into one file")
@@ -210,28 +224,28 @@ def decode_entry(line: bytes, actor: Actor) -> Entry:
     if type(tick) is not int or tick < 1:
         raise TapeError("a tick is a whole number and counts from 1")
     try:
-        written: _Line = read(raw, _Line)
+        written: _EntryRow = read(raw, _EntryRow)
     except ValidationError as error:
         raise TapeError(f"tick {tick}: {error}") from None
     return Entry(written.at, actor, tick, written.event, written.effects)
 
 
-def _sealed(payload: str) -> bytes:
+def _add_checksum(payload: str) -> bytes:
     data = payload.encode("ascii")
     return b'["%08x",%b]\n' % (zlib.crc32(data), data)
 
 
-def _opened(line: bytes) -> Any:
+def _verify_checksum(line: bytes) -> Any:
     """The payload of a line whose checksum is right."""
     if line[:2] != b'["' or line[10:12] != b'",' or line[-1:] != b"]":
         raise TapeError(f"not a line of a tape: {line[:40]!r}{'...' if len(line) > 40 else ''}")
     payload = line[12:-1]
     if line[2:10] != b"%08x" % zlib.crc32(payload):
         raise TapeError("the checksum is wrong: the line was damaged after it was written")
-    return _parsed(payload)
+    return _parse_json(payload)
 
 
-def _parsed(text: str | bytes) -> Any:
+def _parse_json(text: str | bytes) -> Any:
     try:
         return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:

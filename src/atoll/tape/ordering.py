@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from atoll.core.protocol import MessageArrived, Persist, RecordKey
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import SYNCER
 from atoll.tape.format import Actor, Entry, Header
 
 
-class Missing(NamedTuple):
+class MissingCause(NamedTuple):
     """An entry whose cause is on no tape: a tape was lost, or ends before its process did."""
 
     actor: Actor
@@ -35,7 +35,7 @@ class Missing(NamedTuple):
         return f"{self.actor}, tick {self.tick}: what arrived was sent by {cause}, which is on no tape"
 
 
-def sender(entry: Entry) -> tuple[Actor, int] | None:
+def find_sender(entry: Entry) -> tuple[Actor, int] | None:
     """The actor and tick of the entry that sent what arrived here; None if nothing arrived.
 
     Which end of the link has received it says which end has sent it.
@@ -49,8 +49,8 @@ def sender(entry: Entry) -> tuple[Actor, int] | None:
     return Actor(SYNCER, envelope.epoch), envelope.tick
 
 
-def merged(
-    tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[Missing], None] | None = None
+def merge_tapes(
+    tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[MissingCause], None] | None = None
 ) -> Iterator[Entry]:
     """All entries in one order that respects causes; where those leave it open by time, then by actor.
 
@@ -68,7 +68,7 @@ class _CausalMerge:
     """
 
     def __init__(
-        self, tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[Missing], None] | None
+        self, tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[MissingCause], None] | None
     ) -> None:
         self.report = report
         self.tapes: dict[Actor, Iterator[Entry]] = {}  # not at their end
@@ -113,7 +113,7 @@ class _CausalMerge:
             if not self._has_predecessor(actor):
                 self._start(actor)
             return
-        cause = sender(entry)
+        cause = find_sender(entry)
         if cause is None or self.emitted.get(cause[0], 0) >= cause[1]:
             self._make_ready(entry)
         elif cause[0] in self.tapes:
@@ -125,7 +125,7 @@ class _CausalMerge:
         self, entry: Entry, missing: tuple[Actor, int | None] | None = None, circular: bool = False
     ) -> None:
         if missing is not None and self.report is not None:
-            self.report(Missing(entry.actor, entry.tick, *missing, circular))
+            self.report(MissingCause(entry.actor, entry.tick, *missing, circular))
         heapq.heappush(self.ready, (entry.at, entry.actor, entry))
 
     def _release(self, cause: Actor, tick: int | None) -> None:
@@ -145,7 +145,7 @@ class _CausalMerge:
             self.waiting[cause] = later
 
     def _has_predecessor(self, syncer: Actor) -> bool:
-        return any(other.learner == SYNCER and other.start < syncer.start for other in self.tapes)
+        return any(other.learner == SYNCER and other.generation < syncer.generation for other in self.tapes)
 
     def _could_restore(self, syncer: Actor) -> bool:
         """Was everything that it found in its directory asked for by an entry that came out?"""
@@ -153,7 +153,7 @@ class _CausalMerge:
         return all(slot in self.written and age <= self.written[slot] for slot, age in wanted)
 
     def _start(self, syncer: Actor) -> None:
-        missing = None if self._could_restore(syncer) else (Actor(SYNCER, syncer.start - 1), None)
+        missing = None if self._could_restore(syncer) else (Actor(SYNCER, syncer.generation - 1), None)
         self._make_ready(self.starting.pop(syncer), missing)
 
     def _release_stuck(self) -> bool:
@@ -173,7 +173,7 @@ class _CausalMerge:
         return bool(self.ready)
 
 
-def _restored_keys(restored: Restored | None) -> list[RecordKey]:
+def _restored_keys(restored: RestoredState | None) -> list[RecordKey]:
     if restored is None:
         return []
     records = [*restored.versions.values(), restored.members, restored.manifest, restored.leases]

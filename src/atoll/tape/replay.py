@@ -16,13 +16,13 @@ from atoll.core.types import SYNCER
 from atoll.tape.format import Actor, Entry, Header, TapeError, canonical
 
 
-class Core(Protocol):
+class ReplayableCore(Protocol):
     """What both roles offer."""
 
     def handle(self, now: float, event: Any) -> Sequence[Effect]: ...
 
 
-class ReplayDifference(Exception):  # noqa: N818 - nothing failed: this is the answer
+class ReplayMismatchError(Exception):
     """The first entry whose effects come out otherwise. `derived` is None where the core raised; `raised` says what."""
 
     def __init__(self, entry: Entry, derived: tuple[Effect, ...] | None, raised: str = "") -> None:
@@ -39,11 +39,11 @@ class ReplayDifference(Exception):  # noqa: N818 - nothing failed: this is the a
         where = f"{self.actor}, tick {self.tick} at {self.at:.3f} s, {canonical(self.event)}"
         if self.derived is None:
             return f"{where}: {len(self.recorded)} effects are recorded, the replay raised {self.raised}"
-        place = self.first_place()
+        place = self.first_difference()
         recorded, derived = _shown(self.recorded, place), _shown(self.derived, place)
         return f"{where}: effect {place + 1} is recorded as {recorded}, derived as {derived}"
 
-    def first_place(self) -> int:
+    def first_difference(self) -> int:
         """Index of the first effect that differs."""
         both = zip(self.recorded, self.derived or (), strict=False)
         for place, (recorded, derived) in enumerate(both):
@@ -56,19 +56,19 @@ def _shown(effects: Sequence[Effect], place: int) -> str:
     return canonical(effects[place]) if place < len(effects) else "nothing"
 
 
-def core_of(header: Header) -> Core:
+def create_core(header: Header) -> ReplayableCore:
     """The core as it was when its tape began."""
     actor = header.actor
     try:
         if actor.learner == SYNCER:
-            return SyncerCore(header.config, actor.start, header.restored)
-        return LearnerCore(header.config, actor.learner, actor.start)
+            return SyncerCore(header.config, actor.generation, header.restored)
+        return LearnerCore(header.config, actor.learner, actor.generation)
     except (AssertionError, LookupError, ValueError) as error:
         raise TapeError(f"no core of {actor} can be made from this header: {error!r}") from error
 
 
-def replay(header: Header, entries: Iterable[Entry], make: Callable[[Header], Core] = core_of) -> int:
-    """Derive every effect anew; the number of entries, or ReplayDifference at the first difference.
+def replay(header: Header, entries: Iterable[Entry], make: Callable[[Header], ReplayableCore] = create_core) -> int:
+    """Derive every effect anew; the number of entries, or ReplayMismatchError at the first difference.
 
     `make` is for cores that were made otherwise, such as those with a planted bug.
     """
@@ -79,7 +79,7 @@ def replay(header: Header, entries: Iterable[Entry], make: Callable[[Header], Co
         try:
             derived = tuple(core.handle(entry.at, entry.event))
         except Exception as raised:  # whatever it is, the recorded core did not raise it
-            raise ReplayDifference(entry, None, repr(raised)) from raised
+            raise ReplayMismatchError(entry, None, repr(raised)) from raised
         if canonical(derived) != canonical(entry.effects):
-            raise ReplayDifference(entry, derived)
+            raise ReplayMismatchError(entry, derived)
     return count

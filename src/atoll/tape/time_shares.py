@@ -44,7 +44,7 @@ def stepping_s(processes: Iterable[LearnerProcess], span: Span, allocated_s: flo
     return min(allocated_s, sum(process.in_steps_s(*span) for process in processes))
 
 
-def shares_of(
+def compute_time_shares(
     learner: int,
     processes: Sequence[LearnerProcess],
     span: Span,
@@ -68,11 +68,16 @@ def shares_of(
         rest_s -= taken_s
         return taken_s
 
-    there = [here for here in (clip((process.first, process.until), span) for process in processes) if here is not None]
-    away_s = part(allocated_s - covered_s(there))
-    joining_s = part(covered_s([(process.first, process.joined) for process in processes], span))
+    there = [
+        here
+        for here in (clip((process.first_entry_at, process.present_until), span) for process in processes)
+        if here is not None
+    ]
+    away_s = part(allocated_s - union_length_s(there))
+    joining_s = part(union_length_s([(process.first_entry_at, process.joined_at) for process in processes], span))
     stopped_s = part(
-        sum(process.stood_s(*span) for process in processes) + sum(_standing_s(processes, stop, span) for stop in stops)
+        sum(process.stalled_s(*span) for process in processes)
+        + sum(_standing_s(processes, stop, span) for stop in stops)
     )
     paused_s = part(sum(_standing_s(processes, pause, span) for pause in pauses))
     waiting_s = min(waited_s, in_steps_s)
@@ -95,13 +100,13 @@ def _standing_s(processes: Sequence[LearnerProcess], within: Span, span: Span) -
     """Of a time in which processes were not to step: they were there, and were not in steps."""
     found = 0.0
     for process in processes:
-        here = clip(within, (max(span[0], process.joined), min(span[1], process.until)))
+        here = clip(within, (max(span[0], process.joined_at), min(span[1], process.present_until)))
         if here is not None:
-            found += max(0.0, here[1] - here[0] - process.in_steps_s(*here) - process.stood_s(*here))
+            found += max(0.0, here[1] - here[0] - process.in_steps_s(*here) - process.stalled_s(*here))
     return found
 
 
-def covered_s(spans: Iterable[Span], within: Span = (float("-inf"), float("inf"))) -> float:
+def union_length_s(spans: Iterable[Span], within: Span = (float("-inf"), float("inf"))) -> float:
     """Length of the union of spans.
 
     >>> covered_s([(0.0, 2.0), (1.0, 3.0), (10.0, 11.0)])
@@ -116,7 +121,7 @@ def covered_s(spans: Iterable[Span], within: Span = (float("-inf"), float("inf")
     return total
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """In order, without those that touch.
 
     >>> union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])

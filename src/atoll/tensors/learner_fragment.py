@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atoll.core.types import AdoptHow, FragmentId, RoundId
-from atoll.tensors.codecs import Codec, Feedback, Told, codec
+from atoll.core.types import AdoptMode, FragmentId, RoundId
+from atoll.tensors.codecs import Codec, ErrorFeedback, ProgressCallback, get_codec
 from atoll.tensors.model_view import ModelView
 
 
@@ -21,18 +21,18 @@ class LearnerFragment:
         self.id = p
         self.view = view
         self.holds_buffers = view.plan.holds_buffers(p)
-        self.is_exact = view.is_exact(p)
-        self.up = codec(*self.codecs((up,)))
-        self._feedback: Feedback | None = None  # from the first contribution
+        self.is_f32_exact = view.is_f32_exact(p)
+        self.upload_codec = get_codec(*self.allowed_codecs((up,)))
+        self._feedback: ErrorFeedback | None = None  # from the first contribution
         self._encoded: tuple[RoundId, Tensor] | None = None
 
-    def codecs(self, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    def allowed_codecs(self, chosen: tuple[str, ...]) -> tuple[str, ...]:
         """Return the codecs that it may travel in, of those that the run has chosen."""
-        return self.view.plan.codecs(self.id, chosen)
+        return self.view.plan.allowed_codecs(self.id, chosen)
 
-    def codec_for(self, chosen: str | None) -> Codec:
+    def select_codec(self, chosen: str | None) -> Codec:
         """Return the codec of a contribution. None: the one of the run."""
-        return codec(*self.codecs((chosen,))) if chosen is not None else self.up
+        return get_codec(*self.allowed_codecs((chosen,))) if chosen is not None else self.upload_codec
 
     @property
     def host_bytes(self) -> int:
@@ -40,31 +40,31 @@ class LearnerFragment:
         residuals = 2 * self._feedback.residual.nbytes if self._feedback is not None else 0
         return residuals + (self._encoded[1].nbytes if self._encoded is not None else 0)
 
-    def encoded(self, round_id: RoundId) -> Tensor | None:
+    def encoded_contribution(self, round_id: RoundId) -> Tensor | None:
         """Return the contribution to this round, if it was encoded: a repeated request gets the same bytes."""
         return self._encoded[1] if self._encoded is not None and self._encoded[0] == round_id else None
 
     def encode(
         self,
         round_id: RoundId,
-        by: Codec,
+        codec: Codec,
         anchor: Tensor,
         copy: Tensor,
         scratch: Tensor,
         out: Tensor | None = None,
-        told: Told | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> Tensor:
         """Encode A_p - theta_p, or the values of buffers. `told` gets the range of values that was written to `out`."""
         if self.holds_buffers:
             scratch.copy_(copy)
-        elif self.is_exact:
+        elif self.is_f32_exact:
             torch.sub(anchor, copy, out=scratch)
         else:
-            self.view.as_held(self.id, anchor, scratch)
+            self.view.round_to_dtype(self.id, anchor, scratch)
             scratch.sub_(copy)
         if self._feedback is None:
-            self._feedback = Feedback(self.up, scratch.numel())
-        data = self._feedback.encode(scratch, out, by, told)
+            self._feedback = ErrorFeedback(self.upload_codec, scratch.numel())
+        data = self._feedback.encode(scratch, out, codec, on_progress)
         self._encoded = (round_id, data)
         return data
 
@@ -76,11 +76,11 @@ class LearnerFragment:
         self._encoded = None
 
     def adopt(
-        self, how: AdoptHow, value: Tensor, reference: Tensor | None, alpha: float, scratch: Tensor | None = None
+        self, method: AdoptMode, value: Tensor, reference: Tensor | None, alpha: float, scratch: Tensor | None = None
     ) -> None:
         """Take over a version. `scratch` is needed to carry parameters that round f32 values."""
-        if how == "carry" and reference is not None and not self.is_exact:
+        if method == "carry" and reference is not None and not self.is_f32_exact:
             assert scratch is not None, f"fragment {self.id} cannot be carried without scratch memory"
-            self.view.as_held(self.id, reference, scratch)
+            self.view.round_to_dtype(self.id, reference, scratch)
             reference = scratch
-        self.view.adopt(self.id, how, value, reference, alpha)
+        self.view.adopt(self.id, method, value, reference, alpha)

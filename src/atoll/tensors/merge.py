@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.tensors.codecs import Codec, Scratch, aligned, chunks
+from atoll.tensors.codecs import Codec, Scratch, chunk_ranges, ensure_aligned
 from atoll.tensors.plan import FragmentPlan
 
-CANCELLED = 1e-6
+CANCELLATION_TOLERANCE = 1e-6
 """Directions have cancelled where |sum(w unit(v))| is at most this part of sum(w): what is left is rounding."""
 
 _EXACT_NORMS = (1e-12, 1e18)  # f32 can hold the squares; other norms are taken again in f64
@@ -34,34 +34,34 @@ _MOST_FACTOR = 1e38  # w / |v| that f32 can hold; a piece with a smaller norm ha
 
 
 @dataclass(slots=True)
-class Run:
+class MergeRange:
     """Values [begin, end) of the fragment that are merged in one way: a radial piece, or averaged pieces in a row."""
 
     begin: int
     end: int
-    radial: bool
+    is_radial: bool
     weighted_norms: float = 0.0  # sum(w |v|); radial only
     factors: float = 0.0  # sum(f)
     squared_factors: float = 0.0  # sum(f^2)
 
 
-def _runs(plan: FragmentPlan, p: int, how: str) -> list[Run]:
-    runs: list[Run] = []
+def _runs(plan: FragmentPlan, p: int, how: str) -> list[MergeRange]:
+    runs: list[MergeRange] = []
     for piece, begin, end in plan.spans(p):
         radial = how == "radial" and piece.kind == "weight"
-        if runs and not radial and not runs[-1].radial:
+        if runs and not radial and not runs[-1].is_radial:
             runs[-1].end = end
         else:
-            runs.append(Run(begin, end, radial))
+            runs.append(MergeRange(begin, end, radial))
     return runs
 
 
 def norm(v: Tensor) -> float:
     """|v|, also of values whose squares f32 cannot hold."""
-    return math.sqrt(sum(_squares(v[begin:end]) for begin, end in chunks(0, v.numel())))
+    return math.sqrt(sum(_exact_square_norm(v[begin:end]) for begin, end in chunk_ranges(0, v.numel())))
 
 
-def mean_cosine(length: float, factors: float, squared_factors: float) -> float | None:
+def mean_cosine(sum_norm: float, factors: float, squared_factors: float) -> float | None:
     """Between the vectors behind a sum of this length, as the head of this module says; None where there is no pair.
 
     >>> mean_cosine(2.0, 2.0, 2.0), mean_cosine(0.0, 2.0, 2.0), mean_cosine(5.0, 5.0, 25.0)
@@ -70,20 +70,20 @@ def mean_cosine(length: float, factors: float, squared_factors: float) -> float 
     pairs = factors * factors - squared_factors
     if not pairs > 1e-4 * factors * factors:  # of one contribution beside others that are nothing, rounding would tell
         return None
-    return max(-1.0, min(1.0, (length * length - squared_factors) / pairs))
+    return max(-1.0, min(1.0, (sum_norm * sum_norm - squared_factors) / pairs))
 
 
-def _squares(chunk: Tensor) -> float:
+def _exact_square_norm(chunk: Tensor) -> float:
     size = float(torch.linalg.vector_norm(chunk))
     if not _EXACT_NORMS[0] < size < _EXACT_NORMS[1]:
         size = float(torch.linalg.vector_norm(chunk.double()))
     return size * size
 
 
-def squares(chunk: Tensor) -> float:
+def square_norm(chunk: Tensor) -> float:
     """|chunk|^2 for people: a third quicker than what decides how a merge goes, and rounded in another way."""
     found = float(torch.dot(chunk, chunk))
-    return found if _EXACT_SQUARES[0] < found < _EXACT_SQUARES[1] else _squares(chunk)
+    return found if _EXACT_SQUARES[0] < found < _EXACT_SQUARES[1] else _exact_square_norm(chunk)
 
 
 class Accumulator:
@@ -94,12 +94,12 @@ class Accumulator:
     good.
     """
 
-    def __init__(self, plan: FragmentPlan, p: int, how: str) -> None:
-        if how not in ("average", "radial"):
-            raise ValueError(f"no merge is called {how!r}; there are average, radial")
+    def __init__(self, plan: FragmentPlan, p: int, method: str) -> None:
+        if method not in ("average", "radial"):
+            raise ValueError(f"no merge is called {method!r}; there are average, radial")
         self.numel = plan.numel(p)
         self._sums = torch.empty(self.numel)
-        self._runs = _runs(plan, p, how)
+        self._runs = _runs(plan, p, method)
         self._scratch: Scratch | None = None
         self.merged_norm = 0.0  # |D| of the last result
         self.cosine: float | None = None  # mean over pairs of contributions, of the last result
@@ -115,7 +115,7 @@ class Accumulator:
             run.weighted_norms = run.factors = run.squared_factors = 0.0
 
     def add_encoded(
-        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, known_norm: float | None = None
     ) -> None:
         """Adds one contribution as it came in, without a decoded copy of it. `size`: its norm, where somebody knows it.
 
@@ -124,24 +124,24 @@ class Accumulator:
         bf16; int8 and int4, which cost more to decode, lose a tenth and a fifth, and save the memory.
         """
         codec.check_size(data, self.numel)
-        data = aligned(data)
+        data = ensure_aligned(data)
         w, total = self._relative(weight), 0.0
-        known = size if len(self._runs) == 1 else None  # of all of it, where that is one run
+        known = known_norm if len(self._runs) == 1 else None  # of all of it, where that is one run
         for run in self._runs:
-            parts = list(chunks(run.begin, run.end))
+            parts = list(chunk_ranges(run.begin, run.end))
             v, factor, square = None, w * scale, 0.0
-            if run.radial:
+            if run.is_radial:
                 for begin, end in parts:
                     v = self._decoded(codec, data, begin, end)
-                    square += _squares(v)
+                    square += _exact_square_norm(v)
                 factor = self._factor(run, w, math.sqrt(square), scale)
             for begin, end in parts:
                 if v is None or len(parts) > 1:
                     v = self._decoded(codec, data, begin, end)
-                if not run.radial and known is None:
-                    square += squares(v)  # it is in the cache
+                if not run.is_radial and known is None:
+                    square += square_norm(v)  # it is in the cache
                 self._axpy(begin, v, factor)
-            exact = math.sqrt(square) if run.radial or known is None else known
+            exact = math.sqrt(square) if run.is_radial or known is None else known
             total += self._noted(run, w, exact, scale)
         self._counted(w, total)
 
@@ -152,12 +152,12 @@ class Accumulator:
         total, cosines, numel = 0.0, 0.0, 0
         for run in self._runs:
             part = self._sums[run.begin : run.end]
-            if not run.radial:
+            if not run.is_radial:
                 square = self._averaged(run)
                 length = math.sqrt(square) * self._weights
             else:
                 length = norm(part)
-                if length <= CANCELLED * self._weights:
+                if length <= CANCELLATION_TOLERANCE * self._weights:
                     part.zero_()
                     square = 0.0
                 else:
@@ -172,14 +172,14 @@ class Accumulator:
         self.cosine = cosines / numel if numel else None
         return self._sums
 
-    def _averaged(self, run: Run) -> float:
+    def _averaged(self, run: MergeRange) -> float:
         """Divides a run by the weights; |run|^2 of what it becomes."""
         square = 0.0
-        for begin, end in chunks(run.begin, run.end):
+        for begin, end in chunk_ranges(run.begin, run.end):
             part = self._sums[begin:end]
             if self._weights != 1.0:
                 part.div_(self._weights)
-            square += squares(part)
+            square += square_norm(part)
         return square
 
     def _relative(self, weight: float) -> float:
@@ -195,14 +195,14 @@ class Accumulator:
         self.norms.append(math.sqrt(square))
         self.count += 1
 
-    def _noted(self, run: Run, w: float, size: float, scale: float) -> float:
+    def _noted(self, run: MergeRange, w: float, size: float, scale: float) -> float:
         """What one contribution is in the mean cosine of a run; |v|^2."""
-        f = w * size * scale if not run.radial else w * (size > 0.0)
+        f = w * size * scale if not run.is_radial else w * (size > 0.0)
         run.factors += f
         run.squared_factors += f * f
         return size * size
 
-    def _factor(self, run: Run, w: float, size: float, scale: float) -> float:
+    def _factor(self, run: MergeRange, w: float, size: float, scale: float) -> float:
         run.weighted_norms += w * size * scale
         factor = w / size if size else math.inf
         return factor if factor <= _MOST_FACTOR else 0.0
@@ -216,14 +216,14 @@ class Accumulator:
 
     def _decoded(self, codec: Codec, data: Tensor, begin: int, end: int) -> Tensor:
         """Values [begin, end), at most a chunk of them, until the next call."""
-        if codec.is_exact:
+        if codec.is_lossless:
             return data.view(torch.float32)[begin:end]
         if self._scratch is None:
             self._scratch = Scratch(self.numel)
-        first = begin // codec.block * codec.block
-        last = min(-(-end // codec.block) * codec.block, self.numel)
+        first = begin // codec.block_size * codec.block_size
+        last = min(-(-end // codec.block_size) * codec.block_size, self.numel)
         out = self._scratch.values[: last - first]
-        codec.read(data, self.numel, first, out, self._scratch)
+        codec.decode_chunk(data, self.numel, first, out, self._scratch)
         return out[begin - first : end - first]
 
 
@@ -250,13 +250,13 @@ class BufferMean:
         self.norms: list[float] = []
 
     def add_encoded(
-        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, known_norm: float | None = None
     ) -> None:
         """Adds the values of one learner. They are never scaled: a variance that is scaled down is a wrong one."""
         if not (math.isfinite(weight) and weight > 0.0):
             raise ValueError(f"a weight must be finite and positive, this is {weight}")
         values = codec.decode(data, self.numel)
-        self.norms.append(size if size is not None else norm(values))
+        self.norms.append(known_norm if known_norm is not None else norm(values))
         if not self.count:
             self._mean.copy_(values)
             self._weights = weight

@@ -17,16 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from atoll.tensors.plan import FragmentPlan, TensorInfo, named_tensors, tensors_of
-from atoll.tensors.sharding import Window, boxes_of, local_of, windows
+from atoll.tensors.plan import FragmentPlan, TensorInfo, describe_tensors, named_tensors
+from atoll.tensors.sharding import ShardWindow, local_boxes, local_tensor, shard_windows
 
-ADOPTIONS = ("carry", "overwrite", "blend")
+ADOPT_METHODS = ("carry", "overwrite", "blend")
 
-CHUNK = 1 << 17
+ADOPT_CHUNK_NUMEL = 1 << 17
 """Elements that are adopted at a time where there are temporaries: these stay in the cache."""
 
 
-class Staged(NamedTuple):
+class StagedFragment(NamedTuple):
     """A flat fragment that is where its parameters are, piece by piece."""
 
     pieces: tuple[Tensor, ...]  # f32, shaped as the pieces of the model
@@ -41,18 +41,18 @@ class _Place(NamedTuple):
     held: Tensor
     begin: int  # of the piece in the flat fragment
     end: int
-    window: Window | None  # of what is held, in a whole flat fragment; None: it is all between begin and end
+    window: ShardWindow | None  # of what is held, in a whole flat fragment; None: it is all between begin and end
 
     def of(self, flat: Tensor) -> Tensor:
         """What of a flat fragment belongs here; it shares its memory."""
-        return flat[self.begin : self.end].view(self.held.shape) if self.window is None else self.window.of(flat)
+        return flat[self.begin : self.end].view(self.held.shape) if self.window is None else self.window.view(flat)
 
 
 class ModelView:
     """The parameters and buffers of a model, by fragment.
 
     >>> model = nn.Linear(2, 1)
-    >>> view = ModelView(model, make_plan(tensors_of(model), 1, "balanced"))
+    >>> view = ModelView(model, make_plan(describe_tensors(model), 1, "balanced"))
     >>> view.write(0, torch.tensor([0.5, 1.0, 2.0]))  # the bias comes first: pieces are sorted by name
     >>> model.weight.tolist()
     [[1.0, 2.0]]
@@ -62,15 +62,15 @@ class ModelView:
     """
 
     def __init__(self, model: nn.Module, plan: FragmentPlan, packed: bool = False) -> None:
-        _check_fit(tensors_of(model), plan)
+        _check_fit(describe_tensors(model), plan)
         self.plan = plan
         self.packed = packed
-        self.boxes = boxes_of(model)
+        self.boxes = local_boxes(model)
         self._sources = _sources(model)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._windows = [windows(plan, p, self.boxes) for p in range(len(plan.fragments))] if self.boxes else []
+        self._windows = [shard_windows(plan, p, self.boxes) for p in range(len(plan.fragments))] if self.boxes else []
         # Of everything that travels, what this rank holds.
-        self.local_numel = sum(each[-1].last for each in self._windows) if self.boxes else plan.total_numel
+        self.local_numel = sum(each[-1].packed_end for each in self._windows) if self.boxes else plan.total_numel
 
     def _places(self, fragment: int) -> list[_Place]:
         """Looked up at each use: a module may have been moved, or have put a new tensor in the place of a buffer."""
@@ -83,15 +83,17 @@ class ModelView:
         return places
 
     def _held(self, name: str) -> Tensor:
-        tensor = local_of(self._sources[name]()).detach()  # in this order: to detach a DTensor is dispatched, at 20 us
+        tensor = local_tensor(
+            self._sources[name]()
+        ).detach()  # in this order: to detach a DTensor is dispatched, at 20 us
         return tensor if tensor.dim() else tensor.unsqueeze(0)
 
     def _sharded_places(self, fragment: int) -> list[_Place]:
         places = []
         for window in self._windows[fragment]:
-            held = self._held(window.piece.tensor)[window.rows]
+            held = self._held(window.piece.tensor)[window.local_rows]
             if self.packed:
-                places.append(_Place(held, window.first, window.last, None))
+                places.append(_Place(held, window.packed_begin, window.packed_end, None))
             else:
                 held = held if held.numel() else held.reshape(window.part_shape)
                 places.append(_Place(held, window.begin, window.end, window))
@@ -100,7 +102,7 @@ class ModelView:
     def numel(self, fragment: int) -> int:
         """Of the flat fragment."""
         if self.packed and self.boxes:
-            return self._windows[fragment][-1].last
+            return self._windows[fragment][-1].packed_end
         return self.plan.numel(fragment)
 
     def device_bytes(self, fragment: int) -> int:
@@ -151,7 +153,7 @@ class ModelView:
     # -------------------------------------------------------------------------------------------------------- writing
 
     @torch.no_grad()
-    def stage(self, fragment: int, flat: Tensor) -> Staged:
+    def stage(self, fragment: int, flat: Tensor) -> StagedFragment:
         """Bring a flat fragment to where its parameters are, before the step boundary and from any thread.
 
         On the CPU these are views: `flat` must not change before it was adopted.
@@ -167,15 +169,20 @@ class ModelView:
             else:
                 pieces.append(source.to(held.device))
         _wait([self._stream(device).record_event() for device in on_cuda])
-        return Staged(tuple(pieces))
+        return StagedFragment(tuple(pieces))
 
-    def write(self, fragment: int, flat: Tensor | Staged) -> None:
+    def write(self, fragment: int, flat: Tensor | StagedFragment) -> None:
         """The parameters become these values, rounded to their dtype."""
         self.adopt(fragment, "overwrite", flat, None, 0.0)
 
     @torch.no_grad()
     def adopt(
-        self, fragment: int, how: str, value: Tensor | Staged, reference: Tensor | Staged | None, alpha: float = 0.0
+        self,
+        fragment: int,
+        method: str,
+        value: Tensor | StagedFragment,
+        reference: Tensor | StagedFragment | None,
+        alpha: float = 0.0,
     ) -> None:
         """Take a published value into the parameters theta. Buffers are overwritten, however parameters are adopted.
 
@@ -183,27 +190,27 @@ class ModelView:
         blend: theta = alpha theta + (1 - alpha) value
         carry: theta = value + (theta - reference), which is exactly value where theta is the reference
         """
-        if how not in ADOPTIONS:
-            raise ValueError(f"there is no way {how!r} to adopt a fragment; give one of {', '.join(ADOPTIONS)}")
-        if how == "carry" and reference is None:
+        if method not in ADOPT_METHODS:
+            raise ValueError(f"there is no way {method!r} to adopt a fragment; give one of {', '.join(ADOPT_METHODS)}")
+        if method == "carry" and reference is None:
             raise ValueError("carry needs the reference: what the steps since are measured against")
         if self.plan.holds_buffers(fragment):
-            how = "overwrite"
+            method = "overwrite"
         values = self._staged(fragment, value)
         references = itertools.repeat(None) if reference is None else self._staged(fragment, reference)
         for place, new, old in zip(self._places(fragment), values, references, strict=False):
             held = place.held
-            if how == "overwrite":
+            if method == "overwrite":
                 held.copy_(new)
-            elif how == "blend":
+            elif method == "blend":
                 for theta, part in _chunks(held, new):
                     theta.copy_(alpha * _wide(theta) + (1.0 - alpha) * part)
             else:
                 assert old is not None
                 _carry(held, new, old)
 
-    def _staged(self, fragment: int, flat: Tensor | Staged) -> tuple[Tensor, ...]:
-        staged = flat if isinstance(flat, Staged) else self.stage(fragment, flat)
+    def _staged(self, fragment: int, flat: Tensor | StagedFragment) -> tuple[Tensor, ...]:
+        staged = flat if isinstance(flat, StagedFragment) else self.stage(fragment, flat)
         for place, piece in zip(self._places(fragment), staged.pieces, strict=True):
             if piece.is_cuda:  # it was made on another stream; its memory must not be given away before ours is done
                 piece.record_stream(torch.cuda.current_stream(place.held.device))
@@ -211,12 +218,12 @@ class ModelView:
 
     # ------------------------------------------------------------------------------------------------------- rounding
 
-    def is_exact(self, fragment: int) -> bool:
-        """Whether the parameters hold any f32 value as it is, so that `as_held` changes nothing."""
+    def is_f32_exact(self, fragment: int) -> bool:
+        """Whether the parameters hold any f32 value as it is, so that `round_to_dtype` changes nothing."""
         return all(place.held.dtype in (torch.float32, torch.float64) for place in self._places(fragment))
 
     @torch.no_grad()
-    def as_held(self, fragment: int, flat: Tensor, out: Tensor) -> None:
+    def round_to_dtype(self, fragment: int, flat: Tensor, out: Tensor) -> None:
         """What the parameters hold after `write`, into `out` (which may be `flat`).
 
         Deltas are taken against this: the rounding of a published value to bf16 weights is nobody's training.
@@ -252,9 +259,9 @@ def _wide(tensor: Tensor) -> Tensor:
 def _chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """The same elements of tensors of one shape, a chunk at a time where they lie in a row."""
     first = tensors[0]
-    if first.numel() <= CHUNK or first.is_cuda or not all(each.is_contiguous() for each in tensors):
+    if first.numel() <= ADOPT_CHUNK_NUMEL or first.is_cuda or not all(each.is_contiguous() for each in tensors):
         return [tensors]
-    return zip(*(torch.split(each.view(-1), CHUNK) for each in tensors), strict=True)
+    return zip(*(torch.split(each.view(-1), ADOPT_CHUNK_NUMEL) for each in tensors), strict=True)
 
 
 def _wait(events: Iterable[torch.cuda.Event]) -> None:

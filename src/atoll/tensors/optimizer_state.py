@@ -7,12 +7,12 @@ Parameter groups hold settings, which are the joining learner's own, and with so
 `k` and `weight_sum` of schedule-free ones, `d` of Prodigy. A value in a group is a counter if all of this is true:
 
 - it is a number, or a tensor without dimensions;
-- `optimizer.step` assigned it or changed it in place, at some step since `watch`; or it was installed as a counter; or
-  its key is `train_mode`, which says whether the weights are those for training or for evaluation;
+- `optimizer.step` assigned it or changed it in place, at some step since `track_counters`; or it was installed as a
+  counter; or its key is `train_mode`, which says whether the weights are those for training or for evaluation;
 - it is not a learning rate or another value that belongs to a scheduler (`_SETTINGS`).
 
 What schedulers and the training loop change between two steps is a setting. An optimizer that was made without
-`Optimizer.__init__` has no step hooks; its counters are the keys that its groups got after `watch`.
+`Optimizer.__init__` has no step hooks; its counters are the keys that its groups got after `track_counters`.
 
 The metadata has one key, `atoll`:
 
@@ -30,7 +30,7 @@ The metadata has one key, `atoll`:
 An answer that there is no state to give has no tensors, and only `format` and `refused`, with the reason.
 
 Shapes are those of whole tensors. Each rank of an island takes what it holds of them; one rank puts them together and
-packs them (`whole`), and whoever loads them takes its part.
+packs them (`gather_state`), and whoever loads them takes its part.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.tensors.optimizers import Optimizers, optimizers_of
+from atoll.tensors.optimizers import Optimizers, as_optimizer_tuple
 from atoll.tensors.plan import named_tensors
-from atoll.tensors.sharding import Box, as_sharded, box_of, cut_out, is_sharded, local_of
+from atoll.tensors.sharding import Box, copy_box, is_sharded, local_box, local_tensor, shard_like
 
 FORMAT = 1
-MOST_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 64 << 20
 
 _DECIDES = ("amsgrad", "centered", "momentum")
 """Settings that decide which state an optimizer keeps: with others it would look for what the giver never had."""
@@ -116,9 +116,9 @@ def _versions(group: Mapping[str, Any]) -> dict[str, int]:
 _watched: WeakKeyDictionary[Optimizer, _StateWatch] = WeakKeyDictionary()
 
 
-def watch(given: Optimizers) -> None:
+def track_counters(given: Optimizers) -> None:
     """From now on find out which values in the parameter groups are counters. Costs microseconds a step."""
-    for optimizer in optimizers_of(given):
+    for optimizer in as_optimizer_tuple(given):
         _watch_of(optimizer)
 
 
@@ -146,16 +146,20 @@ def _counters_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, An
 # --------------------------------------------------------------------------------------------------------------- taking
 
 
-class Taken(NamedTuple):
+class OptimizerStateCopy(NamedTuple):
     """The state of an optimizer at one step boundary, shared with nothing that still moves."""
 
-    about: dict[str, Any]  # the metadata
+    metadata: dict[str, Any]  # the metadata
     tensors: dict[str, Tensor]  # on whatever device they were
     events: list[torch.cuda.Event]  # after which the copies are done
     parts: dict[str, StatePart] = {}  # of the tensors that are dealt out to ranks  # noqa: RUF012 - never changed
-    beside: dict[str, Tensor] = {}  # what else the other ranks of the island gave  # noqa: RUF012
-    gather: Callable[[Taken, Rooms], Taken] | None = None  # in an island of many ranks: how they come to be whole
-    spread: Callable[[Taken, Path], list[Any] | None] | None = None  # and how each writes its own into a folder
+    other_ranks_tensors: dict[str, Tensor] = {}  # what else the other ranks of the island gave  # noqa: RUF012
+    gather: Callable[[OptimizerStateCopy, TensorBuffers], OptimizerStateCopy] | None = (
+        None  # in an island of many ranks: how they come to be whole
+    )
+    write_shards: Callable[[OptimizerStateCopy, Path], list[Any] | None] | None = (
+        None  # and how each writes its own into a folder
+    )
 
     def wait(self) -> None:
         for event in self.events:
@@ -164,10 +168,10 @@ class Taken(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether it has neither state of a parameter nor counters."""
-        return not self.about.get("state") and not self.about.get("counters")
+        return not self.metadata.get("state") and not self.metadata.get("counters")
 
 
-Rooms: TypeAlias = Mapping[str, Tensor]
+TensorBuffers: TypeAlias = Mapping[str, Tensor]
 """By the numbers of tensors: memory into which they are put together. One that is not here gets its own."""
 
 
@@ -179,16 +183,16 @@ class StatePart(NamedTuple):
 
 
 @torch.no_grad()
-def take(optimizers: Optimizers, model: nn.Module) -> Taken:
-    """A copy at the step boundary, on the devices where the state is. `pack_taken` may run later, in any thread."""
-    given = optimizers_of(optimizers)
+def copy_state(optimizers: Optimizers, model: nn.Module) -> OptimizerStateCopy:
+    """A copy at the step boundary, on the devices where the state is. `pack_copy` may run later, in any thread."""
+    given = as_optimizer_tuple(optimizers)
     tensors: dict[str, Tensor] = {}
     parameters: dict[str, Any] = {}
     state: dict[str, Any] = {}
     parts: dict[str, StatePart] = {}
-    groups: dict[int, tuple[_Owned, list[str]]] = {}  # by the identity of the parameter group
+    groups: dict[int, tuple[OptimizedParameter, list[str]]] = {}  # by the identity of the parameter group
     names = _class_names(given)
-    for name, owned in named(given, model).items():
+    for name, owned in named_optimized_parameters(given, model).items():
         parameters[name] = _about(owned, names)
         groups.setdefault(id(owned.group), (owned, []))[1].append(name)
         parameter, held = owned.parameter, owned.optimizer.state.get(owned.parameter)
@@ -203,17 +207,19 @@ def take(optimizers: Optimizers, model: nn.Module) -> Taken:
     ]
     about = {"format": FORMAT, "optimizer": names, "parameters": parameters, "state": state, "counters": counters}
     devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-    return Taken(about, tensors, [torch.cuda.current_stream(device).record_event() for device in devices], parts)
+    return OptimizerStateCopy(
+        about, tensors, [torch.cuda.current_stream(device).record_event() for device in devices], parts
+    )
 
 
-def refusal(why: str) -> Taken:
+def make_refusal(why: str) -> OptimizerStateCopy:
     """Return the answer to a learner that joins where there is no state to give."""
-    return Taken({"format": FORMAT, "refused": why[:MAX_REASON_CHARACTERS]}, {}, [])
+    return OptimizerStateCopy({"format": FORMAT, "refused": why[:MAX_REASON_CHARACTERS]}, {}, [])
 
 
-def check_holds_state(optimizers: Optimizers, taken: Taken | Prepared) -> None:
+def check_has_state(optimizers: Optimizers, taken: OptimizerStateCopy | PreparedState) -> None:
     """Raise ValueError where a state after the first step is empty, although its optimizers keep one."""
-    given = optimizers_of(optimizers)
+    given = as_optimizer_tuple(optimizers)
     if taken.is_empty and not all(_is_stateless(optimizer) for optimizer in given):
         raise ValueError(
             f"{_class_names(given)} holds no optimizer state after its steps; if it wraps several optimizers, pass the "
@@ -226,21 +232,21 @@ def _is_stateless(optimizer: Optimizer) -> bool:
     return plain and not any(group.get("momentum", 0) for group in optimizer.param_groups)
 
 
-def whole(taken: Taken, rooms: Rooms | None = None) -> Taken:
+def gather_state(taken: OptimizerStateCopy, buffers: TensorBuffers | None = None) -> OptimizerStateCopy:
     """The same, with whole tensors. In an island of many ranks it waits for the others."""
     taken.wait()
-    return taken.gather(taken, rooms or {}) if taken.gather is not None else taken
+    return taken.gather(taken, buffers or {}) if taken.gather is not None else taken
 
 
-def pack_taken(taken: Taken) -> bytes:
+def pack_copy(taken: OptimizerStateCopy) -> bytes:
     """The bytes of a copy. Large models take seconds: not for the training thread."""
-    taken = whole(taken)
+    taken = gather_state(taken)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in taken.tensors.items()}
-    return safetensors.torch.save(tensors, {"atoll": json.dumps(taken.about, separators=(",", ":"))})
+    return safetensors.torch.save(tensors, {"atoll": json.dumps(taken.metadata, separators=(",", ":"))})
 
 
 def pack(optimizers: Optimizers, model: nn.Module) -> bytes:
-    return pack_taken(take(optimizers, model))
+    return pack_copy(copy_state(optimizers, model))
 
 
 def unpack(data: bytes | bytearray | memoryview, optimizers: Optimizers, model: nn.Module) -> None:
@@ -248,18 +254,18 @@ def unpack(data: bytes | bytearray | memoryview, optimizers: Optimizers, model: 
     prepare(*read(data), optimizers, model).install()
 
 
-class Prepared(NamedTuple):
+class PreparedState(NamedTuple):
     """State that fits optimizers, in memory of its own."""
 
-    owned: list[_Owned]
-    made: dict[Tensor, dict[str, Any]]
-    counters: list[tuple[_Owned, dict[str, Any]]]  # one entry for each parameter group that has any
+    parameters: list[OptimizedParameter]
+    state: dict[Tensor, dict[str, Any]]
+    counters: list[tuple[OptimizedParameter, dict[str, Any]]]  # one entry for each parameter group that has any
 
     def install(self) -> None:
-        for parameter, _, optimizer in self.owned:
+        for parameter, _, optimizer in self.parameters:
             optimizer.state.pop(parameter, None)
-            if parameter in self.made:
-                optimizer.state[parameter] = self.made[parameter]
+            if parameter in self.state:
+                optimizer.state[parameter] = self.state[parameter]
         for (_, group, optimizer), values in self.counters:
             _watch_of(optimizer).keys |= values.keys()
             for key, value in values.items():
@@ -271,10 +277,10 @@ class Prepared(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        return not self.made and not self.counters
+        return not self.state and not self.counters
 
     def __str__(self) -> str:
-        leaves = list(_leaves(self.made))
+        leaves = list(_leaves(self.state))
         tensors = sum(isinstance(value, Tensor) for value in leaves)
         numbers = sum(isinstance(value, int | float) for value in leaves)
         return f"{tensors} state tensors and {numbers + sum(len(values) for _, values in self.counters)} counters"
@@ -290,31 +296,33 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def prepare(
-    about: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     optimizers: Optimizers,
     model: nn.Module,
-    cut: bool = False,
-) -> Prepared:
-    """The metadata and tensors of a `Taken`, checked against optimizers, which stay as they are.
+    is_local_part: bool = False,
+) -> PreparedState:
+    """The metadata and tensors of a `OptimizerStateCopy`, checked against optimizers, which stay as they are.
 
-    `cut`: of what is as large as its parameter only this rank's part is here (`part_for`).
+    `cut`: of what is as large as its parameter only this rank's part is here (`extract_part`).
     """
-    if about.get("format") != FORMAT:
-        raise ValueError(f"inner state has format {str(about.get('format'))[:20]}, not {FORMAT}; run the same version")
-    if "refused" in about:
-        raise ValueError(f"it has none to give: {str(about['refused'])[:MAX_REASON_CHARACTERS]}")
-    given = optimizers_of(optimizers)
-    names = _class_names(given)
-    if about.get("optimizer") != names:
+    if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"the inner state is of {str(about.get('optimizer'))[:100]}, the optimizer here is {names}; use the same "
-            "class on every island"
+            f"inner state has format {str(metadata.get('format'))[:20]}, not {FORMAT}; run the same version"
         )
-    parameters, state = about.get("parameters"), about.get("state")
+    if "refused" in metadata:
+        raise ValueError(f"it has none to give: {str(metadata['refused'])[:MAX_REASON_CHARACTERS]}")
+    given = as_optimizer_tuple(optimizers)
+    names = _class_names(given)
+    if metadata.get("optimizer") != names:
+        raise ValueError(
+            f"the inner state is of {str(metadata.get('optimizer'))[:100]}, the optimizer here is {names}; use the "
+            "same class on every island"
+        )
+    parameters, state = metadata.get("parameters"), metadata.get("state")
     if not isinstance(parameters, dict) or not isinstance(state, dict):
         raise ValueError("the inner state has no list of parameters or none of states")
-    ours = named(given, model)
+    ours = named_optimized_parameters(given, model)
     _check_parameters(ours, parameters, names)
     made: dict[Tensor, dict[str, Any]] = {}
     for name, entries in state.items():
@@ -323,12 +331,14 @@ def prepare(
         parameter, group, optimizer = ours[name]
         made[parameter] = {}
         for key, value in entries.items():
-            place = _Placer(key, name, parameter, group, optimizer, cut)
+            place = _Placer(key, name, parameter, group, optimizer, is_local_part)
             made[parameter][key] = _loaded(value, tensors, place)
-    return Prepared(list(ours.values()), made, _loaded_counters(about.get("counters", []), ours))
+    return PreparedState(list(ours.values()), made, _loaded_counters(metadata.get("counters", []), ours))
 
 
-def _loaded_counters(raw: Any, ours: Mapping[str, _Owned]) -> list[tuple[_Owned, dict[str, Any]]]:
+def _loaded_counters(
+    raw: Any, ours: Mapping[str, OptimizedParameter]
+) -> list[tuple[OptimizedParameter, dict[str, Any]]]:
     by_name: dict[str, Mapping[str, Any]] = {}
     try:
         for each in raw:
@@ -340,7 +350,7 @@ def _loaded_counters(raw: Any, ours: Mapping[str, _Owned]) -> list[tuple[_Owned,
             by_name |= dict.fromkeys(each["of"], each["values"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the counters of the inner state cannot be read: {error!r:.100}") from None
-    groups: dict[int, tuple[_Owned, Mapping[str, Any]]] = {}
+    groups: dict[int, tuple[OptimizedParameter, Mapping[str, Any]]] = {}
     for name, owned in ours.items():
         first = groups.setdefault(id(owned.group), (owned, by_name.get(name, {})))[1]
         if first != by_name.get(name, {}):
@@ -374,7 +384,7 @@ class TensorOwner(NamedTuple):
     is_complex: bool
 
 
-def named_numbers(about: Mapping[str, Any]) -> dict[str, TensorOwner]:
+def tensor_owners(about: Mapping[str, Any]) -> dict[str, TensorOwner]:
     """By the number of a tensor of the state."""
     found: dict[str, TensorOwner] = {}
 
@@ -394,13 +404,13 @@ def named_numbers(about: Mapping[str, Any]) -> dict[str, TensorOwner]:
     return found
 
 
-def part_for(tensor: Tensor, is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Tensor:
+def extract_part(tensor: Tensor, is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Tensor:
     """Of a whole tensor of the state, what a rank needs that holds this box of a parameter of these sizes."""
-    wanted = box_for(tuple(tensor.shape), is_complex, sizes, box)
-    return tensor if wanted is None else cut_out(tensor, wanted)
+    wanted = part_box(tuple(tensor.shape), is_complex, sizes, box)
+    return tensor if wanted is None else copy_box(tensor, wanted)
 
 
-def box_for(shape: tuple[int, ...], is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Box | None:
+def part_box(shape: tuple[int, ...], is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Box | None:
     """Which box that is, of a tensor of this shape; None: all of it."""
     more = (2,) if is_complex else ()
     if box is None or not sizes or shape != (*sizes, *more):
@@ -411,7 +421,7 @@ def box_for(shape: tuple[int, ...], is_complex: bool, sizes: tuple[int, ...], bo
 # ------------------------------------------------------------------------------------------------------------- naming
 
 
-class _Owned(NamedTuple):
+class OptimizedParameter(NamedTuple):
     """A parameter, its parameter group, and the optimizer that updates it."""
 
     parameter: Tensor
@@ -419,11 +429,11 @@ class _Owned(NamedTuple):
     optimizer: Optimizer
 
 
-def named(optimizers: Optimizers, model: nn.Module) -> dict[str, _Owned]:
+def named_optimized_parameters(optimizers: Optimizers, model: nn.Module) -> dict[str, OptimizedParameter]:
     """Return what the optimizers update, sorted by name. Raise ValueError where it is not all of this model."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    made: dict[str, _Owned] = {}
-    for optimizer in optimizers_of(optimizers):
+    made: dict[str, OptimizedParameter] = {}
+    for optimizer in as_optimizer_tuple(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in names:
@@ -434,7 +444,7 @@ def named(optimizers: Optimizers, model: nn.Module) -> dict[str, _Owned]:
                 name = names[id(parameter)]
                 if name in made and made[name].optimizer is not optimizer:
                     raise ValueError(f"two optimizers update {name}; leave it in one of them")
-                made[name] = _Owned(parameter, group, optimizer)
+                made[name] = OptimizedParameter(parameter, group, optimizer)
     return dict(sorted(made.items()))
 
 
@@ -442,7 +452,7 @@ def _class_names(optimizers: tuple[Optimizer, ...]) -> str:
     return "+".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
 
 
-def _about(owned: _Owned, class_names: str) -> dict[str, Any]:
+def _about(owned: OptimizedParameter, class_names: str) -> dict[str, Any]:
     parameter, group, optimizer = owned
     about = {
         "shape": list(parameter.shape),
@@ -453,7 +463,7 @@ def _about(owned: _Owned, class_names: str) -> dict[str, Any]:
     return about if own == class_names else about | {"optimizer": own}
 
 
-def _check_parameters(ours: Mapping[str, _Owned], theirs: Mapping[str, Any], class_names: str) -> None:
+def _check_parameters(ours: Mapping[str, OptimizedParameter], theirs: Mapping[str, Any], class_names: str) -> None:
     for name in sorted({*ours, *theirs}):
         if name not in theirs:
             raise ValueError(f"the inner state lacks {name!r}, which the optimizer here updates; use the same setup")
@@ -470,10 +480,10 @@ def _check_parameters(ours: Mapping[str, _Owned], theirs: Mapping[str, Any], cla
 def _written(value: object, tensors: dict[str, Tensor], parts: dict[str, StatePart], what: str) -> Any:
     """A value as JSON; tensors are copied and put aside under a number."""
     if isinstance(value, Tensor):
-        sizes, box = tuple(value.shape), box_of(value)
+        sizes, box = tuple(value.shape), local_box(value)
         if box is None and is_sharded(value):
             box = Box((0,) * len(sizes), sizes)  # here is all of it, and elsewhere perhaps nothing
-        value = local_of(value)
+        value = local_tensor(value)
         if type(value) not in (Tensor, nn.Parameter):
             raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot travel")
         if value.layout != torch.strided or value.is_meta:
@@ -519,7 +529,7 @@ class _Placer(NamedTuple):
             wanted = known.shape
         elif type(self.optimizer).__name__ in _SHAPED:
             wanted = torch.Size() if self.key in _COUNTERS else self.parameter.shape
-        elif self.cut and tensor.shape == local_of(self.parameter).shape:
+        elif self.cut and tensor.shape == local_tensor(self.parameter).shape:
             wanted = self.parameter.shape
         if is_sharded(self.parameter) and wanted == self.parameter.shape and self.parameter.dim():
             return self._sharded(tensor)
@@ -533,14 +543,14 @@ class _Placer(NamedTuple):
 
     def _sharded(self, tensor: Tensor) -> Tensor:
         """The part of this rank, lying as the parameter does."""
-        local = local_of(self.parameter)
+        local = local_tensor(self.parameter)
         wanted = local.shape if self.cut else self.parameter.shape
         if tensor.shape != wanted or not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
                 f"{self.key} of {self.name} has shape {tuple(tensor.shape)} in the inner state, here {tuple(wanted)}"
             )
-        part = tensor.clone() if self.cut else cut_out(tensor, box_of(self.parameter))
-        return as_sharded(part.to(local.device), self.parameter)
+        part = tensor.clone() if self.cut else copy_box(tensor, local_box(self.parameter))
+        return shard_like(part.to(local.device), self.parameter)
 
     def _device(self, tensor: Tensor, known: object) -> torch.device:
         """Counters of steps stay on the CPU, except where the optimizer reads them on the device."""
@@ -573,17 +583,17 @@ def _loaded(value: Any, tensors: Mapping[str, Tensor], place: _Placer) -> Any:
 
 def read(data: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
     raw = data if isinstance(data, bytes) else bytes(data)
-    about = read_about(raw)
+    about = read_metadata(raw)
     try:
         return about, safetensors.torch.load(raw)
     except (ValueError, KeyError, TypeError, AssertionError, safetensors.SafetensorError) as wrong:
         raise ValueError(f"the inner state is no safetensors file of ours: {wrong}") from None
 
 
-def read_about(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+def read_metadata(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     """The metadata alone."""
     length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > min(len(data) - 8, MOST_HEADER_BYTES):
+    if len(data) < 8 or length > min(len(data) - 8, MAX_HEADER_BYTES):
         raise ValueError("the inner state is cut short, or no safetensors file")
     try:
         about = json.loads(json.loads(bytes(data[8 : 8 + length]))["__metadata__"]["atoll"])

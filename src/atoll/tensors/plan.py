@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-KINDS = ("weight", "embedding", "buffer", "frozen")
-HOWS = ("balanced", "layers", "rows")
+TENSOR_KINDS = ("weight", "embedding", "buffer", "frozen")
+PLAN_METHODS = ("balanced", "layers", "rows")
 
-ROWS_BALANCE = 1.1
+MAX_ROWS_IMBALANCE = 1.1
 """The plan `rows` cuts tensors so that no fragment is larger than so many times the mean, where rows allow."""
 
-MOST_FRAGMENTS = 4096
-MOST_TENSORS = 1_000_000
-MOST_NUMEL = 2**48
+MAX_FRAGMENTS = 4096
+MAX_TENSORS = 1_000_000
+MAX_NUMEL = 2**48
 """Limits of what a plan from elsewhere may claim."""
 
 _TRAVELLING_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -54,7 +54,7 @@ class TensorInfo(NamedTuple):
         return self.shape[0] if self.shape else 1
 
     @property
-    def travels(self) -> bool:
+    def is_synced(self) -> bool:
         return self.kind != "frozen" and self.numel > 0
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class FragmentPlan:
     A fragment holds parameters or buffers, never both: buffers are merged, encoded and adopted by rules of their own.
     """
 
-    how: str
+    method: str
     tensors: tuple[TensorInfo, ...]  # sorted by name
     fragments: tuple[tuple[Piece, ...], ...]  # each sorted by tensor and row
 
@@ -96,7 +96,7 @@ class FragmentPlan:
     def holds_buffers(self, fragment: int) -> bool:
         return self._of_buffers[fragment]
 
-    def codecs(self, fragment: int, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    def allowed_codecs(self, fragment: int, chosen: tuple[str, ...]) -> tuple[str, ...]:
         """Return the codecs that a fragment may travel in: those of the run, and of buffers f32 alone."""
         return ("f32",) if self.holds_buffers(fragment) else chosen
 
@@ -105,7 +105,7 @@ class FragmentPlan:
         return sum(self._numels)
 
     @property
-    def balance(self) -> float:
+    def imbalance(self) -> float:
         """The largest fragment over the mean: 1.0 is even."""
         return max(self._numels) * len(self.fragments) / self.total_numel
 
@@ -143,13 +143,13 @@ class FragmentPlan:
         """What two islands must have in common, a line per tensor, so that the first difference can be shown."""
         buffers = sum(self._of_buffers)
         apart = f" buffers {buffers}" if buffers else ""
-        return (*map(str, self.tensors), f"plan {self.how} {len(self.fragments)}{apart}")
+        return (*map(str, self.tensors), f"plan {self.method} {len(self.fragments)}{apart}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists. A piece is the place of its tensor in the list of tensors, and its rows."""
         places = {tensor.name: place for place, tensor in enumerate(self.tensors)}
         return {
-            "how": self.how,
+            "how": self.method,
             "tensors": [[each.name, list(each.shape), each.dtype, each.kind, each.digest] for each in self.tensors],
             "fragments": [
                 [[places[piece.tensor], piece.start, piece.stop] for piece in pieces] for pieces in self.fragments
@@ -161,12 +161,14 @@ class FragmentPlan:
         """What `to_json` made. Trusts nothing: whatever does not cover its tensors exactly once is a ValueError."""
         if not isinstance(raw, Mapping) or set(raw) != {"how", "tensors", "fragments"}:
             raise ValueError("a fragment plan is an object of how, tensors and fragments")
-        if not isinstance(raw["how"], str) or raw["how"] not in HOWS:
-            raise ValueError(f"there is no fragment plan {str(raw['how'])[:40]!r}; give one of {', '.join(HOWS)}")
-        tensors = tuple(_read_tensor(each) for each in _list(raw["tensors"], MOST_TENSORS, "tensors"))
+        if not isinstance(raw["how"], str) or raw["how"] not in PLAN_METHODS:
+            raise ValueError(
+                f"there is no fragment plan {str(raw['how'])[:40]!r}; give one of {', '.join(PLAN_METHODS)}"
+            )
+        tensors = tuple(_read_tensor(each) for each in _list(raw["tensors"], MAX_TENSORS, "tensors"))
         fragments = tuple(
-            tuple(_read_piece(each, tensors) for each in _list(pieces, MOST_TENSORS, "pieces of a fragment"))
-            for pieces in _list(raw["fragments"], MOST_FRAGMENTS, "fragments")
+            tuple(_read_piece(each, tensors) for each in _list(pieces, MAX_TENSORS, "pieces of a fragment"))
+            for pieces in _list(raw["fragments"], MAX_FRAGMENTS, "fragments")
         )
         return cls(raw["how"], tensors, fragments)
 
@@ -174,7 +176,7 @@ class FragmentPlan:
 # ------------------------------------------------------------------------------------------------------ making a plan
 
 
-def make_plan(tensors: Iterable[TensorInfo], fragments: int, how: str) -> FragmentPlan:
+def make_plan(tensors: Iterable[TensorInfo], fragments: int, method: str) -> FragmentPlan:
     """Deal what travels of `tensors` out to at most `fragments` fragments; fewer where there is less to deal.
 
     balanced: by size descending, each tensor into the smallest fragment so far; at most 4/3 of the best possible.
@@ -184,25 +186,25 @@ def make_plan(tensors: Iterable[TensorInfo], fragments: int, how: str) -> Fragme
     Parameters and buffers are dealt separately. Buffers get fragments in proportion to their size, at least one, after
     those of the parameters; a model with both has at least two fragments.
     """
-    if how not in HOWS:
-        raise ValueError(f"there is no fragment plan {how!r}; give one of {', '.join(HOWS)}")
-    if not 1 <= fragments <= MOST_FRAGMENTS:
-        raise ValueError(f"a model is cut into 1 to {MOST_FRAGMENTS} fragments, not {fragments}")
+    if method not in PLAN_METHODS:
+        raise ValueError(f"there is no fragment plan {method!r}; give one of {', '.join(PLAN_METHODS)}")
+    if not 1 <= fragments <= MAX_FRAGMENTS:
+        raise ValueError(f"a model is cut into 1 to {MAX_FRAGMENTS} fragments, not {fragments}")
     ordered = tuple(sorted(tensors))
-    parameters = [tensor for tensor in ordered if tensor.travels and tensor.kind != "buffer"]
-    buffers = [tensor for tensor in ordered if tensor.travels and tensor.kind == "buffer"]
+    parameters = [tensor for tensor in ordered if tensor.is_synced and tensor.kind != "buffer"]
+    buffers = [tensor for tensor in ordered if tensor.is_synced and tensor.kind == "buffer"]
     if not parameters and not buffers:
         raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
     apart = fragments if not parameters else _fragments_of_buffers(parameters, buffers, fragments)
-    dealt = _dealt(parameters, max(1, fragments - apart), how) + _dealt(buffers, apart, how)
-    return FragmentPlan(how, ordered, tuple(tuple(_joined(sorted(pieces))) for pieces in dealt))
+    dealt = _dealt(parameters, max(1, fragments - apart), method) + _dealt(buffers, apart, method)
+    return FragmentPlan(method, ordered, tuple(tuple(_joined(sorted(pieces))) for pieces in dealt))
 
 
-def settled_plan(tensors: Sequence[TensorInfo], fragments: int, how: str) -> FragmentPlan:
+def make_stable_plan(tensors: Sequence[TensorInfo], fragments: int, method: str) -> FragmentPlan:
     """Return the plan for at most so many fragments. Where it has fewer, it is the plan for that many: a learner that
     joins later knows only that number, and has to come to the same cuts."""
-    plan = make_plan(tensors, fragments, how)
-    while plan != (again := make_plan(tensors, len(plan.fragments), how)):
+    plan = make_plan(tensors, fragments, method)
+    while plan != (again := make_plan(tensors, len(plan.fragments), method)):
         plan = again
     return plan
 
@@ -273,7 +275,7 @@ def _deal_rows(travelling: Sequence[TensorInfo], fragments: int) -> list[list[Pi
         while start < tensor.rows:
             size, place = heap[0]
             stop = tensor.rows
-            if size + per_row * (stop - start) > ROWS_BALANCE * mean:
+            if size + per_row * (stop - start) > MAX_ROWS_IMBALANCE * mean:
                 stop = start + max(1, int((mean - size) / per_row))
             into[place].append(_rows_of(tensor, start, min(stop, tensor.rows)))
             heapq.heapreplace(heap, (size + into[place][-1].numel, place))
@@ -315,7 +317,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in found:
         if is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet; run the model once before the learner is made")
-        plain = plain_name(name)
+        plain = canonical_name(name)
         names[id(tensor)] = min(names.get(id(tensor), (plain, tensor)), (plain, tensor), key=lambda known: known[0])
     return dict(sorted(names.values(), key=lambda known: known[0]))
 
@@ -328,12 +330,12 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def plain_name(name: str) -> str:
+def canonical_name(name: str) -> str:
     """A parameter's name without what torch.compile and activation checkpointing put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[TensorInfo, ...]:
+def describe_tensors(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[TensorInfo, ...]:
     """What a plan is made from: every parameter, and the buffers that travel, sorted by name.
 
     - Parameters that do not require a gradient are frozen: they stay where they are, and only their digest is compared.
@@ -356,7 +358,7 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
         for parameter in module.parameters()
     }
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if any(fnmatchcase(plain_name(name), pattern) for pattern in embeddings):
+        if any(fnmatchcase(canonical_name(name), pattern) for pattern in embeddings):
             looked_up.add(id(parameter))
     at_home = {
         id(buffer) for module in model.modules() if _is_frozen(module) for buffer in module.buffers(recurse=False)
@@ -369,14 +371,14 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
         if not isinstance(tensor, nn.Parameter):
             kind = "buffer"
         elif not tensor.requires_grad:
-            kind, digest = "frozen", digest_of(tensor)
+            kind, digest = "frozen", tensor_digest(tensor)
         elif id(tensor) in looked_up:
             kind = "embedding"
         dtype = str(tensor.dtype).removeprefix("torch.")
         if kind != "frozen" and dtype not in _TRAVELLING_DTYPES:
             raise ValueError(_refused_dtype(name, dtype, kind))
         infos.append(TensorInfo(name, tuple(tensor.shape), dtype, kind, digest))
-    if not any(info.travels for info in infos):
+    if not any(info.is_synced for info in infos):
         raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
     return tuple(infos)
 
@@ -394,7 +396,7 @@ def _is_frozen(module: nn.Module) -> bool:
     return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
-def digest_of(tensor: Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
     """xxh3 of the bytes, in the order of the indices whatever the strides are.
 
     Of a tensor that is sharded it is that of the whole, which all of its ranks have to ask for together.
@@ -452,7 +454,7 @@ def _check_plan(plan: FragmentPlan) -> None:
     total = 0
     for tensor in plan.tensors:
         mine = sorted(held.pop(tensor.name, []), key=lambda piece: piece.start)
-        if not tensor.travels:
+        if not tensor.is_synced:
             if mine:
                 raise ValueError(f"{tensor.name} does not travel, yet a fragment holds it")
             continue
@@ -468,8 +470,8 @@ def _check_plan(plan: FragmentPlan) -> None:
         raise ValueError(f"the plan has no tensor {min(held)!r}, yet a fragment holds it")
     if total == 0:
         raise ValueError("the fragment plan is empty: nothing travels")
-    if total > MOST_NUMEL:
-        raise ValueError(f"the fragment plan claims {total:,} numbers; the most is {MOST_NUMEL:,}")
+    if total > MAX_NUMEL:
+        raise ValueError(f"the fragment plan claims {total:,} numbers; the most is {MAX_NUMEL:,}")
 
 
 def _list(raw: object, most: int, what: str) -> list[Any]:
@@ -479,7 +481,7 @@ def _list(raw: object, most: int, what: str) -> list[Any]:
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MOST_NUMEL
+    return type(value) is int and 0 <= value <= MAX_NUMEL
 
 
 def _read_tensor(raw: object) -> TensorInfo:
@@ -489,9 +491,9 @@ def _read_tensor(raw: object) -> TensorInfo:
     if not isinstance(name, str) or not 0 < len(name) <= 1000:
         raise ValueError("a tensor of a plan has no name, or one of more than 1000 letters")
     if not isinstance(shape, list) or len(shape) > 64 or not all(_is_size(size) for size in shape):
-        raise ValueError(f"the shape of {name} is not a list of sizes from 0 to {MOST_NUMEL:,}")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"{name} has no kind out of {', '.join(KINDS)}")
+        raise ValueError(f"the shape of {name} is not a list of sizes from 0 to {MAX_NUMEL:,}")
+    if not isinstance(kind, str) or kind not in TENSOR_KINDS:
+        raise ValueError(f"{name} has no kind out of {', '.join(TENSOR_KINDS)}")
     if not isinstance(dtype, str) or not re.fullmatch(r"[a-z0-9_]{1,30}", dtype):
         raise ValueError(f"the dtype of {name} is not the name of one")
     if kind != "frozen" and dtype not in _TRAVELLING_DTYPES:

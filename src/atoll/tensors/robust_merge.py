@@ -20,16 +20,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from atoll.tensors.codecs import Codec, Scratch, aligned, chunks
-from atoll.tensors.merge import Accumulator, BufferMean, norm, squares
+from atoll.tensors.codecs import Codec, Scratch, chunk_ranges, ensure_aligned
+from atoll.tensors.merge import Accumulator, BufferMean, norm, square_norm
 from atoll.tensors.plan import FragmentPlan, named_tensors
-from atoll.tensors.sharding import local_of
+from atoll.tensors.sharding import local_tensor
 
-WILD = 100.0
-LEAST_ROUNDS = 4
+OUTLIER_FACTOR = 100.0
+MIN_ROUNDS = 4
 """Merged before anything is judged: while the learning rate rises, sizes rise by more than tenfold."""
 
-MAX_NAMED = 3
+MAX_NAMED_TENSORS = 3
 """Tensors that one sentence names."""
 
 _SHARE = 1.0 / 8.0  # of a new round in the moving average
@@ -44,7 +44,7 @@ class RunningSums(Protocol):
     cosine: float | None  # mean over pairs of contributions; None: of one alone, or not known
 
     def add_encoded(
-        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, known_norm: float | None = None
     ) -> None: ...
 
     def result(self) -> Tensor: ...
@@ -52,17 +52,17 @@ class RunningSums(Protocol):
     def reset(self) -> None: ...
 
 
-def sums_of(plan: FragmentPlan, p: int, how: str) -> RunningSums:
-    if how == "trimmed":
-        return Trimmed(plan.numel(p))
-    return BufferMean(plan.numel(p)) if plan.holds_buffers(p) else Accumulator(plan, p, how)
+def make_running_sums(plan: FragmentPlan, p: int, method: str) -> RunningSums:
+    if method == "trimmed":
+        return TrimmedMean(plan.numel(p))
+    return BufferMean(plan.numel(p)) if plan.holds_buffers(p) else Accumulator(plan, p, method)
 
 
 class NormTracker:
     """Of the contributions to one fragment. It outlives the process beside the outer optimizer's state.
 
     >>> usual = NormTracker()
-    >>> for _ in range(LEAST_ROUNDS):
+    >>> for _ in range(MIN_ROUNDS):
     ...     usual.note([1.0, 1.0, 50.0])
     >>> usual.scale(8.0, 4.0), usual.scale(3.0, 4.0)
     (0.5, 1.0)
@@ -71,114 +71,117 @@ class NormTracker:
     def __init__(self, of_buffers: bool = False) -> None:
         self._of_buffers = of_buffers
         self.rounds = 0
-        self.size = 0.0
+        self.typical_norm = 0.0
 
-    def examine(self, by: Codec, data: Tensor, numel: int) -> tuple[str | None, float]:
+    def examine(self, codec: Codec, data: Tensor, numel: int) -> tuple[str | None, float]:
         """Return `Codec.examine` of a contribution. Buffers may be any finite numbers, such as a mask of -1e30: they
         are not squared and summed in f32."""
         if not self._of_buffers:
-            return by.examine(data, numel)
-        found = float(torch.linalg.vector_norm(by.decode(data, numel).double()))
+            return codec.examine(data, numel)
+        found = float(torch.linalg.vector_norm(codec.decode(data, numel).double()))
         if not math.isfinite(found):
             return f"not finite: {numel} values of buffers hold NaN or inf", 0.0
         return None, found
 
-    def size_of(self, norm: float, steps: int) -> float:
+    def normalized_norm(self, norm: float, steps: int) -> float:
         """Return the size of a contribution with this norm."""
         return norm if self._of_buffers else norm / math.sqrt(max(1, steps))
 
-    def note(self, sizes: Sequence[float]) -> None:
+    def record_round(self, sizes: Sequence[float]) -> None:
         """A round was merged with contributions of these sizes."""
         if not sizes:
             return
         middle = median(sizes)
-        self.size = middle if not self.rounds else self.size + _SHARE * (middle - self.size)
+        self.typical_norm = middle if not self.rounds else self.typical_norm + _SHARE * (middle - self.typical_norm)
         self.rounds += 1
 
     @property
-    def is_known(self) -> bool:
-        return self.rounds >= LEAST_ROUNDS and self.size > 0.0
+    def is_calibrated(self) -> bool:
+        return self.rounds >= MIN_ROUNDS and self.typical_norm > 0.0
 
-    def scale(self, size: float, clip: float) -> float:
+    def clip_factor(self, size: float, clip: float) -> float:
         """By which a contribution is multiplied; `clip` 0: as it is."""
-        if not clip or self._of_buffers or not self.is_known or size <= clip * self.size:
+        if not clip or self._of_buffers or not self.is_calibrated or size <= clip * self.typical_norm:
             return 1.0
-        return clip * self.size / size
+        return clip * self.typical_norm / size
 
-    def problem(self, size: float) -> str | None:
+    def find_problem(self, size: float) -> str | None:
         """Why a contribution of this size is refused."""
-        if not self.is_known or size <= WILD * self.size:
+        if not self.is_calibrated or size <= OUTLIER_FACTOR * self.typical_norm:
             return None
-        times = size / self.size
-        return f"wild: {times:.0f} times the usual size ({size:.3g} against {self.size:.3g}, norm over root of steps)"
+        times = size / self.typical_norm
+        compared = f"{size:.3g} against {self.typical_norm:.3g}, norm over root of steps"
+        return f"wild: {times:.0f} times the usual size ({compared})"
 
-    def state(self) -> Tensor:
-        return torch.tensor([self.size, float(self.rounds)], dtype=torch.float64)
+    def state_tensor(self) -> Tensor:
+        return torch.tensor([self.typical_norm, float(self.rounds)], dtype=torch.float64)
 
-    def load(self, state: Tensor) -> None:
-        self.size, self.rounds = float(state[0]), int(state[1])
+    def load_state_tensor(self, state: Tensor) -> None:
+        self.typical_norm, self.rounds = float(state[0]), int(state[1])
 
 
-class Unfit(NamedTuple):
+class NonFiniteCounts(NamedTuple):
     """Values of one tensor that cannot be merged. `largest` is the largest magnitude among the finite ones."""
 
     tensor: str
     kind: str  # parameter or buffer
-    values: int
-    nan: int
-    infinite: int
-    largest: float
+    numel: int
+    nan_count: int
+    inf_count: int
+    max_finite: float
 
     @classmethod
-    def of(cls, tensor: str, kind: str, values: Tensor) -> Unfit:
+    def from_tensor(cls, tensor: str, kind: str, values: Tensor) -> NonFiniteCounts:
         finite = torch.isfinite(values)
         nan = int(torch.isnan(values).sum())
         infinite = values.numel() - int(finite.sum()) - nan
         largest = values.abs()[finite].max() if nan + infinite < values.numel() else 0.0
         return cls(tensor, "buffer" if kind == "buffer" else "parameter", values.numel(), nan, infinite, float(largest))
 
-    def plus(self, more: Unfit) -> Unfit:
+    def combine(self, more: NonFiniteCounts) -> NonFiniteCounts:
         """Of more values of the same tensor."""
-        sums = self.values + more.values, self.nan + more.nan, self.infinite + more.infinite
-        return Unfit(self.tensor, self.kind, *sums, max(self.largest, more.largest))
+        sums = self.numel + more.numel, self.nan_count + more.nan_count, self.inf_count + more.inf_count
+        return NonFiniteCounts(self.tensor, self.kind, *sums, max(self.max_finite, more.max_finite))
 
     def __str__(self) -> str:
-        found = [f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.infinite, "infinite")) if count]
-        return f"{self.tensor!r} ({self.kind}): {' and '.join(found)} of {self.values} values"
+        found = [f"{count} {what}" for count, what in ((self.nan_count, "NaN"), (self.inf_count, "infinite")) if count]
+        return f"{self.tensor!r} ({self.kind}): {' and '.join(found)} of {self.numel} values"
 
 
-def unfit_in_fragment(plan: FragmentPlan, p: int, by: Codec, data: Tensor) -> str:
+def find_nonfinite_in_fragment(plan: FragmentPlan, p: int, by: Codec, data: Tensor) -> str:
     """Name the tensors of encoded values that `Codec.examine` refuses."""
-    numel, data = plan.numel(p), aligned(data)
+    numel, data = plan.numel(p), ensure_aligned(data)
     scratch = Scratch(numel)
-    counted: dict[str, Unfit] = {}
+    counted: dict[str, NonFiniteCounts] = {}
     for piece, first, last in plan.spans(p):
-        for begin, end in chunks(first // by.block * by.block, last):
-            values = scratch.values[: min(-(-end // by.block) * by.block, numel) - begin]
-            by.read(data, numel, begin, values, scratch)
-            found = Unfit.of(piece.tensor, piece.kind, values[max(first - begin, 0) : end - begin])
-            counted[piece.tensor] = counted[piece.tensor].plus(found) if piece.tensor in counted else found
+        for begin, end in chunk_ranges(first // by.block_size * by.block_size, last):
+            values = scratch.values[: min(-(-end // by.block_size) * by.block_size, numel) - begin]
+            by.decode_chunk(data, numel, begin, values, scratch)
+            found = NonFiniteCounts.from_tensor(piece.tensor, piece.kind, values[max(first - begin, 0) : end - begin])
+            counted[piece.tensor] = counted[piece.tensor].combine(found) if piece.tensor in counted else found
     named = _named(counted.values())
     if not named:
-        worst = max(counted.values(), key=lambda each: each.largest)
-        return f"{worst.tensor!r} ({worst.kind}): values up to {worst.largest:.3g}, too large to sum their squares"
-    return named + (f"; counted in blocks of {by.block} values, as {by.name} encodes them" if by.block > 1 else "")
+        worst = max(counted.values(), key=lambda each: each.max_finite)
+        return f"{worst.tensor!r} ({worst.kind}): values up to {worst.max_finite:.3g}, too large to sum their squares"
+    return named + (
+        f"; counted in blocks of {by.block_size} values, as {by.name} encodes them" if by.block_size > 1 else ""
+    )
 
 
-def unfit_in_model(model: nn.Module) -> str:
+def find_nonfinite_in_model(model: nn.Module) -> str:
     """Name the tensors that hold NaN or infinity in this process; empty where all values are finite."""
     named = named_tensors(model).items()
     kinds = {name: "parameter" if isinstance(held, nn.Parameter) else "buffer" for name, held in named}
-    return _named(Unfit.of(name, kinds[name], local_of(held).detach()) for name, held in named)
+    return _named(NonFiniteCounts.from_tensor(name, kinds[name], local_tensor(held).detach()) for name, held in named)
 
 
-def _named(counted: Iterable[Unfit]) -> str:
-    found = [str(each) for each in counted if each.nan or each.infinite]
-    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return ", ".join(found[:MAX_NAMED]) + more
+def _named(counted: Iterable[NonFiniteCounts]) -> str:
+    found = [str(each) for each in counted if each.nan_count or each.inf_count]
+    more = f" and {len(found) - MAX_NAMED_TENSORS} more" if len(found) > MAX_NAMED_TENSORS else ""
+    return ", ".join(found[:MAX_NAMED_TENSORS]) + more
 
 
-class Trimmed:
+class TrimmedMean:
     """Per coordinate: the mean without the smallest and the largest value; of two their mean, of one itself.
 
     Takes three f32 per value, whatever the number of contributions: the smallest, the largest, and the sum of those in
@@ -203,22 +206,22 @@ class Trimmed:
         self.norms = []
 
     def add_encoded(
-        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, known_norm: float | None = None
     ) -> None:
         codec.check_size(data, self.numel)
-        data = aligned(data)
+        data = ensure_aligned(data)
         if self._scratch is None:
             self._scratch = Scratch(self.numel)
         square = 0.0
-        for begin, end in chunks(0, self.numel):
+        for begin, end in chunk_ranges(0, self.numel):
             values = self._scratch.values[: end - begin]
-            codec.read(data, self.numel, begin, values, self._scratch)
-            if size is None:
-                square += squares(values)
+            codec.decode_chunk(data, self.numel, begin, values, self._scratch)
+            if known_norm is None:
+                square += square_norm(values)
             if scale != 1.0:
                 values.mul_(scale)
             self._take(begin, values)
-        self.norms.append(size if size is not None else math.sqrt(square))
+        self.norms.append(known_norm if known_norm is not None else math.sqrt(square))
         self.count += 1
 
     def _take(self, begin: int, v: Tensor) -> None:

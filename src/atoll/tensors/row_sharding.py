@@ -16,36 +16,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.tensors.codecs import CHUNK, Codec, Feedback, Scratch
+from atoll.tensors.codecs import CHUNK_NUMEL, Codec, ErrorFeedback, Scratch
 from atoll.tensors.plan import FragmentPlan, TensorInfo
-from atoll.tensors.sharding import Boxes, windows
+from atoll.tensors.sharding import Boxes, shard_windows
 
-CELL = 256
+CELL_NUMEL = 256
 """Values; a multiple of every codec's block, so that strips stay the same where the codec is chosen anew."""
 
-ALIGNED = 8
+ALIGNMENT_BYTES = 8
 """Bytes: every strip begins at a multiple, so that its numbers can be viewed as such."""
 
-MOST_SLIGHT = 2**14
-SLIGHT_PART = 64
-MOST_FOREIGN_PART = 8
+MAX_MERGE_THRESHOLD = 2**14
+MERGE_THRESHOLD_DIVISOR = 64
+FOREIGN_SHARE_DIVISOR = 8
 
 
-def slight(numel: int) -> int:
+def merge_threshold(numel: int) -> int:
     """Values of a fragment for which a request is not worth its cost. A shorter stretch is encoded with the one before
     it, and what lies between two stretches is fetched with both. It is a small part of the fragment, whose whole no
     rank shall hold."""
-    return min(MOST_SLIGHT, numel // SLIGHT_PART)
+    return min(MAX_MERGE_THRESHOLD, numel // MERGE_THRESHOLD_DIVISOR)
 
 
 class RowRange(NamedTuple):
-    """Values in a row of a flat fragment, which one rank gives. `others` hold the same: rank, and where."""
+    """Values in a row of a flat fragment, which one rank gives. `replicas` hold the same: rank, and where."""
 
     begin: int
     end: int
     rank: int
-    first: int  # in the packed fragment of the rank
-    others: tuple[tuple[int, int], ...]
+    packed_begin: int  # in the packed fragment of the rank
+    replicas: tuple[tuple[int, int], ...]
 
 
 class EncodeRange(NamedTuple):
@@ -53,51 +53,51 @@ class EncodeRange(NamedTuple):
 
     begin: int
     end: int
-    at: int
+    buffer_begin: int
 
 
-class Move(NamedTuple):
+class RowTransfer(NamedTuple):
     """From the packed rows of one rank into the strips of another, or of the same."""
 
-    giver: int
-    first: int
-    taker: int
-    at: int
-    size: int
+    source_rank: int
+    packed_begin: int
+    target_rank: int
+    buffer_begin: int
+    numel: int
 
 
-class RowShare(NamedTuple):
+class FragmentSharding(NamedTuple):
     """One fragment over all ranks."""
 
     numel: int
-    stretches: tuple[RowRange, ...]  # in the order of the fragment, all of it
-    strips: tuple[tuple[EncodeRange, ...], ...]  # by rank
-    moves: tuple[Move, ...]  # in the order of the fragment
+    row_ranges: tuple[RowRange, ...]  # in the order of the fragment, all of it
+    encode_ranges: tuple[tuple[EncodeRange, ...], ...]  # by rank
+    transfers: tuple[RowTransfer, ...]  # in the order of the fragment
 
-    def given(self, rank: int) -> list[Move]:
+    def sends_from(self, rank: int) -> list[RowTransfer]:
         """To other ranks."""
-        return [move for move in self.moves if move.giver == rank != move.taker]
+        return [move for move in self.transfers if move.source_rank == rank != move.target_rank]
 
-    def taken(self, rank: int) -> list[Move]:
+    def receives_at(self, rank: int) -> list[RowTransfer]:
         """From other ranks."""
-        return [move for move in self.moves if move.taker == rank != move.giver]
+        return [move for move in self.transfers if move.target_rank == rank != move.source_rank]
 
-    def kept(self, rank: int) -> list[Move]:
-        return [move for move in self.moves if move.taker == rank == move.giver]
+    def local_transfers(self, rank: int) -> list[RowTransfer]:
+        return [move for move in self.transfers if move.target_rank == rank == move.source_rank]
 
-    def own(self, rank: int) -> list[RowRange]:
-        return [stretch for stretch in self.stretches if stretch.rank == rank]
+    def owned_ranges(self, rank: int) -> list[RowRange]:
+        return [stretch for stretch in self.row_ranges if stretch.rank == rank]
 
-    def strip_numel(self, rank: int) -> int:
-        return sum(strip.end - strip.begin for strip in self.strips[rank])
+    def encode_numel(self, rank: int) -> int:
+        return sum(strip.end - strip.begin for strip in self.encode_ranges[rank])
 
 
-def lie_in_rows(everybody: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> bool:
+def is_sharded_by_rows(rank_boxes: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> bool:
     """Is anything dealt out, and has every rank whole rows of all that travels?"""
     sharded = False
     for info in tensors:
-        for boxes in everybody:
-            box = boxes.get(info.name) if info.travels else None
+        for boxes in rank_boxes:
+            box = boxes.get(info.name) if info.is_synced else None
             if box is not None:
                 sharded = True
                 if math.prod(box.shape) and box.shape[1:] != info.shape[1:]:
@@ -105,21 +105,21 @@ def lie_in_rows(everybody: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> bo
     return sharded
 
 
-def share_out(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) -> RowShare:
-    """Of ranks that hold the same rows the first one gives them, as `shares.owned` says."""
+def shard_fragment(plan: FragmentPlan, fragment: int, rank_boxes: Sequence[Boxes]) -> FragmentSharding:
+    """Of ranks that hold the same rows the first one gives them, as `sharding.assign_owners` says."""
     numel = plan.numel(fragment)
-    stretches = _stretches(plan, fragment, everybody)
+    stretches = _stretches(plan, fragment, rank_boxes)
     covered = 0
     for stretch in stretches:
         assert stretch.begin == covered, f"values {covered} to {stretch.begin} of fragment {fragment} are nobody's"
         covered = stretch.end
     assert covered == numel, f"values from {covered} on of fragment {fragment} are nobody's"
-    return RowShare(numel, tuple(stretches), *_strips(stretches, numel, len(everybody)))
+    return FragmentSharding(numel, tuple(stretches), *_strips(stretches, numel, len(rank_boxes)))
 
 
 def _stretches(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) -> list[RowRange]:
     made: list[RowRange] = []
-    for windows_of_piece in zip(*(windows(plan, fragment, boxes) for boxes in everybody), strict=True):
+    for windows_of_piece in zip(*(shard_windows(plan, fragment, boxes) for boxes in everybody), strict=True):
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for rank, window in enumerate(windows_of_piece):
             count = window.last - window.first
@@ -135,37 +135,41 @@ def _stretches(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) ->
 
 def _strips(
     stretches: Sequence[RowRange], numel: int, ranks: int
-) -> tuple[tuple[tuple[EncodeRange, ...], ...], tuple[Move, ...]]:
+) -> tuple[tuple[tuple[EncodeRange, ...], ...], tuple[RowTransfer, ...]]:
     """A cell is encoded by the rank that gives its first value, or, where that is of a slight stretch, by the rank of
     the strip before it. With many ranks all stretches may be slight: no strip takes in more than an eighth of the
     fragment."""
     strips: list[list[EncodeRange]] = [[] for _ in range(ranks)]
-    moves: list[Move] = []
+    moves: list[RowTransfer] = []
     newest: tuple[int, EncodeRange] | None = None
     foreign = 0  # values of others that the newest strip has taken in
     for stretch in stretches:
-        begin, end = (min(numel, -(-each // CELL) * CELL) for each in (stretch.begin, stretch.end))
+        begin, end = (min(numel, -(-each // CELL_NUMEL) * CELL_NUMEL) for each in (stretch.begin, stretch.end))
         head = min(begin, stretch.end)
         if stretch.begin < head:  # the end of a cell that began before
             assert newest is not None
             taker, strip = newest
             count = head - stretch.begin
-            moves.append(Move(stretch.rank, stretch.first, taker, strip.at + stretch.begin - strip.begin, count))
+            moves.append(
+                RowTransfer(
+                    stretch.rank, stretch.packed_begin, taker, strip.buffer_begin + stretch.begin - strip.begin, count
+                )
+            )
         if begin >= end:
             continue
         count = stretch.end - stretch.begin
-        is_slight = count < slight(numel) and foreign + count <= numel // MOST_FOREIGN_PART
+        is_slight = count < merge_threshold(numel) and foreign + count <= numel // FOREIGN_SHARE_DIVISOR
         rank = newest[0] if newest is not None and is_slight else stretch.rank
         foreign = foreign + count if rank != stretch.rank else 0
         mine = strips[rank]
         if mine and mine[-1].end == begin:
             mine[-1] = mine[-1]._replace(end=end)
         else:
-            mine.append(EncodeRange(begin, end, mine[-1].at + mine[-1].end - mine[-1].begin if mine else 0))
+            mine.append(EncodeRange(begin, end, mine[-1].buffer_begin + mine[-1].end - mine[-1].begin if mine else 0))
         newest = rank, mine[-1]
         if head < stretch.end:
-            at, first = mine[-1].at + head - mine[-1].begin, stretch.first + head - stretch.begin
-            moves.append(Move(stretch.rank, first, rank, at, stretch.end - head))
+            at, first = mine[-1].buffer_begin + head - mine[-1].begin, stretch.packed_begin + head - stretch.begin
+            moves.append(RowTransfer(stretch.rank, first, rank, at, stretch.end - head))
     return tuple(tuple(each) for each in strips), tuple(moves)
 
 
@@ -176,7 +180,7 @@ class BytePart(NamedTuple):
     """Bytes in a row of a whole encoded fragment, and where a rank has them among its own."""
 
     begin: int  # in the whole
-    own: int
+    local_begin: int
     size: int
 
 
@@ -187,47 +191,47 @@ class ByteLayout(NamedTuple):
     starts: tuple[int, ...]  # of the strips
     parts: tuple[BytePart, ...]
 
-    def cut(self, begin: int, end: int) -> list[BytePart]:
+    def to_global(self, begin: int, end: int) -> list[BytePart]:
         """What a range of the rank's own bytes is of the whole. Between strips there is nothing."""
         found = []
         for part in self.parts:
-            low, high = max(begin, part.own), min(end, part.own + part.size)
+            low, high = max(begin, part.local_begin), min(end, part.local_begin + part.size)
             if low < high:
-                found.append(BytePart(part.begin + low - part.own, low, high - low))
+                found.append(BytePart(part.begin + low - part.local_begin, low, high - low))
         return found
 
-    def owned(self, begin: int, end: int) -> list[tuple[int, int]]:
+    def to_local(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Which of the rank's own bytes are in a range of the whole."""
         found = []
         for part in self.parts:
             low, high = max(begin, part.begin), min(end, part.begin + part.size)
             if low < high:
-                found.append((part.own + low - part.begin, part.own + high - part.begin))
+                found.append((part.local_begin + low - part.begin, part.local_begin + high - part.begin))
         return found
 
 
-def lay(by: Codec, numel: int, strips: Sequence[EncodeRange]) -> ByteLayout:
+def make_byte_layout(by: Codec, numel: int, strips: Sequence[EncodeRange]) -> ByteLayout:
     size = 0
     starts: list[int] = []
     parts: list[BytePart] = []
     for strip in strips:
         count = strip.end - strip.begin
         starts.append(size)
-        alone = by.places(count, 0, count)
-        for (begin, end), (own, _) in zip(by.places(numel, strip.begin, strip.end), alone, strict=True):
+        alone = by.byte_ranges(count, 0, count)
+        for (begin, end), (own, _) in zip(by.byte_ranges(numel, strip.begin, strip.end), alone, strict=True):
             if begin < end:
                 parts.append(BytePart(begin, size + own, end - begin))
-        size += -(-by.size(count) // ALIGNED) * ALIGNED
+        size += -(-by.encoded_size(count) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return ByteLayout(size, tuple(starts), tuple(parts))
 
 
-class StripCoder:
+class ShardEncoder:
     """Encodes the strips of one fragment at one rank, each with its own error feedback."""
 
     def __init__(self, up: Codec, numel: int, strips: Sequence[EncodeRange]) -> None:
         self._numel = numel
         self._strips = strips
-        self._feedbacks = [Feedback(up, strip.end - strip.begin) for strip in strips]
+        self._feedbacks = [ErrorFeedback(up, strip.end - strip.begin) for strip in strips]
 
     @property
     def host_bytes(self) -> int:
@@ -235,11 +239,13 @@ class StripCoder:
 
     def encode(self, x: Tensor, by: Codec) -> tuple[ByteLayout, Tensor]:
         """`x`: the values of all strips, one after the other."""
-        laid = lay(by, self._numel, self._strips)
+        laid = make_byte_layout(by, self._numel, self._strips)
         data = torch.empty(laid.size, dtype=torch.uint8)
         for strip, start, feedback in zip(self._strips, laid.starts, self._feedbacks, strict=True):
             count = strip.end - strip.begin
-            feedback.encode(x[strip.at : strip.at + count], data[start : start + by.size(count)], by)
+            feedback.encode(
+                x[strip.buffer_begin : strip.buffer_begin + count], data[start : start + by.encoded_size(count)], by
+            )
         return laid, data
 
     def settle(self, sent: bool) -> None:
@@ -247,13 +253,13 @@ class StripCoder:
             feedback.settle(sent)
 
 
-def cover(by: Codec, numel: int, stretches: Sequence[RowRange]) -> list[EncodeRange]:
+def covering_ranges(by: Codec, numel: int, stretches: Sequence[RowRange]) -> list[EncodeRange]:
     """The blocks in which these values are, stretches that are near each other in one strip."""
     made: list[EncodeRange] = []
     for stretch in stretches:
-        begin = stretch.begin // by.block * by.block
-        end = min(numel, -(-stretch.end // by.block) * by.block)
-        if made and begin <= made[-1].end + slight(numel):
+        begin = stretch.begin // by.block_size * by.block_size
+        end = min(numel, -(-stretch.end // by.block_size) * by.block_size)
+        if made and begin <= made[-1].end + merge_threshold(numel):
             made[-1] = made[-1]._replace(end=max(end, made[-1].end))
         else:
             made.append(EncodeRange(begin, end, 0))
@@ -269,22 +275,23 @@ def apply_rows(
     old: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Into the packed `out` the values of these stretches: what came, added to `old`, as `outer.Applying` does it.
+    """Into the packed `out` the values of these stretches: what came, added to `old`, as
+    `outer_optimizer.UpdateApplier` does it.
 
     `old` None: they are the values themselves.
     """  # fmt: skip
-    if old is None and not by.is_exact:
+    if old is None and not by.is_lossless:
         raise ValueError(f"an update in {by.name} needs the value that it is added to")
     scratch = Scratch(max((strip.end - strip.begin for strip in strips), default=0))
     for strip, start in zip(strips, laid.starts, strict=True):
         count = strip.end - strip.begin
-        encoded = data[start : start + by.size(count)]
-        for begin in range(0, count, CHUNK):
-            came = scratch.values[: min(CHUNK, count - begin)]
-            by.read(encoded, count, begin, came, scratch)
+        encoded = data[start : start + by.encoded_size(count)]
+        for begin in range(0, count, CHUNK_NUMEL):
+            came = scratch.values[: min(CHUNK_NUMEL, count - begin)]
+            by.decode_chunk(encoded, count, begin, came, scratch)
             for low, high, first in _within(stretches, strip.begin + begin, strip.begin + begin + came.numel()):
                 part, at = came[low:high], slice(first, first + high - low)
-                if old is None or by.is_exact:
+                if old is None or by.is_lossless:
                     out[at].copy_(part)
                 else:
                     torch.add(old[at], part, out=out[at])
@@ -295,4 +302,4 @@ def _within(stretches: Sequence[RowRange], begin: int, end: int) -> Iterable[tup
     for stretch in stretches:
         low, high = max(begin, stretch.begin), min(end, stretch.end)
         if low < high:
-            yield low - begin, high - begin, stretch.first + low - stretch.begin
+            yield low - begin, high - begin, stretch.packed_begin + low - stretch.begin

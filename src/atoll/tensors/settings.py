@@ -9,16 +9,16 @@ from typing import Literal
 from atoll.core import policy
 from atoll.core.settings import check_settings, setting
 
-PlanHow = Literal["balanced", "layers", "rows"]
-MergeHow = Literal["average", "radial", "trimmed"]
-CodecWish = Literal["auto", "f32", "bf16", "int8", "int4"]
+PlanMethod = Literal["balanced", "layers", "rows"]
+MergeMethod = Literal["average", "radial", "trimmed"]
+CodecOption = Literal["auto", "f32", "bf16", "int8", "int4"]
 
-RAMPED = ("nesterov", "sgd")
+RAMP_OPTIMIZERS = ("nesterov", "sgd")
 """Outer optimizers that are the plain average at eta = 1 and mu = 0."""
 
 MAX_RAMP = 1_000_000
 
-MAX_PATTERNS = 100
+MAX_EMBEDDING_PATTERNS = 100
 """Of embedding names. Each is matched against every parameter."""
 
 
@@ -32,14 +32,14 @@ class Numerics:
     True
     """
 
-    plan: PlanHow = setting(
+    plan: PlanMethod = setting(
         "balanced",
         "Cut into fragments: balanced (whole tensors, by size), layers (layer i into fragment i mod P) or rows (as "
         "balanced, with large tensors cut by rows).",
         metavar="HOW",
     )
     # radial is for weights: embeddings are averaged then; buffers have a rule of their own
-    merge: MergeHow = setting(
+    merge: MergeMethod = setting(
         "average",
         "average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
         "largest, against a learner gone wild.",
@@ -53,13 +53,13 @@ class Numerics:
         0, "Merges of a fragment in which both rise from plain averaging.", metavar="MERGES", min=0, max=MAX_RAMP
     )
     outer_breadth: bool = setting(True, "A merge from which learners are missing is a smaller step.")
-    up: CodecWish = setting(  # auto: `policy.codec_for`
+    up: CodecOption = setting(  # auto: `policy.codec_for`
         "auto",
         "Codec of deltas to the syncer: f32, bf16, int8 or int4; auto: bf16, and int8 or int4 while a learner's link "
         "does not carry that.",
         metavar="CODEC",
     )
-    down: CodecWish = setting(
+    down: CodecOption = setting(
         "auto", "Codec of updates to learners, the same; auto: by the link of the median learner.", metavar="CODEC"
     )
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
@@ -73,25 +73,28 @@ class Numerics:
             raise ValueError(
                 f"outer is {self.outer!r}; give nesterov, sgd, adam or a class of torch.optim, such as 'AdamW'"
             )
-        if self.outer_ramp and self.outer not in RAMPED:
+        if self.outer_ramp and self.outer not in RAMP_OPTIMIZERS:
             raise ValueError(
-                f"outer_ramp begins with plain averaging, which {self.outer} is not; give {' or '.join(RAMPED)}"
+                f"outer_ramp begins with plain averaging, which {self.outer} is not; "
+                f"give {' or '.join(RAMP_OPTIMIZERS)}"
             )
         if 0.0 < self.norm_clip < 1.0:
             raise ValueError(f"norm_clip is {self.norm_clip!r}; give a number from 1 on, such as 3, or 0 for none")
-        if not isinstance(self.embeddings, tuple) or len(self.embeddings) > MAX_PATTERNS:
-            raise ValueError(f"embeddings must be a tuple of at most {MAX_PATTERNS} patterns, such as ('wte*',)")
+        if not isinstance(self.embeddings, tuple) or len(self.embeddings) > MAX_EMBEDDING_PATTERNS:
+            raise ValueError(
+                f"embeddings must be a tuple of at most {MAX_EMBEDDING_PATTERNS} patterns, such as ('wte*',)"
+            )
         for pattern in self.embeddings:
             if not (isinstance(pattern, str) and 0 < len(pattern) <= 1000):
                 raise ValueError(f"embeddings holds {pattern!r}; give patterns of parameter names, such as 'wte*'")
 
     @property
-    def ups(self) -> tuple[str, ...]:
+    def upload_codecs(self) -> tuple[str, ...]:
         """The codecs that a contribution may have, the one that it has unless something else is said first."""
         return policy.CODECS if self.up == "auto" else (self.up,)
 
     @property
-    def downs(self) -> tuple[str, ...]:
+    def download_codecs(self) -> tuple[str, ...]:
         """The same of an update."""
         return policy.CODECS if self.down == "auto" else (self.down,)
 

@@ -28,7 +28,7 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def where(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.shape, strict=True))
 
 
@@ -47,14 +47,14 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What of it is in this process. It shares the memory of the tensor."""
     sharded: Any = tensor
     local: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
     return local
 
 
-def box_of(tensor: Tensor) -> Box | None:
+def local_box(tensor: Tensor) -> Box | None:
     """The part that is in this process; None: all of it."""
     if not is_sharded(tensor):
         return None
@@ -62,14 +62,16 @@ def box_of(tensor: Tensor) -> Box | None:
     sizes, coordinate = tuple(held.shape), held.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
         return Box((0,) * len(sizes), (0,) * len(sizes))
-    box = box_at(sizes, tuple(held.device_mesh.shape), tuple(coordinate), held.placements)
-    local = tuple(local_of(tensor).shape)
+    box = box_from_placements(sizes, tuple(held.device_mesh.shape), tuple(coordinate), held.placements)
+    local = tuple(local_tensor(tensor).shape)
     if box.shape != local:  # FSDP over tensor parallelism, where a size is not a multiple of the ranks
         raise ValueError(f"by its placements this rank has {box.shape} of {sizes}, and it holds {local}")
     return None if box.shape == sizes else box
 
 
-def box_at(sizes: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]) -> Box:
+def box_from_placements(
+    sizes: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+) -> Box:
     """What a rank at a place of a mesh holds of a tensor of these sizes. Raises ValueError where that is no box.
 
     Dimensions of the mesh cut one after the other, in pieces as `torch.chunk` makes them. Where FSDP has cut what
@@ -130,12 +132,12 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
     return made
 
 
-def boxes_of(model: nn.Module) -> dict[str, Box]:
+def local_boxes(model: nn.Module) -> dict[str, Box]:
     """Of all tensors of a model that this process holds in part."""
     made = {}
     for name, tensor in named_tensors(model).items():
         try:
-            box = box_of(tensor)
+            box = local_box(tensor)
         except ValueError as wrong:
             raise ValueError(f"{name}: {wrong}") from None
         if box is not None:
@@ -146,31 +148,33 @@ def boxes_of(model: nn.Module) -> dict[str, Box]:
 # ----------------------------------------------------------------------------------------------------------- fragments
 
 
-class Window(NamedTuple):
+class ShardWindow(NamedTuple):
     """Where a rank's part of one piece is."""
 
     piece: Piece
     begin: int  # of the piece, in the whole flat fragment
     end: int
     shape: tuple[int, ...]  # of the piece
-    where: tuple[slice, ...]  # of the part, in the piece
-    rows: slice  # of the part, in what the rank holds of the tensor
-    first: int  # of the part, in the packed fragment of the rank
-    last: int
+    slices: tuple[slice, ...]  # of the part, in the piece
+    local_rows: slice  # of the part, in what the rank holds of the tensor
+    packed_begin: int  # of the part, in the packed fragment of the rank
+    packed_end: int
 
-    def of(self, whole: Tensor) -> Tensor:
+    def view(self, whole: Tensor) -> Tensor:
         """The part, in a whole flat fragment whose memory it shares."""
-        return whole[self.begin : self.end].view(self.shape)[self.where]
+        return whole[self.begin : self.end].view(self.shape)[self.slices]
 
-    def of_packed(self, packed: Tensor) -> Tensor:
-        return packed[self.first : self.last].view(self.part_shape)
+    def view_packed(self, packed: Tensor) -> Tensor:
+        return packed[self.packed_begin : self.packed_end].view(self.part_shape)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        return tuple(each.stop - each.start for each in self.where)
+        return tuple(each.stop - each.start for each in self.slices)
 
 
-def windows(plan: FragmentPlan, fragment: int, boxes: Boxes, names: frozenset[str] | None = None) -> list[Window]:
+def shard_windows(
+    plan: FragmentPlan, fragment: int, boxes: Boxes, names: frozenset[str] | None = None
+) -> list[ShardWindow]:
     """Of every piece of a fragment what a rank with these boxes holds, also where that is nothing.
 
     `names`: only of these tensors. The packed layout is that of all.
@@ -183,29 +187,29 @@ def windows(plan: FragmentPlan, fragment: int, boxes: Boxes, names: frozenset[st
         high = max(low, min(piece.stop, box.offset[0] + box.shape[0]))
         if math.prod(box.shape[1:]) == 0:
             high = low
-        where = (slice(low - piece.start, high - piece.start), *box.where[1:])
+        where = (slice(low - piece.start, high - piece.start), *box.slices[1:])
         shape = (piece.stop - piece.start, *sizes[1:])
         if high == low:
             where = tuple(slice(0, 0) for _ in where)
         last = first + math.prod(each.stop - each.start for each in where)
         rows = slice(low - box.offset[0], high - box.offset[0]) if high > low else slice(0, 0)
         if names is None or piece.tensor in names:
-            made.append(Window(piece, begin, end, shape, where, rows, first, last))
+            made.append(ShardWindow(piece, begin, end, shape, where, rows, first, last))
         first = last
     return made
 
 
-def owned(everybody: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> list[frozenset[str]]:
+def assign_owners(rank_boxes: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> list[frozenset[str]]:
     """By rank, the tensors of which it gives its part: of ranks that hold the same, the first one does.
 
     Raises ValueError where a part of a tensor is nobody's.
     """
-    mine: list[set[str]] = [set() for _ in everybody]
+    mine: list[set[str]] = [set() for _ in rank_boxes]
     for info in tensors:
-        if not info.travels:
+        if not info.is_synced:
             continue
         seen: dict[Box, int] = {}
-        for rank, boxes in enumerate(everybody):
+        for rank, boxes in enumerate(rank_boxes):
             box = boxes.get(info.name) or Box((0,) * len(info.shape), info.shape)
             if math.prod(box.shape) and box not in seen:
                 seen[box] = rank
@@ -215,13 +219,13 @@ def owned(everybody: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> list[fro
     return [frozenset(names) for names in mine]
 
 
-def cut_out(whole: Tensor, box: Box | None) -> Tensor:
+def copy_box(whole: Tensor, box: Box | None) -> Tensor:
     """A rank's part of a tensor, in memory of its own."""
-    part = whole if box is None else whole[box.where]
+    part = whole if box is None else whole[box.slices]
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def as_sharded(local: Tensor, like: Tensor) -> Tensor:
+def shard_like(local: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of a tensor that lies as `like` does."""
     if not is_sharded(like):
         return local

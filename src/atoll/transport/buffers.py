@@ -16,43 +16,43 @@ from torch import Tensor
 CHUNK_BYTES = 2**18
 """Sent at a time, and what the loop reads at a time. In such pieces copies and digests stay in the second cache."""
 
-READ_BYTES = 2**18
+READ_AHEAD_BYTES = 2**18
 """That a connection reads ahead; it stops at twice as many. With less it would stop after every piece."""
 
-SMALL_BYTES = 2**15
+MAX_INLINE_BYTES = 2**15
 """Up to here a pass over the bytes is cheaper than handing them to another thread, and a copy than two sends."""
 
 
-class ByteBuffers:
+class BufferPool:
     """Flat bytes by size. Used in one thread.
 
-    `most_bytes` are kept for the next one, and a single buffer whatever its size; what was given back first goes first.
+    `max_bytes` are kept for the next one, and a single buffer whatever its size; what was given back first goes first.
     A buffer that is never given back costs nothing but its place here.
     """
 
-    def __init__(self, most_bytes: int = 64 * 2**20, least_bytes: int = 2**20) -> None:
-        self.most_bytes = most_bytes
-        self.least_bytes = least_bytes  # smaller ones are left to the allocator
-        self.kept_bytes = 0
-        self._kept: list[Tensor] = []
+    def __init__(self, max_bytes: int = 64 * 2**20, min_bytes: int = 2**20) -> None:
+        self.max_bytes = max_bytes
+        self.min_bytes = min_bytes  # smaller ones are left to the allocator
+        self.pooled_bytes = 0
+        self._pooled: list[Tensor] = []
 
-    def take(self, size: int) -> Tensor:
+    def acquire(self, size: int) -> Tensor:
         """So many bytes, whatever they hold."""
-        for place in range(len(self._kept) - 1, -1, -1):
-            if self._kept[place].numel() == size:
-                self.kept_bytes -= size
-                return self._kept.pop(place)
+        for place in range(len(self._pooled) - 1, -1, -1):
+            if self._pooled[place].numel() == size:
+                self.pooled_bytes -= size
+                return self._pooled.pop(place)
         return torch.empty(size, dtype=torch.uint8)
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Nobody reads or writes it any more."""
-        if buffer.numel() < self.least_bytes:
+        if buffer.numel() < self.min_bytes:
             return
-        assert not any(buffer is kept for kept in self._kept), "a buffer was given back twice"
-        self._kept.append(buffer)
-        self.kept_bytes += buffer.numel()
-        while self.kept_bytes > self.most_bytes and len(self._kept) > 1:
-            self.kept_bytes -= self._kept.pop(0).numel()
+        assert not any(buffer is kept for kept in self._pooled), "a buffer was given back twice"
+        self._pooled.append(buffer)
+        self.pooled_bytes += buffer.numel()
+        while self.pooled_bytes > self.max_bytes and len(self._pooled) > 1:
+            self.pooled_bytes -= self._pooled.pop(0).numel()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -98,19 +98,19 @@ class Spans:
             left += [(x, y) for x, y in ((b, min(e, begin)), (max(b, end), e)) if x < y]
         self._spans = left
 
-    def first(self) -> int:
+    def contiguous_bytes(self) -> int:
         """How far they reach from 0 on without a gap."""
         return self._spans[0][1] if self._spans and self._spans[0][0] == 0 else 0
 
-    def holds(self, begin: int, end: int) -> bool:
+    def contains(self, begin: int, end: int) -> bool:
         """All of it."""
         return any(b <= begin and end <= e for b, e in self._spans)
 
-    def take(self, most: int, least: int = 1) -> Span | None:
+    def take(self, max_bytes: int, min_bytes: int = 1) -> Span | None:
         """At most so many bytes of the first that has at least so many; they are removed."""
         for begin, end in self._spans:
-            if end - begin >= least:
-                end = min(end, begin + most)
+            if end - begin >= min_bytes:
+                end = min(end, begin + max_bytes)
                 self.remove(begin, end)
                 return begin, end
         return None
@@ -125,9 +125,9 @@ class ByteSink(Protocol):
 
     size: int
 
-    def begins(self, data: Tensor) -> None: ...
+    def set_buffer(self, data: Tensor) -> None: ...
 
-    def written(self, spans: list[Span]) -> None: ...
+    def mark_written(self, spans: list[Span]) -> None: ...
 
 
 class StreamingBuffer:
@@ -140,54 +140,54 @@ class StreamingBuffer:
         self.size = size
         self.missing = Spans()
         self.data: Tensor | None = None  # from the first bytes on
-        self.is_whole = False
-        self._wrong: BaseException | None = None
-        self._news = asyncio.Event()
+        self.is_complete = False
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    def complete(cls, data: Tensor) -> StreamingBuffer:
+    def from_complete(cls, data: Tensor) -> StreamingBuffer:
         """All of it is there."""
         growing = cls(data.numel())
-        growing.begins(data)
+        growing.set_buffer(data)
         growing.missing.add(0, growing.size)
-        growing.is_whole = True
+        growing.is_complete = True
         return growing
 
-    def begins(self, data: Tensor) -> None:
+    def set_buffer(self, data: Tensor) -> None:
         self.data = data
 
-    def written(self, spans: list[Span]) -> None:
+    def mark_written(self, spans: list[Span]) -> None:
         self._loop.call_soon_threadsafe(self._add, spans)
 
-    def ended(self, wrong: BaseException | None) -> None:
-        self._loop.call_soon_threadsafe(self._end, wrong)
+    def finish(self, error: BaseException | None) -> None:
+        self._loop.call_soon_threadsafe(self._finish, error)
 
     def _add(self, spans: list[Span]) -> None:
         for begin, end in spans:
             self.missing.add(begin, end)
-        self._tell()
+        self._notify()
 
-    def _end(self, wrong: BaseException | None) -> None:
-        self._wrong = wrong
-        self.is_whole = wrong is None
-        self._tell()
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self.is_complete = error is None
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Everybody who waits wakes up, and later ones wait for the next news."""
-        self._news.set()
-        self._news = asyncio.Event()
-        if self._wrong is not None:
-            self._news.set()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._error is not None:
+            self._changed.set()
 
-    async def more(self) -> None:
-        """Returns when there is news; raises what has gone wrong."""
-        await self._news.wait()
-        if self._wrong is not None:
-            raise self._wrong
+    async def wait_for_more(self) -> None:
+        """Returns when there is news; raises what has gone error."""
+        await self._changed.wait()
+        if self._error is not None:
+            raise self._error
 
-    async def whole(self) -> Tensor:
-        while not self.is_whole:
-            await self.more()
+    async def wait_until_complete(self) -> Tensor:
+        while not self.is_complete:
+            await self.wait_for_more()
         assert self.data is not None
         return self.data

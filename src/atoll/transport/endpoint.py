@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.files import write_text
-from atoll.transport.tls import ClientTls, KeyFiles, tls_problem
+from atoll.transport.tls import ClientTls, KeyFiles, find_tls_problem
 
-PLAIN, SAFE = "http://", "https://"
+HTTP_SCHEME, HTTPS_SCHEME = "http://", "https://"
 
 
 class Endpoint(NamedTuple):
@@ -21,45 +21,47 @@ class Endpoint(NamedTuple):
 
     addresses: str
     tls: ClientTls | None
-    is_plain_by_name: bool  # somebody has written http://, and means it
+    is_plain_text_explicit: bool  # somebody has written http://, and means it
 
     def check(self) -> None:
         """ValueError where secrets would travel in plain text to another machine, or the keys cannot be used."""
         if self.tls is not None:
-            self.tls.context()
+            self.tls.make_context()
             return
         for each in self.addresses.split(","):
-            if not self.is_plain_by_name and not is_loopback(each.rpartition(":")[0]):
+            if not self.is_plain_text_explicit and not is_loopback(each.rpartition(":")[0]):
                 raise ValueError(
                     f"{each} is another machine, and in plain text everybody on the way could read the token and the"
                     f" model: give the keys of this island (--keys DIR, keys=...) or the authority of the syncer"
                     f" (--ca FILE, ca=...), docs/several-hosts.md shows how. Where nobody else is on the network,"
-                    f" {PLAIN}{each} is plain text"
+                    f" {HTTP_SCHEME}{each} is plain text"
                 )
 
 
-def place(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Endpoint:
+def parse_endpoint(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Endpoint:
     """What was written, read. Keys, an authority or https:// make it TLS."""
     if not isinstance(syncer, str):
         raise ValueError(f"syncer is {syncer!r}; give host:port, such as head:7400 or [::1]:7400")
     given = [each.strip() for each in syncer.split(",") if each.strip()]
-    safe, plain = (any(each.startswith(scheme) for each in given) for scheme in (SAFE, PLAIN))
+    safe, plain = (any(each.startswith(scheme) for each in given) for scheme in (HTTPS_SCHEME, HTTP_SCHEME))
     if plain and (safe or keys is not None or ca is not None):
-        raise ValueError(f"{syncer!r} is {PLAIN}, which is plain text, and keys are for TLS: write {SAFE}, or neither")
-    bare = ",".join(each.removeprefix(SAFE).removeprefix(PLAIN).rstrip("/") for each in given)
+        raise ValueError(
+            f"{syncer!r} is {HTTP_SCHEME}, which is plain text, and keys are for TLS: write {HTTPS_SCHEME}, or neither"
+        )
+    bare = ",".join(each.removeprefix(HTTPS_SCHEME).removeprefix(HTTP_SCHEME).rstrip("/") for each in given)
     is_tls = safe or keys is not None or ca is not None
-    return Endpoint(addresses(bare), ClientTls(keys, ca) if is_tls else None, plain)
+    return Endpoint(parse_addresses(bare), ClientTls(keys, ca) if is_tls else None, plain)
 
 
-def addresses(syncer: str) -> str:
+def parse_addresses(syncer: str) -> str:
     """`host:port`, or several of them between commas: the syncer and its standbys, asked in turn."""
-    found = [address(each.strip()) for each in syncer.split(",") if each.strip()]
+    found = [parse_address(each.strip()) for each in syncer.split(",") if each.strip()]
     if not found:
         raise ValueError("syncer is empty; give host:port, such as head:7400, or several, as head:7400,other:7400")
     return ",".join(dict.fromkeys(found))
 
 
-def address(syncer: str) -> str:
+def parse_address(syncer: str) -> str:
     """`host:port`, checked. An IPv6 address is written in brackets."""
     host, colon, port = syncer.rpartition(":")
     brackets = host.startswith("[") and host.endswith("]")
@@ -91,14 +93,14 @@ def is_loopback(host: str) -> bool:
 # at its address.
 
 
-NAME = "syncer.json"
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+ADDRESS_FILE = "syncer.json"
+WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Addresses to listen on that are none to dial."""
 
 NO_PROXY = urllib.request.ProxyHandler({})
 """Syncers are dialled as learners dial them: a proxy in the environment is for the web."""
 
-MOST_ANSWER_BYTES = 64 * 2**20
+MAX_RESPONSE_BYTES = 64 * 2**20
 
 
 class SyncerAddress(NamedTuple):
@@ -116,8 +118,8 @@ class SyncerAddress(NamedTuple):
 class RequestRefusedError(ValueError):
     """The syncer has answered, and the answer is no. The sentence is its own."""
 
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -129,10 +131,10 @@ class TlsVerificationError(NoAnswerError):
     """Somebody answers, and one side does not trust the other's key. It would be the same again."""
 
 
-def write_address_file(directory: Path, reachable: SyncerAddress) -> None:
-    host, _, port = reachable.address.rpartition(":")
-    told = reachable._replace(address=f"{ANYWHERE.get(host, host)}:{port}")
-    path = directory / NAME
+def write_address_file(directory: Path, address: SyncerAddress) -> None:
+    host, _, port = address.address.rpartition(":")
+    told = address._replace(address=f"{WILDCARD_HOSTS.get(host, host)}:{port}")
+    path = directory / ADDRESS_FILE
     keys = [str(path.absolute()) for path in told.keys[:2] if path is not None] if told.keys is not None else None
     text = json.dumps(told._asdict() | {"keys": keys}) + "\n"
     write_text(path, text, durable=False, mode=0o600)  # of no use after the syncer's machine has stopped
@@ -143,12 +145,12 @@ def remove_address_file(directory: Path, epoch: int) -> None:
     with suppress(OSError, ValueError):
         found = read_address_file(directory)
         if found is not None and found.epoch == epoch:
-            (directory / NAME).unlink(missing_ok=True)
+            (directory / ADDRESS_FILE).unlink(missing_ok=True)
 
 
 def read_address_file(directory: Path) -> SyncerAddress | None:
     """The newest syncer that told of itself here; it may be gone."""
-    path = directory / NAME
+    path = directory / ADDRESS_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         address, token, epoch, keys = raw["address"], raw["token"], raw["epoch"], raw.get("keys")
@@ -161,7 +163,7 @@ def read_address_file(directory: Path) -> SyncerAddress | None:
         raise ValueError(f"{path} is not what a syncer writes: remove it, and give --syncer HOST:PORT") from None
 
 
-def ask(
+def send_request(
     address: str,
     token: str | None,
     method: str,
@@ -179,21 +181,21 @@ def ask(
         request.add_header("Authorization", f"Bearer {token}")
     handlers: list[urllib.request.BaseHandler] = [NO_PROXY]
     if tls is not None:
-        handlers.append(urllib.request.HTTPSHandler(context=tls.context()))
+        handlers.append(urllib.request.HTTPSHandler(context=tls.make_context()))
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as answer:
-            text = answer.read(MOST_ANSWER_BYTES)
+            text = answer.read(MAX_RESPONSE_BYTES)
         return json.loads(text) if text else None
     except urllib.error.HTTPError as refused:
-        raise RequestRefusedError(refused.code, sentence_of(refused)) from None
+        raise RequestRefusedError(refused.code, error_message(refused)) from None
     except (OSError, ValueError) as wrong:
-        problem = tls_problem(wrong)
+        problem = find_tls_problem(wrong)
         if problem is not None:
             raise TlsVerificationError(f"the syncer at {address} cannot be spoken to: {problem}") from None
         raise NoAnswerError(f"no syncer answers at {address} ({getattr(wrong, 'reason', wrong)})") from None
 
 
-def sentence_of(refused: urllib.error.HTTPError) -> str:
+def error_message(refused: urllib.error.HTTPError) -> str:
     try:
         told = json.loads(refused.read(65536))
         return str(told["error"])

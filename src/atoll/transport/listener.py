@@ -4,7 +4,7 @@ A connection is **unproven** until its first request has been let in. Before tha
 waited for with nothing but a socket, its handshake has an end, and there are only so many of them. Whoever opens more
 loses the oldest of the address that has the most, so a stranger who opens thousands competes with itself.
 
-Those that are silent and those that speak are counted apart. A learner speaks as soon as it is connected; in one crowd
+Those that are silent and those that speak are counted apart. A learner speaks as soon as it is connected; in one pool
 it would lose its place, between two words of its handshake, to a neighbour at its own address who opens thousands and
 says nothing.
 """
@@ -21,20 +21,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from atoll.transport.auth import HEADER, Access, Rejection
-from atoll.transport.tls import ALERT, tls_problem
+from atoll.transport.auth import REFUSED_HEADER, AccessControl, Rejection
+from atoll.transport.tls import TLS_ALERT_HANDLER, find_tls_problem
 
-HANDSHAKE_S = 15.0
+HANDSHAKE_TIMEOUT_S = 15.0
 """From the first byte to the end of the handshake; also until the first byte."""
 
-UNPROVEN_S = 30.0
+AUTHENTICATION_TIMEOUT_S = 30.0
 """Until the first request is let in."""
 
-MOST_UNPROVEN = 256
+MAX_PENDING = 256
 """Of either kind: that have said nothing yet, and that have not said enough."""
 
 BACKLOG = 512
-AT_ONCE = 16
+MAX_ACCEPTS_PER_ITERATION = 16
 """Connections that are taken before everything else has its turn, far fewer than there is room for. Accepting gives no
 turn by itself while somebody waits at the port: (1) a learner connects and speaks, (2) a stranger fills the backlog
 behind it, (3) all are taken in one go, and the learner, the oldest by then, is dropped before anybody has listened to
@@ -43,43 +43,45 @@ it. Whoever connects faster than is accepted would even stop the whole loop."""
 LINGER_S = 1.0
 """For a last word to be read: a socket that is closed with something unread in it takes back what was sent."""
 
-LOOK_EVERY_S = 0.5
-BREATH_S = 0.5
+PENDING_POLL_INTERVAL_S = 0.5
+ACCEPT_RETRY_S = 0.5
 """When the system has no more files for us."""
 
-HELLO = 0x16
+TLS_HANDSHAKE_BYTE = 0x16
 """The first byte of everything that speaks TLS, and no letter of a method of HTTP."""
 
-PLAIN_TEXT = Rejection(
+PLAIN_TEXT_ON_TLS_PORT = Rejection(
     "plain-text", 400, "this port speaks TLS, and plain text came: give --keys DIR or --ca FILE, or write https://"
 )
-TLS_HERE = Rejection("tls-to-plain", 400, "TLS came, and this syncer has no keys: it speaks plain text")
-NO_HELLO = Rejection("handshake", 400, "what came is not TLS")
-TOO_MANY = Rejection("unfinished", 408, "too many connections have not said who they are")
-TOO_SLOW = Rejection("unfinished", 408, "it has not said in time who it is")
+TLS_ON_PLAIN_TEXT_PORT = Rejection("tls-to-plain", 400, "TLS came, and this syncer has no keys: it speaks plain text")
+NOT_TLS = Rejection("handshake", 400, "what came is not TLS")
+TOO_MANY_PENDING = Rejection("unfinished", 408, "too many connections have not said who they are")
+AUTHENTICATION_TIMED_OUT = Rejection("unfinished", 408, "it has not said in time who it is")
 
-Key = tuple[Any, Any]
+ConnectionKey = tuple[Any, Any]
 
 
-class _Unproven(NamedTuple):
+class PendingConnection(NamedTuple):
     address: str
     task: asyncio.Task[None]
-    proved: asyncio.Event
+    authenticated: asyncio.Event
 
 
-Crowd = dict[Key, _Unproven]
+PendingPool = dict[ConnectionKey, PendingConnection]
 """In the order in which they came."""
 
 
 class Listener:
     """`make` gives the protocol of a new connection, as `web.AppRunner.server` does."""
 
-    def __init__(self, sock: socket.socket, make: Callable[[], asyncio.Protocol], access: Access) -> None:
+    def __init__(
+        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], access: AccessControl
+    ) -> None:
         self._sock = sock
-        self._make = make
+        self._make_protocol = make_protocol
         self._access = access
-        self._silent: Crowd = {}
-        self._speaking: Crowd = {}
+        self._silent: PendingPool = {}
+        self._speaking: PendingPool = {}
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -98,119 +100,121 @@ class Listener:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._sock.close()
 
-    def proved(self, transport: asyncio.BaseTransport | None) -> None:
+    def mark_authenticated(self, transport: asyncio.BaseTransport | None) -> None:
         """The first request on this connection was let in. It is as good as any other from now on."""
         found = self._speaking.pop(_key(transport), None) if transport is not None else None
         if found is not None:
-            found.proved.set()
+            found.authenticated.set()
 
     # ------------------------------------------------------------------------------------------------------- taking
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         for taken in itertools.count(1):
-            if taken % AT_ONCE == 0:
+            if taken % MAX_ACCEPTS_PER_ITERATION == 0:
                 await asyncio.sleep(0)
             try:
                 sock, where = await loop.sock_accept(self._sock)
             except OSError as wrong:
                 self._access.log.error("no connection can be taken: %s", wrong)
-                await asyncio.sleep(BREATH_S)
+                await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            proved = asyncio.Event()
+            authenticated = asyncio.Event()
             key = (sock.getsockname(), where)
-            task = loop.create_task(self._take(sock, key, proved))
-            self._admit(self._silent, key, _Unproven(where[0], task, proved))
+            task = loop.create_task(self._handle_connection(sock, key, authenticated))
+            self._admit(self._silent, key, PendingConnection(where[0], task, authenticated))
 
-    def _admit(self, crowd: Crowd, key: Key, newcomer: _Unproven) -> None:
-        if len(crowd) >= MOST_UNPROVEN:
-            most, _ = Counter(each.address for each in crowd.values()).most_common(1)[0]
-            oldest = next(key for key, each in crowd.items() if each.address == most)
-            crowd.pop(oldest).task.cancel()
-            self._access.reject(TOO_MANY, most, "a connection")
-        crowd[key] = newcomer
+    def _admit(self, pool: PendingPool, key: ConnectionKey, connection: PendingConnection) -> None:
+        if len(pool) >= MAX_PENDING:
+            most, _ = Counter(each.address for each in pool.values()).most_common(1)[0]
+            oldest = next(key for key, each in pool.items() if each.address == most)
+            pool.pop(oldest).task.cancel()
+            self._access.reject(TOO_MANY_PENDING, most, "a connection")
+        pool[key] = connection
 
-    async def _take(self, sock: socket.socket, key: Key, proved: asyncio.Event) -> None:
+    async def _handle_connection(self, sock: socket.socket, key: ConnectionKey, authenticated: asyncio.Event) -> None:
         """One connection, until it has shown who it is."""
         transport: asyncio.BaseTransport | None = None
         try:
-            async with asyncio.timeout(UNPROVEN_S):
-                async with asyncio.timeout(HANDSHAKE_S):
-                    first = await _first_byte(sock)
+            async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    first = await _peek_first_byte(sock)
                 if first is None:
                     return
                 self._admit(self._speaking, key, self._silent.pop(key))
-                transport = await self._led_in(sock, first, key[1][0])
-                while transport is not None and not proved.is_set() and not transport.is_closing():
+                transport = await self._hand_over(sock, first, key[1][0])
+                while transport is not None and not authenticated.is_set() and not transport.is_closing():
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_EVERY_S):
-                            await proved.wait()
+                        async with asyncio.timeout(PENDING_POLL_INTERVAL_S):
+                            await authenticated.wait()
         except TimeoutError:
-            self._access.reject(TOO_SLOW, key[1][0], "a connection")
+            self._access.reject(AUTHENTICATION_TIMED_OUT, key[1][0], "a connection")
         except (ConnectionError, OSError):
             pass  # it is gone, and had said nothing yet
         finally:
-            for crowd in (self._silent, self._speaking):
-                if key in crowd and crowd[key].proved is proved:  # not one that came later from the same port
-                    del crowd[key]
+            for pool in (self._silent, self._speaking):
+                if (
+                    key in pool and pool[key].authenticated is authenticated
+                ):  # not one that came later from the same port
+                    del pool[key]
             if transport is None:
                 sock.close()
-            elif not proved.is_set() and isinstance(transport, asyncio.WriteTransport):
+            elif not authenticated.is_set() and isinstance(transport, asyncio.WriteTransport):
                 transport.abort()
 
-    async def _led_in(self, sock: socket.socket, first: int, who: str) -> asyncio.BaseTransport | None:
-        """To the protocol of the requests; None where it was turned away."""
+    async def _hand_over(self, sock: socket.socket, first: int, remote: str) -> asyncio.BaseTransport | None:
+        """To the protocol of the requests; None where it was rejected."""
         tls = self._access.tls
         if tls is None:
-            if first == HELLO:
-                await self._turn_away(sock, TLS_HERE, who)
+            if first == TLS_HANDSHAKE_BYTE:
+                await self._reject(sock, TLS_ON_PLAIN_TEXT_PORT, remote)
                 return None
             loop = asyncio.get_running_loop()
-            transport, _ = await loop.connect_accepted_socket(self._make, sock)
+            transport, _ = await loop.connect_accepted_socket(self._make_protocol, sock)
             return transport
-        if first != HELLO:
-            await self._turn_away(sock, PLAIN_TEXT if chr(first).isupper() else NO_HELLO, who)
+        if first != TLS_HANDSHAKE_BYTE:
+            await self._reject(sock, PLAIN_TEXT_ON_TLS_PORT if chr(first).isupper() else NOT_TLS, remote)
             return None
-        return await self._shake_hands(sock, tls.context, who)
+        return await self._tls_handshake(sock, tls.context, remote)
 
-    async def _shake_hands(
-        self, sock: socket.socket, context: ssl.SSLContext, who: str
+    async def _tls_handshake(
+        self, sock: socket.socket, context: ssl.SSLContext, remote: str
     ) -> asyncio.BaseTransport | None:
         alerts: list[bytes] = []
-        token = ALERT.set(alerts.append)
+        token = TLS_ALERT_HANDLER.set(alerts.append)
         spare = sock.dup()  # asyncio closes the other one at once
         try:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.connect_accepted_socket(
-                self._make, sock, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
+                self._make_protocol, sock, ssl=context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
             )
             return transport
         except ssl.SSLError as wrong:
-            self._access.reject(_why(wrong), who, "a handshake")
-            await _last_words(spare, b"".join(alerts))
+            self._access.reject(_classify_tls_error(wrong), remote, "a handshake")
+            await _send_and_drain(spare, b"".join(alerts))
         except ConnectionAbortedError:  # by asyncio, as it took too long
-            self._access.reject(TOO_SLOW, who, "a handshake")
+            self._access.reject(AUTHENTICATION_TIMED_OUT, remote, "a handshake")
         except (ConnectionError, OSError) as wrong:
             broken = Rejection("handshake", 400, f"it broke off{': ' if str(wrong) else ''}{wrong}")
-            self._access.reject(broken, who, "a handshake")
+            self._access.reject(broken, remote, "a handshake")
         finally:
-            ALERT.reset(token)
+            TLS_ALERT_HANDLER.reset(token)
             spare.close()
         return None
 
-    async def _turn_away(self, sock: socket.socket, turned: Rejection, who: str) -> None:
-        self._access.reject(turned, who, "a connection")
-        body = json.dumps({"error": turned.sentence}).encode()
-        head = f"HTTP/1.1 {turned.status} Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        said = f"{head}{HEADER}: {turned.sentence}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-        await _last_words(sock, b"" if turned is NO_HELLO else said)
+    async def _reject(self, sock: socket.socket, rejection: Rejection, remote: str) -> None:
+        self._access.reject(rejection, remote, "a connection")
+        body = json.dumps({"error": rejection.message}).encode()
+        head = f"HTTP/1.1 {rejection.status} Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        said = f"{head}{REFUSED_HEADER}: {rejection.message}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        await _send_and_drain(sock, b"" if rejection is NOT_TLS else said)
 
 
-def bound(host: str, port: int, listens: bool = False) -> socket.socket:
+def bind_socket(host: str, port: int, listen: bool = False) -> socket.socket:
     """Return a socket that is bound to this address.
 
-    `listens`: reserve the port at once. Two sockets with SO_REUSEADDR may be bound to one port until one of them
+    `listen`: reserve the port at once. Two sockets with SO_REUSEADDR may be bound to one port until one of them
     listens.
     """
     if not 0 <= port <= 65535:
@@ -224,7 +228,7 @@ def bound(host: str, port: int, listens: bool = False) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(where)
-        if listens:
+        if listen:
             sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
@@ -232,17 +236,17 @@ def bound(host: str, port: int, listens: bool = False) -> socket.socket:
     return sock
 
 
-def written(sock: socket.socket) -> str:
+def format_address(sock: socket.socket) -> str:
     """Where it listens, as an address is written."""
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if sock.family is socket.AF_INET6 else f"{host}:{port}"
 
 
-def _key(transport: asyncio.BaseTransport) -> Key:
+def _key(transport: asyncio.BaseTransport) -> ConnectionKey:
     return transport.get_extra_info("sockname"), transport.get_extra_info("peername")
 
 
-def _why(wrong: ssl.SSLError) -> Rejection:
+def _classify_tls_error(wrong: ssl.SSLError) -> Rejection:
     """Of a handshake that failed on this side."""
     reason = wrong.reason or ""
     if isinstance(wrong, ssl.SSLCertVerificationError):
@@ -252,11 +256,11 @@ def _why(wrong: ssl.SSLError) -> Rejection:
     if reason in ("UNSUPPORTED_PROTOCOL", "NO_PROTOCOLS_AVAILABLE", "WRONG_SSL_VERSION"):
         return Rejection("tls-version", 400, "it does not speak TLS 1.3")
     if "ALERT" in reason:
-        return Rejection("handshake", 400, f"it hung up: {tls_problem(wrong) or reason.lower().replace('_', ' ')}")
+        return Rejection("handshake", 400, f"it hung up: {find_tls_problem(wrong) or reason.lower().replace('_', ' ')}")
     return Rejection("handshake", 400, f"its handshake is wrong: {reason.lower().replace('_', ' ') or wrong}")
 
 
-async def _first_byte(sock: socket.socket) -> int | None:
+async def _peek_first_byte(sock: socket.socket) -> int | None:
     """Without taking it; None when it is closed."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
@@ -269,7 +273,7 @@ async def _first_byte(sock: socket.socket) -> int | None:
     return first[0] if first else None
 
 
-async def _last_words(sock: socket.socket, said: bytes) -> None:
+async def _send_and_drain(sock: socket.socket, said: bytes) -> None:
     """Sent, and what comes meanwhile is thrown away."""
     loop = asyncio.get_running_loop()
     try:

@@ -13,15 +13,15 @@ from atoll.core import policy
 from atoll.core.protocol import LinkMeasured
 from atoll.transport.buffers import CHUNK_BYTES, Spans, StreamingBuffer
 
-BURST_S = 0.05
+MAX_BURST_S = 0.05
 """That a paced direction may be ahead of its rate after it stood still."""
 
-MIN_PIECE = 4096
+MIN_PIECE_BYTES = 4096
 DEFAULT_STREAMS, MAX_STREAMS = 4, 16
 """Connections that carry one large value. One alone carries at most a window per round trip."""
 
-MIN_SLICE, FIRST_SLICE, MAX_SLICE = 2**20, 4 * 2**20, 16 * 2**20
-SLICE_S = 1.0
+MIN_SLICE_BYTES, FIRST_SLICE_BYTES, MAX_SLICE_BYTES = 2**20, 4 * 2**20, 16 * 2**20
+TARGET_SLICE_S = 1.0
 """One connection carries a slice in about this time: what a lost connection costs at most."""
 
 
@@ -34,7 +34,7 @@ def check_streams(streams: int | None) -> int:
     return streams
 
 
-class Pace:
+class RateLimiter:
     """A bound on bytes per second; None: as fast as it goes."""
 
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,31 +47,31 @@ class Pace:
         """To be let through at a time, so that what is paced flows instead of coming in bursts."""
         if self.bytes_per_s is None:
             return CHUNK_BYTES
-        return max(MIN_PIECE, min(CHUNK_BYTES, int(self.bytes_per_s * BURST_S / 2)))
+        return max(MIN_PIECE_BYTES, min(CHUNK_BYTES, int(self.bytes_per_s * MAX_BURST_S / 2)))
 
-    def let_through(self, size: int) -> float:
+    def reserve(self, size: int) -> float:
         """These bytes go now. How long to wait before the next ones."""
         if self.bytes_per_s is None:
             return 0.0
         now = self._clock()
-        self._due = max(self._due, now - BURST_S) + size / self.bytes_per_s
+        self._due = max(self._due, now - MAX_BURST_S) + size / self.bytes_per_s
         return max(0.0, self._due - now)
 
-    async def take(self, size: int) -> None:
-        wait_s = self.let_through(size)
+    async def acquire(self, size: int) -> None:
+        wait_s = self.reserve(size)
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
 
-class Direction:
+class TransferDirection:
     """Values that go one way, of one learner."""
 
     def __init__(self, bytes_per_s: float | None, way: str, streams: int = DEFAULT_STREAMS) -> None:
-        self.way = way
-        self.pace = Pace(bytes_per_s)
+        self.name = way
+        self.limiter = RateLimiter(bytes_per_s)
         self.streams = streams
-        self.moved = 0
-        self.moved_elsewhere = 0  # by the other ranks of this island, which send and fetch their own rows
+        self.moved_bytes = 0
+        self.moved_bytes_by_other_ranks = 0  # by the other ranks of this island, which send and fetch their own rows
         self.idle_s = 0.0  # while somebody waited for bytes that were not written yet, and nobody moved any
         self._moving = 0
         self._waiting = 0
@@ -80,8 +80,8 @@ class Direction:
 
     def slice_bytes(self) -> int:
         if not self._bytes_per_s:
-            return FIRST_SLICE
-        return int(min(max(self._bytes_per_s / self.streams * SLICE_S, MIN_SLICE), MAX_SLICE))
+            return FIRST_SLICE_BYTES
+        return int(min(max(self._bytes_per_s / self.streams * TARGET_SLICE_S, MIN_SLICE_BYTES), MAX_SLICE_BYTES))
 
     @contextmanager
     def _busy(self, moving: int = 0, waiting: int = 0) -> Iterator[None]:
@@ -101,8 +101,8 @@ class Direction:
             self.idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
 
-    async def carry(
-        self, missing: Spans, move: Callable[[int, int], Awaitable[None]], growing: StreamingBuffer | None = None
+    async def transfer(
+        self, missing: Spans, move: Callable[[int, int], Awaitable[None]], buffer: StreamingBuffer | None = None
     ) -> None:
         """Move every missing span in slices, over several connections. What fails is missing again.
 
@@ -110,11 +110,11 @@ class Direction:
         is waited for meanwhile is in none of the measurements of the link.
         """
         slice_bytes = self.slice_bytes()
-        began, moved, idle_s = time.monotonic(), self.moved, self.idle_s
+        began, moved, idle_s = time.monotonic(), self.moved_bytes, self.idle_s
 
         async def work() -> None:
             while True:
-                is_whole = growing is None or growing.is_whole
+                is_whole = buffer is None or buffer.is_complete
                 span = missing.take(slice_bytes, 1 if is_whole else slice_bytes)
                 if span is not None:
                     try:
@@ -123,9 +123,9 @@ class Direction:
                     except BaseException:
                         missing.add(*span)
                         raise
-                elif growing is not None and not is_whole:
+                elif buffer is not None and not is_whole:
                     with self._busy(waiting=1):
-                        await growing.more()
+                        await buffer.wait_for_more()
                 else:
                     return
 
@@ -140,8 +140,8 @@ class Direction:
             if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
                 raise error
         seconds = time.monotonic() - began - (self.idle_s - idle_s)
-        if self.moved - moved >= policy.TELLING_BYTES and seconds > 0:
-            self._bytes_per_s = (self.moved - moved) / seconds
+        if self.moved_bytes - moved >= policy.MIN_MEASURED_BYTES and seconds > 0:
+            self._bytes_per_s = (self.moved_bytes - moved) / seconds
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ _RATE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(bit|bit/s|b/s)", 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
-def rate_of(text: str) -> float:
+def parse_rate(text: str) -> float:
     """Bytes per second.
 
     >>> rate_of("2gbit")
@@ -174,7 +174,7 @@ def rate_of(text: str) -> float:
 # further fragment on its way makes each of them slower, and the link no thinner.
 
 
-LEAST_BYTES = 2**20
+MIN_CANCELLED_SAMPLE_BYTES = 2**20
 """Of a transfer that was broken off: the least that says something. The smallest fragment that is measured has about as
 much in the coarsest codec."""
 
@@ -184,59 +184,59 @@ class LinkMeter:
 
     def __init__(
         self,
-        direction: Direction,
+        direction: TransferDirection,
         largest: int,
-        tell: Callable[[LinkMeasured], None],
+        on_measured: Callable[[LinkMeasured], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._direction = direction
         self._values = largest
-        self._tell = tell
+        self._on_measured = on_measured
         self._clock = clock
-        self._under_way = 0
-        self._began = 0.0
+        self._active_transfers = 0
+        self._started_at = 0.0
         self._moved_before = 0
         self._idle_before = 0.0
 
     @property
-    def is_telling(self) -> bool:
-        return self._values * policy.CODEC_BITS[policy.CODECS[0]] / 8 >= policy.TELLING_BYTES
+    def is_measurable(self) -> bool:
+        return self._values * policy.CODEC_BITS[policy.CODECS[0]] / 8 >= policy.MIN_MEASURED_BYTES
 
     @contextmanager
     def transfer(self, size: Callable[[], int]) -> Iterator[None]:
         """Around one transfer. `size`: its bytes, as they are known at its end."""
-        if not self.is_telling:
+        if not self.is_measurable:
             yield
             return
-        if not self._under_way:
-            self._begin()
-        self._under_way += 1
+        if not self._active_transfers:
+            self._restart()
+        self._active_transfers += 1
         try:
             yield
         except asyncio.CancelledError:
             # On a very thin link nothing ever comes to its end: a newer copy is asked for first. What sockets hold
             # counts as carried here, which makes the link look better than it is, never worse.
-            self._end(LEAST_BYTES)
+            self._record(MIN_CANCELLED_SAMPLE_BYTES)
             raise
         except BaseException:
-            self._begin()  # a link that broke tells nothing of its rate
+            self._restart()  # a link that broke tells nothing of its rate
             raise
         else:
             # What shares the end of another one's time has too few bytes of its own to be measured by.
-            self._end(size())
+            self._record(size())
         finally:
-            self._under_way -= 1
+            self._active_transfers -= 1
 
-    def _begin(self) -> None:
-        self._began, self._moved_before, self._idle_before = (
+    def _restart(self) -> None:
+        self._started_at, self._moved_before, self._idle_before = (
             self._clock(),
-            self._direction.moved + self._direction.moved_elsewhere,
+            self._direction.moved_bytes + self._direction.moved_bytes_by_other_ranks,
             self._direction.idle_s,
         )
 
-    def _end(self, least: int) -> None:
-        moved = self._direction.moved + self._direction.moved_elsewhere - self._moved_before
-        seconds = self._clock() - self._began - (self._direction.idle_s - self._idle_before)
-        if moved >= least and seconds > 0:
-            self._begin()
-            self._tell(LinkMeasured(self._direction.way, moved, seconds, self._values))
+    def _record(self, min_bytes: int) -> None:
+        moved = self._direction.moved_bytes + self._direction.moved_bytes_by_other_ranks - self._moved_before
+        seconds = self._clock() - self._started_at - (self._direction.idle_s - self._idle_before)
+        if moved >= min_bytes and seconds > 0:
+            self._restart()
+            self._on_measured(LinkMeasured(self._direction.name, moved, seconds, self._values))

@@ -24,18 +24,18 @@ from atoll.core.codec import parse_float, read, to_text
 from atoll.core.protocol import Envelope, LearnerBody, SyncerBody
 from atoll.core.types import RoundId
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Of both formats. It rises when a reader of the old one would misunderstand the new one."""
 
-MOST_MESSAGE_BYTES = 4 * 2**20
-MOST_HEADER_BYTES = 2**20
-MOST_PAYLOAD_BYTES = 2**40
+MAX_MESSAGE_BYTES = 4 * 2**20
+MAX_HEADER_BYTES = 2**20
+MAX_PAYLOAD_BYTES = 2**40
 """No fragment is this large. What a payload may have here and now is said by `accept` of a `FrameParser`."""
 
-LEAST_NUMBER, MOST_NUMBER = -(2**63), 2**63 - 1
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
 """Whole numbers outside of this are refused: other languages cannot hold them, and floats would become infinite."""
 
-Code: TypeAlias = Literal[
+WireErrorCode: TypeAlias = Literal[
     "magic", "version", "size", "json", "type", "digest", "codec", "kind", "truncated", "trailing"
 ]
 
@@ -47,7 +47,7 @@ _MESSAGE_HEAD = _MESSAGE_MAGIC + bytes([WIRE_VERSION])
 _FRAME_MAGIC = b"ATLF"
 _FIELDS = Struct("<4sBBBBIQ")
 _DIGEST_BYTES = 16
-HEAD_BYTES = _FIELDS.size + _DIGEST_BYTES
+FRAME_HEAD_BYTES = _FIELDS.size + _DIGEST_BYTES
 
 CODEC_NUMBERS: Mapping[str, int] = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3}
 """The codecs of `atoll.tensors.codecs` as they are called in a frame's head. Bytes that are no tensor travel as 0."""
@@ -56,36 +56,36 @@ CODEC_NUMBERS: Mapping[str, int] = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3}
 class WireError(ValueError):
     """Bytes that are not what they should be. `code` is one of `CODES`, for counting; the sentence is for people."""
 
-    def __init__(self, what: str, code: Code) -> None:
-        super().__init__(what)
-        self.what = what
-        self.code: Code = code
+    def __init__(self, message: str, code: WireErrorCode) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code: WireErrorCode = code
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame carries."""
 
     CONTRIBUTION = 1
     FRAGMENT = 2
-    INNER_STATE = 3
+    OPTIMIZER_STATE = 3
     MODEL = 4
     SLICE = 5
 
 
 STATE_BYTES_PER_PARAMETER = 64
-ENCODED_KINDS = frozenset({Kind.CONTRIBUTION, Kind.FRAGMENT})
+ENCODED_KINDS = frozenset({FrameKind.CONTRIBUTION, FrameKind.FRAGMENT})
 """Kinds whose payload may have a codec. All others say 0."""
 
 
 def max_state_bytes(parameters: int) -> int:
-    """Return the bound on inner state of a model of so many parameters, in bytes of an `INNER_STATE` payload."""
+    """Return the bound on inner state of a model of so many parameters, in bytes of an `OPTIMIZER_STATE` payload."""
     return STATE_BYTES_PER_PARAMETER * parameters + 2**24
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Control messages
 
-Side: TypeAlias = Literal["learner", "syncer"]
+Sender: TypeAlias = Literal["learner", "syncer"]
 _BODIES: dict[str, frozenset[type]] = {
     "learner": frozenset(get_args(LearnerBody)),
     "syncer": frozenset(get_args(SyncerBody)),
@@ -96,25 +96,25 @@ def encode_message(envelope: Envelope) -> bytes:
     """One envelope as the bytes of a WebSocket message.
 
     >>> encode_message(Envelope(1, 1, 1, 0, 7, 3, 0, Ping(5)))
-    b'ATLL\\x03["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
+    b'ATLL\\x04["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
     """
     try:
         text = to_text(envelope)
     except ValidationError as error:
         raise WireError(f"this cannot be sent: {error}", "type") from None
     data = _MESSAGE_HEAD + text.encode("ascii")
-    if len(data) > MOST_MESSAGE_BYTES:
-        raise WireError(_too_large("a message", len(data), MOST_MESSAGE_BYTES), "size")
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(_too_large("a message", len(data), MAX_MESSAGE_BYTES), "size")
     if b"\\u" in data:
-        _refuse_half_characters(json.loads(text))
+        _refuse_lone_surrogates(json.loads(text))
     return data
 
 
-def decode_message(data: Buffer, sender: Side) -> Envelope:
+def decode_message(data: Buffer, sender: Sender) -> Envelope:
     """The envelope that this side has sent."""
     view = as_bytes(data)
-    if view.nbytes > MOST_MESSAGE_BYTES:
-        raise WireError(_too_large("a message", view.nbytes, MOST_MESSAGE_BYTES), "size")
+    if view.nbytes > MAX_MESSAGE_BYTES:
+        raise WireError(_too_large("a message", view.nbytes, MAX_MESSAGE_BYTES), "size")
     head = bytes(view[: len(_MESSAGE_HEAD)])
     _check_start(head, _MESSAGE_MAGIC, "a message")
     if len(head) < len(_MESSAGE_HEAD):
@@ -133,14 +133,14 @@ def decode_message(data: Buffer, sender: Side) -> Envelope:
 # JSON
 
 
-def parse_json(data: Buffer, most_bytes: int = MOST_MESSAGE_BYTES, is_value: bool = False) -> Any:
+def parse_json(data: Buffer, max_bytes: int = MAX_MESSAGE_BYTES, is_value: bool = False) -> Any:
     """JSON as it is written everywhere: UTF-8, no NaN, whole numbers of 64 bits, no half characters.
 
     `is_value`: it is to be read by `codec.read`.
     """
     view = as_bytes(data)
-    if view.nbytes > most_bytes:
-        raise WireError(_too_large("a text", view.nbytes, most_bytes), "size")
+    if view.nbytes > max_bytes:
+        raise WireError(_too_large("a text", view.nbytes, max_bytes), "size")
     try:
         text = str(view, "utf-8")
         raw = (_VALUE_JSON if is_value else _PLAIN_JSON).decode(text)
@@ -149,15 +149,15 @@ def parse_json(data: Buffer, most_bytes: int = MOST_MESSAGE_BYTES, is_value: boo
     except (ValueError, RecursionError) as wrong:
         raise WireError(f"bad JSON: {wrong}", "json") from None
     if "\\u" in text:
-        _refuse_half_characters(raw)
+        _refuse_lone_surrogates(raw)
     return raw
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
     """The header of a frame whose header is not a message: a JSON object."""
     data = json.dumps(header, separators=(",", ":"), allow_nan=False).encode("ascii")
-    if len(data) > MOST_HEADER_BYTES:
-        raise WireError(_too_large("a header", len(data), MOST_HEADER_BYTES), "size")
+    if len(data) > MAX_HEADER_BYTES:
+        raise WireError(_too_large("a header", len(data), MAX_HEADER_BYTES), "size")
     return data
 
 
@@ -167,26 +167,26 @@ def decode_header(data: Buffer, fields: Mapping[str, type | tuple[type, ...]]) -
     >>> decode_header(b'{"fragment":7}', {"fragment": int})
     {'fragment': 7}
     """
-    raw = parse_json(data, MOST_HEADER_BYTES)
+    raw = parse_json(data, MAX_HEADER_BYTES)
     if type(raw) is not dict:
-        raise WireError(f"a header is a JSON object, found {_shown(raw)}", "type")
+        raise WireError(f"a header is a JSON object, found {_abbreviate(raw)}", "type")
     for name in raw:
         if name not in fields:
-            raise WireError(f"the header has no field {_shown(name)}, only {', '.join(fields)}", "type")
+            raise WireError(f"the header has no field {_abbreviate(name)}, only {', '.join(fields)}", "type")
     for name, types in fields.items():
         if name not in raw:
             raise WireError(f"the header lacks its field {name!r}", "type")
         allowed = types if isinstance(types, tuple) else (types,)
         if type(raw[name]) not in allowed:  # not isinstance: True is no number here
             names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
-            raise WireError(f"the header's {name} is {_shown(raw[name])}, expected {names}", "type")
+            raise WireError(f"the header's {name} is {_abbreviate(raw[name])}, expected {names}", "type")
     return raw
 
 
 class FragmentHeader(NamedTuple):
     """The header of a `FRAGMENT` frame. `base` None: the payload is of the whole value.
 
-    The payload is the bytes from `begin` on; the fragment has `of` of them.
+    The payload is the bytes from `begin` on; the fragment has `total_bytes` of them.
     """
 
     fragment: int
@@ -194,7 +194,7 @@ class FragmentHeader(NamedTuple):
     base: int | None
     value_digest: str  # `digest` of the published value as f32, in hex
     begin: int
-    of: int
+    total_bytes: int
 
     def encode(self) -> bytes:
         return encode_header(self._asdict())
@@ -204,20 +204,20 @@ class FragmentHeader(NamedTuple):
         raw = decode_header(data, _FRAGMENT_FIELDS)
         text = raw["value_digest"]
         if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
-            raise WireError(f"value_digest is 32 hexadecimal digits, found {_shown(text)}", "type")
-        _check_place(raw["begin"], raw["of"])
+            raise WireError(f"value_digest is 32 hexadecimal digits, found {_abbreviate(text)}", "type")
+        _check_range(raw["begin"], raw["total_bytes"])
         return cls(**raw)
 
 
 class SliceHeader(NamedTuple):
-    """The header of a `SLICE` frame: bytes from `begin` on of a contribution that has `of` of them."""
+    """The header of a `SLICE` frame: bytes from `begin` on of a contribution that has `total_bytes` of them."""
 
     learner: int
     incarnation: int
     session: int
     round: RoundId
     begin: int
-    of: int
+    total_bytes: int
 
     def encode(self) -> bytes:
         return encode_header(self._asdict() | {"round": astuple(self.round)})
@@ -227,8 +227,8 @@ class SliceHeader(NamedTuple):
         raw = decode_header(data, _SLICE_FIELDS)
         numbers = raw["round"]
         if len(numbers) != 4 or any(type(number) is not int for number in numbers):
-            raise WireError(f"a round is 4 whole numbers, found {_shown(numbers)}", "type")
-        _check_place(raw["begin"], raw["of"])
+            raise WireError(f"a round is 4 whole numbers, found {_abbreviate(numbers)}", "type")
+        _check_range(raw["begin"], raw["total_bytes"])
         return cls(**(raw | {"round": RoundId(*numbers)}))
 
 
@@ -238,31 +238,31 @@ _FRAGMENT_FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "base": (int, type(None)),
     "value_digest": str,
     "begin": int,
-    "of": int,
+    "total_bytes": int,
 }
-_SLICE_FIELDS = {"learner": int, "incarnation": int, "session": int, "round": list, "begin": int, "of": int}
+_SLICE_FIELDS = {"learner": int, "incarnation": int, "session": int, "round": list, "begin": int, "total_bytes": int}
 
 
-def _check_place(begin: int, of: int) -> None:
-    if not 0 <= begin <= of <= MOST_PAYLOAD_BYTES:
-        raise WireError(f"bytes from {begin} on of {of}: there are none", "size")
+def _check_range(begin: int, total_bytes: int) -> None:
+    if not 0 <= begin <= total_bytes <= MAX_PAYLOAD_BYTES:
+        raise WireError(f"bytes from {begin} on of {total_bytes}: there are none", "size")
 
 
-def _no_constant(word: str) -> NoReturn:
+def _refuse_constant(word: str) -> NoReturn:
     raise WireError(f"bad JSON: {word} is no number in JSON", "json")
 
 
-def _whole_number(digits: str) -> int:
-    if len(digits) > 20 or not LEAST_NUMBER <= (number := int(digits)) <= MOST_NUMBER:
+def _parse_integer(digits: str) -> int:
+    if len(digits) > 20 or not MIN_INTEGER <= (number := int(digits)) <= MAX_INTEGER:
         raise WireError(f"bad JSON: the number {digits[:20]}... has more than 64 bits", "json")
     return number
 
 
-_PLAIN_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_int=_whole_number)
-_VALUE_JSON = json.JSONDecoder(object_hook=parse_float, parse_constant=_no_constant, parse_int=_whole_number)
+_PLAIN_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=_parse_integer)
+_VALUE_JSON = json.JSONDecoder(object_hook=parse_float, parse_constant=_refuse_constant, parse_int=_parse_integer)
 
 
-def _refuse_half_characters(raw: Any) -> None:
+def _refuse_lone_surrogates(raw: Any) -> None:
     """Half of a surrogate pair is a string that cannot be printed nor written: it would fail far from here."""
     try:
         json.dumps(raw, ensure_ascii=False).encode("utf-8")
@@ -277,7 +277,7 @@ def _refuse_half_characters(raw: Any) -> None:
 class FrameHead(NamedTuple):
     """The first 36 bytes of a frame."""
 
-    kind: Kind
+    kind: FrameKind
     codec: int
     header_bytes: int
     payload_bytes: int
@@ -295,23 +295,27 @@ class Frame(NamedTuple):
 Accept: TypeAlias = Callable[[FrameHead, bytes], Buffer]
 
 
-def frame_head(kind: Kind, codec: int, header: bytes, payload: Buffer | list[Buffer] | tuple[Buffer, ...]) -> bytes:
+def encode_frame_head(
+    kind: FrameKind, codec: int, header: bytes, payload: Buffer | list[Buffer] | tuple[Buffer, ...]
+) -> bytes:
     """What is sent before header and payload; the payload may be in several pieces, and is only read here."""
     pieces = [as_bytes(piece) for piece in (payload if isinstance(payload, list | tuple) else [payload])]
     size = sum(piece.nbytes for piece in pieces)
     assert codec in CODEC_NUMBERS.values(), f"no codec has the number {codec}"
     assert codec == 0 or kind in ENCODED_KINDS, f"{kind!r} has no codec"
-    if len(header) > MOST_HEADER_BYTES:
-        raise WireError(_too_large("a header", len(header), MOST_HEADER_BYTES), "size")
-    if size > MOST_PAYLOAD_BYTES:
-        raise WireError(_too_large("a payload", size, MOST_PAYLOAD_BYTES), "size")
+    if len(header) > MAX_HEADER_BYTES:
+        raise WireError(_too_large("a header", len(header), MAX_HEADER_BYTES), "size")
+    if size > MAX_PAYLOAD_BYTES:
+        raise WireError(_too_large("a payload", size, MAX_PAYLOAD_BYTES), "size")
     fields = _FIELDS.pack(_FRAME_MAGIC, WIRE_VERSION, kind, codec, 0, len(header), size)
     return fields + digest(fields, header, *pieces)
 
 
-def flowing_head(kind: Kind, header: bytes, size: int, flow: Callable[[Callable[[Buffer], None]], None]) -> bytes:
+def encode_streamed_frame_head(
+    kind: FrameKind, header: bytes, size: int, flow: Callable[[Callable[[Buffer], None]], None]
+) -> bytes:
     """The same for a payload without a codec that is never in one place: `flow` shows all of it, piece by piece."""
-    assert len(header) <= MOST_HEADER_BYTES and size <= MOST_PAYLOAD_BYTES, "it would not be read"
+    assert len(header) <= MAX_HEADER_BYTES and size <= MAX_PAYLOAD_BYTES, "it would not be read"
     fields = _FIELDS.pack(_FRAME_MAGIC, WIRE_VERSION, kind, 0, 0, len(header), size)
     state = xxh3_128(fields)
     state.update(header)
@@ -348,8 +352,8 @@ class FrameParser:
     Without it, anything after the frame is an error.
     """
 
-    def __init__(self, kind: Kind, accept: Accept, *, several: bool = False) -> None:
-        self.done = False  # the last byte is in; `finish` says whether all of them are right
+    def __init__(self, kind: FrameKind, accept: Accept, *, several: bool = False) -> None:
+        self.is_done = False  # the last byte is in; `finish` says whether all of them are right
         self._kind = kind
         self._accept = accept
         self._several = several
@@ -360,7 +364,7 @@ class FrameParser:
         self._filled = 0  # bytes of the payload that are in
         self._hash = xxh3_128()
         self._rest = b""
-        self._wrong: WireError | None = None
+        self._error: WireError | None = None
 
     @property
     def accepted_bytes(self) -> int:
@@ -374,33 +378,35 @@ class FrameParser:
         return self._rest
 
     def feed(self, data: Buffer) -> None:
-        if self._wrong is not None:
-            raise self._wrong
+        if self._error is not None:
+            raise self._error
         try:
             view = as_bytes(data)
             if self._header is None:
                 view = self._start(view)
-            if view.nbytes and not self.done:
+            if view.nbytes and not self.is_done:
                 view = self._fill(view)
             if view.nbytes:
-                self._keep(view)
+                self._store_rest(view)
         except WireError as wrong:
-            self._wrong = wrong
+            self._error = wrong
             raise
 
     def finish(self) -> Frame:
         """The frame. Raises when bytes are missing, when there are too many and when one of them is wrong."""
-        if self._wrong is not None:
-            raise self._wrong
+        if self._error is not None:
+            raise self._error
         if self._head is None:
             _check_start(bytes(self._gathered[:5]), _FRAME_MAGIC, "a frame")
-            raise WireError(f"a frame ends in its head, after {len(self._gathered)} of {HEAD_BYTES} bytes", "truncated")
+            raise WireError(
+                f"a frame ends in its head, after {len(self._gathered)} of {FRAME_HEAD_BYTES} bytes", "truncated"
+            )
         head = self._head
         if self._header is None:
             raise WireError(
                 f"a frame ends in its header, after {len(self._gathered)} of {head.header_bytes} bytes", "truncated"
             )
-        if not self.done:
+        if not self.is_done:
             raise WireError(
                 f"a frame ends in its payload, after {self._filled} of {head.payload_bytes} bytes", "truncated"
             )
@@ -414,8 +420,8 @@ class FrameParser:
     def _start(self, view: memoryview) -> memoryview:
         """Head and header; what is left of the view is payload."""
         if self._head is None:
-            view = self._gather(view, HEAD_BYTES)
-            if len(self._gathered) < HEAD_BYTES:
+            view = self._gather(view, FRAME_HEAD_BYTES)
+            if len(self._gathered) < FRAME_HEAD_BYTES:
                 return view
             self._head = _read_head(bytes(self._gathered), self._kind)
             self._hash.update(self._gathered[: _FIELDS.size])
@@ -434,7 +440,7 @@ class FrameParser:
             )
         assert not payload.readonly or not payload.nbytes, "accept has to return memory that can be written"
         self._payload = payload
-        self.done = not head.payload_bytes
+        self.is_done = not head.payload_bytes
         return view
 
     def _gather(self, view: memoryview, wanted: int) -> memoryview:
@@ -448,32 +454,34 @@ class FrameParser:
         self._payload[self._filled : end] = taken
         self._hash.update(taken)
         self._filled = end
-        self.done = end == self._payload.nbytes
+        self.is_done = end == self._payload.nbytes
         return view[taken.nbytes :]
 
-    def _keep(self, view: memoryview) -> None:
+    def _store_rest(self, view: memoryview) -> None:
         if self._rest or not self._several:
             raise WireError(f"{len(self._rest) + view.nbytes} bytes follow after the end of a frame", "trailing")
         self._rest = bytes(view)
 
 
-def _read_head(data: bytes, expected: Kind) -> FrameHead:
+def _read_head(data: bytes, expected: FrameKind) -> FrameHead:
     _check_start(data, _FRAME_MAGIC, "a frame")
     _, _, kind, codec, flags, header_bytes, payload_bytes = _FIELDS.unpack_from(data)
     if flags:
         raise WireError(f"a frame with the flags {flags:#04x}: this Atoll knows none", "version")
-    if kind not in Kind.__members__.values():
+    if kind not in FrameKind.__members__.values():
         raise WireError(f"there is no frame of kind {kind}", "kind")
     if kind != expected:
-        raise WireError(f"a frame of kind {kind} ({Kind(kind).name}), expected {expected} ({expected.name})", "kind")
+        raise WireError(
+            f"a frame of kind {kind} ({FrameKind(kind).name}), expected {expected} ({expected.name})", "kind"
+        )
     if codec not in CODEC_NUMBERS.values():
         raise WireError(f"there is no codec {codec}", "codec")
     if codec and expected not in ENCODED_KINDS:
         raise WireError(f"a frame of kind {kind} ({expected.name}) has the codec 0, found {codec}", "codec")
-    if header_bytes > MOST_HEADER_BYTES:
-        raise WireError(_too_large("a header", header_bytes, MOST_HEADER_BYTES), "size")
-    if payload_bytes > MOST_PAYLOAD_BYTES:
-        raise WireError(_too_large("a payload", payload_bytes, MOST_PAYLOAD_BYTES), "size")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise WireError(_too_large("a header", header_bytes, MAX_HEADER_BYTES), "size")
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise WireError(_too_large("a payload", payload_bytes, MAX_PAYLOAD_BYTES), "size")
     return FrameHead(expected, codec, header_bytes, payload_bytes, data[_FIELDS.size :])
 
 
@@ -484,7 +492,8 @@ def _check_start(head: bytes, magic: bytes, what: str) -> None:
         raise WireError(f"{what} begins with {magic!r}, found {start!r}: this is not Atoll", "magic")
     if len(head) > len(magic) and head[len(magic)] != WIRE_VERSION:
         raise WireError(
-            f"{what} of wire version {head[len(magic)]}, this Atoll speaks {WIRE_VERSION}: use the same on both sides",
+            f"{what} of wire version {head[len(magic)]}, this Atoll speaks {WIRE_VERSION}:"
+            " install the same version of Atoll on both sides",
             "version",
         )
 
@@ -493,7 +502,7 @@ def _too_large(what: str, size: int, most: int) -> str:
     return f"{what} of {size} bytes, the limit is {most}"
 
 
-def _shown(raw: Any) -> str:
+def _abbreviate(raw: Any) -> str:
     try:
         text = repr(raw)
     except RecursionError:

@@ -7,34 +7,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from atoll.core.ledger import LeaseSums, Line
+from atoll.core.ledger import LeaseTotals, LedgerLine
 from atoll.core.policy import budget_progress
 from atoll.core.protocol import (
     Contribution,
     ControlRequested,
-    Delivered,
+    DownloadTime,
+    DrainRequest,
     Envelope,
-    FetchTime,
     FinishAck,
     FinishRequested,
-    Held,
     Hello,
-    InnerState,
     LearnerDisconnected,
     LeaseRequest,
-    Leave,
-    Leaving,
+    Left,
     MergeDone,
     MergeFailed,
     MessageArrived,
+    OptimizerState,
+    PausedAck,
     Persisted,
     PersistFailed,
     Ping,
+    PublishAck,
     Ready,
     Report,
     Resync,
-    ShardBack,
     ShardLost,
+    ShardReconnected,
     SnapshotPart,
     SnapshotRequested,
     Started,
@@ -45,15 +45,15 @@ from atoll.core.protocol import (
     TimerFired,
 )
 from atoll.core.reasons import Reason
-from atoll.core.states import Phase, Stage, Standing
+from atoll.core.states import MemberState, RoundPhase, RunStage
 from atoll.core.syncer.controls import Controls, Finishing
 from atoll.core.syncer.data_leases import DataLeases
 from atoll.core.syncer.membership import Membership
-from atoll.core.syncer.rounds import Delivery, Leavers, Rounds
+from atoll.core.syncer.rounds import Delivery, DrainingLearners, Rounds
 from atoll.core.syncer.shards import SyncerShards
 from atoll.core.syncer.shutdown import Shutdown
 from atoll.core.syncer.snapshots import Snapshots
-from atoll.core.syncer.state import Fragment, LearnerFault, Member, Restored, SyncerState
+from atoll.core.syncer.state import Fragment, LearnerFault, Member, RestoredState, SyncerState
 from atoll.core.types import RunConfig
 
 
@@ -73,9 +73,9 @@ class FragmentView(NamedTuple):
 class MemberView(NamedTuple):
     learner: int
     incarnation: int
-    standing: str
+    state: str
     step: int
-    owed: int
+    unacked: int
     strikes: int
     reason: str
 
@@ -101,20 +101,20 @@ class SyncerView(NamedTuple):
     sync_s: float
     fragments: tuple[FragmentView, ...]
     members: tuple[MemberView, ...]
-    ledger: tuple[Line, ...]
-    leases: LeaseSums
+    ledger: tuple[LedgerLine, ...]
+    leases: LeaseTotals
     ignored: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class SyncerParts:
+class SyncerComponents:
     """The classes of which a syncer core is composed. A test that plants a bug replaces one of them."""
 
     state: type[SyncerState] = SyncerState
     delivery: type[Delivery] = Delivery
     data_leases: type[DataLeases] = DataLeases
     snapshots: type[Snapshots] = Snapshots
-    leavers: type[Leavers] = Leavers
+    draining: type[DrainingLearners] = DrainingLearners
     shutdown: type[Shutdown] = Shutdown
     rounds: type[Rounds] = Rounds
     controls: type[Controls] = Controls
@@ -123,7 +123,7 @@ class SyncerParts:
     shards: type[SyncerShards] = SyncerShards
 
 
-ALL_PARTS = SyncerParts()
+DEFAULT_COMPONENTS = SyncerComponents()
 
 
 class SyncerCore:
@@ -140,22 +140,26 @@ class SyncerCore:
     """
 
     def __init__(
-        self, config: RunConfig, epoch: int, restored: Restored | None = None, parts: SyncerParts = ALL_PARTS
+        self,
+        config: RunConfig,
+        epoch: int,
+        restored: RestoredState | None = None,
+        parts: SyncerComponents = DEFAULT_COMPONENTS,
     ) -> None:
         self.state = state = parts.state(config, epoch, restored)
         self.delivery = delivery = parts.delivery(state)
         self.data_leases = leases = parts.data_leases(state)
         self.snapshots = snapshots = parts.snapshots(state)
-        self.leavers = leavers = parts.leavers(state)
+        self.draining = draining = parts.draining(state)
         self.shutdown = shutdown = parts.shutdown(state)
-        self.rounds = rounds = parts.rounds(state, delivery, leases, snapshots, leavers, shutdown)
+        self.rounds = rounds = parts.rounds(state, delivery, leases, snapshots, draining, shutdown)
         self.controls = controls = parts.controls(state, rounds)
         self.finishing = finishing = parts.finishing(state, rounds, controls, snapshots, shutdown)
         self.membership = parts.membership(
-            state, rounds, delivery, leases, snapshots, leavers, controls, finishing, shutdown
+            state, rounds, delivery, leases, snapshots, draining, controls, finishing, shutdown
         )
         self.shards = parts.shards(state, rounds, delivery, snapshots, finishing, shutdown)
-        self._events: dict[type[SyncerEvent], Callable[[float, Any], None]] = {
+        self._event_handlers: dict[type[SyncerEvent], Callable[[float, Any], None]] = {
             Started: self._on_started,
             MessageArrived: self._on_message,
             TimerFired: self._on_timer,
@@ -169,22 +173,22 @@ class SyncerCore:
             FinishRequested: finishing.on_requested,
             ControlRequested: controls.on_control,
             ShardLost: self.shards.on_lost,
-            ShardBack: self.shards.on_back,
+            ShardReconnected: self.shards.on_back,
         }
-        self._bodies: dict[type, Callable[[float, Member, Envelope, Any], LearnerFault | None]] = {
+        self._message_handlers: dict[type, Callable[[float, Member, Envelope, Any], LearnerFault | None]] = {
             Report: self.membership.on_report,
             Contribution: rounds.on_contribution,
-            Delivered: delivery.on_delivered,
+            PublishAck: delivery.on_publish_ack,
             Resync: delivery.on_resync,
             SnapshotPart: snapshots.on_part,
             StateRequest: self.membership.on_state_request,
-            InnerState: self.membership.on_inner_state,
+            OptimizerState: self.membership.on_optimizer_state,
             Ready: self.membership.on_ready,
-            Leave: self.membership.on_leave,
-            Leaving: self.membership.on_leaving,
+            Left: self.membership.on_leave,
+            DrainRequest: self.membership.on_leaving,
             LeaseRequest: leases.on_request,
-            Held: controls.on_held,
-            FetchTime: rounds.on_fetch_time,
+            PausedAck: controls.on_paused_ack,
+            DownloadTime: rounds.on_download_time,
             FinishAck: shutdown.on_finish_ack,
             Ping: self.membership.on_ping,
         }
@@ -216,11 +220,11 @@ class SyncerCore:
         state.now = now
         timers = state.timers
         if timers and timers[0][0] <= now:
-            if now - timers[0][0] > state.limits.stall_s:
+            if now - timers[0][0] > state.limits.stall_threshold_s:
                 self.membership.excuse_silence(now - before)  # since when, nobody knows: perhaps since the event before
             self._fire(now)
-        if state.stage is not Stage.SUPERSEDED:
-            self._events[type(event)](now, event)
+        if state.stage is not RunStage.SUPERSEDED:
+            self._event_handlers[type(event)](now, event)
         return effects
 
     def next_deadline(self) -> float | None:
@@ -232,18 +236,18 @@ class SyncerCore:
         timers = state.timers
         while timers and timers[0][0] <= now:
             _, _, kind, key = heapq.heappop(timers)
-            if state.stage is not Stage.SUPERSEDED:
+            if state.stage is not RunStage.SUPERSEDED:
                 fault = self._timer_handlers[kind](now, key)
                 if fault is not None:
                     self.membership.handle_fault(now, fault)
 
     def _on_started(self, now: float, event: Started) -> None:
         self.membership.watch_absences(now)
-        if self.state.stage is Stage.RUNNING:
+        if self.state.stage is RunStage.RUNNING:
             self.finishing.check_budget(now)
-        elif self.state.stage is Stage.FINISHED:
+        elif self.state.stage is RunStage.FINISHED:
             # Restarted after the end: learners that missed it may come back; if none does, there is nothing to do.
-            self.state.arm(now + self.state.limits.first_wait_s, "finish")
+            self.state.arm_timer(now + self.state.limits.initial_wait_s, "finish")
 
     def _on_timer(self, now: float, event: TimerFired) -> None:
         """Due timers were handled at the door."""
@@ -255,19 +259,19 @@ class SyncerCore:
         if type(body) is Hello:
             membership.on_hello(now, envelope, body)
             return
-        member = membership.sender_of(envelope)
+        member = membership.find_sender(envelope)
         if member is None:
             return
-        membership.on_heard(now, member, envelope)
-        handler = self._bodies.get(type(body))
+        membership.record_message(now, member, envelope)
+        handler = self._message_handlers.get(type(body))
         if handler is None:
-            self.state.ignore("a message that learners do not send")
+            self.state.ignore("unexpected-message")
             return
         fault = handler(now, member, envelope, body)
         if fault is not None:
             membership.handle_fault(now, fault)
-        if self.state.cut is not None:
-            self.snapshots.check_cut(now)
+        if self.state.snapshot is not None:
+            self.snapshots.check_progress(now)
 
     def _on_persisted(self, now: float, event: Persisted) -> None:
         key = event.key
@@ -290,23 +294,23 @@ class SyncerCore:
         if key.kind == "version":
             self.rounds.on_persist_failed(now, event)
         elif key.kind == "members":
-            self.membership.on_not_saved(now, event.why)
+            self.membership.on_not_saved(now, event.cause)
         elif key.kind == "leases":
-            self.data_leases.on_not_saved(now, event.why)
+            self.data_leases.on_not_saved(now, event.cause)
         elif key.kind == "snapshot":
-            self.snapshots.on_not_saved(now, event.why)
+            self.snapshots.on_not_saved(now, event.cause)
         else:
-            self.shutdown.on_not_saved(now, event.why)
+            self.shutdown.on_not_saved(now, event.cause)
 
     def _on_finish_timer(self, now: float, key: int) -> None:
-        if self.state.stage is not Stage.FINISHED:
+        if self.state.stage is not RunStage.FINISHED:
             return
         for member in self.shutdown.unacknowledged():
-            if now < member.finish_due:
+            if now < member.finish_resend_at:
                 continue
-            if member.finish_tries >= self.state.limits.finish_tries:
-                reason = Reason("finish-left-behind", (member.id,))
-                self.membership.handle_fault(now, LearnerFault(member, reason, drops_link=True))
+            if member.finish_attempts >= self.state.limits.max_finish_attempts:
+                reason = Reason("finish-unacked", (member.id,))
+                self.membership.handle_fault(now, LearnerFault(member, reason, closes_connection=True))
             else:
                 self.shutdown.send_finish(now, member)
         self.shutdown.check_acks()
@@ -315,7 +319,7 @@ class SyncerCore:
 
     def view(self) -> SyncerView:
         state = self.state
-        open_rounds = [f for f in state.fragments.values() if f.phase is not Phase.IDLE]
+        open_rounds = [f for f in state.fragments.values() if f.phase is not RoundPhase.IDLE]
         return SyncerView(
             epoch=state.epoch,
             stage=state.stage.value,
@@ -328,7 +332,7 @@ class SyncerCore:
             rounds_in_flight=state.in_flight,
             flight_limit=state.flight_limit,
             alive=len(state.live),
-            asked=max((len(f.asked) for f in open_rounds), default=0),
+            asked=max((len(f.pulled) for f in open_rounds), default=0),
             merged=max((len(f.last_contributors) for f in state.fragments.values()), default=0),
             step_s=state.step_s(),
             quorum_s=state.quorum_time.mean,
@@ -341,89 +345,95 @@ class SyncerCore:
         )
 
     def _view_fragment(self, f: Fragment) -> FragmentView:
-        waiting = tuple(m.id for m in self.rounds.waiting(f)) if f.phase in (Phase.PULLING, Phase.GRACE) else ()
+        waiting = (
+            tuple(m.id for m in self.rounds.waiting(f)) if f.phase in (RoundPhase.PULLING, RoundPhase.GRACE) else ()
+        )
         return FragmentView(
             f.id,
             f.version,
             f.phase.value,
             f.attempt,
-            len(f.asked),
+            len(f.pulled),
             len(f.contributions),
             waiting,
             f.last_contributors,
             str(self.explain(f)),
-            f.away,
+            f.unavailable,
         )
 
     def explain(self, f: Fragment) -> Reason:
         """Why the fragment is where it is, for people."""
         state = self.state
         quorum = state.config.quorum
-        if f.away:
+        if f.unavailable:
             assert f.reason is not None
             return f.reason
-        if f.phase is Phase.IDLE and state.paused:
+        if f.phase is RoundPhase.IDLE and state.paused:
             return Reason("round-paused")
-        if f.phase is Phase.IDLE:
-            ready = self.rounds.steps_ready(f)
+        if f.phase is RoundPhase.IDLE:
+            ready = self.rounds.count_ready_learners(f)
             if ready < quorum:
-                return Reason("round-not-ripe", (ready, quorum, f.need_steps))
+                return Reason("round-not-due", (ready, quorum, f.required_steps))
             if state.occupied_slots() >= state.flight_limit:
                 return Reason("round-no-slot", (state.occupied_slots(), state.flight_limit))
-            return Reason("round-too-few", (len(self.rounds.askable(f)), quorum))
-        if f.phase is Phase.PULLING:
-            return Reason("round-waiting", (len(f.contributions), quorum, f.pull_tries))
-        if f.phase is Phase.MERGING and not f.merged:
+            return Reason("round-quorum-missing", (len(self.rounds.pullable_learners(f)), quorum))
+        if f.phase is RoundPhase.PULLING:
+            return Reason("round-waiting", (len(f.contributions), quorum, f.pull_attempts))
+        if f.phase is RoundPhase.MERGING and not f.merged:
             return Reason("merging", (len(f.contributions),))
         assert f.reason is not None
         return f.reason
 
     def _view_member(self, m: Member) -> MemberView:
         state = self.state
-        reason = Reason("member-live") if m.standing is Standing.LIVE else Reason("member-joining", (m.incarnation,))
-        if m.standing is Standing.LIVE and state.paused and m.held == state.pause_serial:
+        reason = Reason("member-live") if m.state is MemberState.LIVE else Reason("member-joining", (m.incarnation,))
+        if m.state is MemberState.LIVE and state.paused and m.acked_pause_serial == state.pause_serial:
             reason = Reason("member-paused")
-        elif m.standing is Standing.LIVE and m.leaving:
-            reason = Reason("member-leaving", (len(m.unmerged),))
-        elif m.standing is Standing.SUSPECT:
-            reason = Reason("member-suspected", (state.now - m.last_heard, self.membership.silence_limit(m)))
-        elif m.standing is Standing.ADMITTING:
+        elif m.state is MemberState.LIVE and m.is_draining:
+            reason = Reason("member-draining", (len(m.unmerged),))
+        elif m.state is MemberState.SUSPECT:
+            reason = Reason("member-suspected", (state.now - m.last_seen_at, self.membership.silence_limit(m)))
+        elif m.state is MemberState.ADMITTING:
             reason = Reason("member-admitting", (m.incarnation,))
         text = str(reason)
-        if m.standing in (Standing.AWAY, Standing.LEFT, Standing.LOST, Standing.QUARANTINED):
-            unsaid = "has left" if m.standing is Standing.LEFT else "known from before a restart"
+        if m.state in (MemberState.DISCONNECTED, MemberState.LEFT, MemberState.LOST, MemberState.QUARANTINED):
+            unsaid = "has left" if m.state is MemberState.LEFT else "known from before a restart"
             text = str(m.reason) if m.reason is not None else unsaid
-        return MemberView(m.id, m.incarnation, m.standing.value, m.step, len(m.owed), m.strikes, text)
+        return MemberView(m.id, m.incarnation, m.state.value, m.step, len(m.unacked), m.strikes, text)
 
     # ---------------------------------------------------------------------------------------------------- checking
 
     def check_invariants(self) -> None:
         """Everything that must hold between two events; raises AssertionError with what does not."""
         state = self.state
-        not_idle = sum(1 for f in state.fragments.values() if f.phase is not Phase.IDLE)
+        not_idle = sum(1 for f in state.fragments.values() if f.phase is not RoundPhase.IDLE)
         assert state.in_flight == not_idle, f"{state.in_flight} rounds counted, {not_idle} open"
-        assert state.live == {i: m for i, m in state.members.items() if m.standing is Standing.LIVE}
+        assert state.live == {i: m for i, m in state.members.items() if m.state is MemberState.LIVE}
         assert list(state.live) == sorted(state.live)
         assert set(state.by_opening) == set(state.fragments)
         assert state.merges == sum(f.version for f in state.fragments.values())
-        assert len(state.members) <= state.limits.most_learners
+        assert len(state.members) <= state.limits.max_learners
         for f in state.fragments.values():
-            assert (f.round is None) == (f.phase is Phase.IDLE), f"fragment {f.id}: {f.phase} with round {f.round}"
-            assert set(f.contributions) <= set(f.asked), f"fragment {f.id}: contributions of learners not asked"
-            if f.phase in (Phase.GRACE, Phase.MERGING):
+            assert (f.round is None) == (f.phase is RoundPhase.IDLE), f"fragment {f.id}: {f.phase} with round {f.round}"
+            assert set(f.contributions) <= set(f.pulled), f"fragment {f.id}: contributions of learners not asked"
+            if f.phase in (RoundPhase.GRACE, RoundPhase.MERGING):
                 assert len(f.contributions) >= f.quorum, f"fragment {f.id}: {f.phase} below quorum"
-            unheard = f.away and f.phase is Phase.MERGING
-            assert (f.id in state.unheard) == unheard, f"fragment {f.id}: {f.phase}, and its shard's word is awaited"
-            assert not f.away or f.phase is Phase.IDLE or f.merged, f"fragment {f.id}: {f.phase} without its shard"
-            assert not f.away or f.id not in state.unsaved, f"fragment {f.id}: to be saved without its shard"
+            durability_unknown = f.unavailable and f.phase is RoundPhase.MERGING
+            assert (f.id in state.durability_unknown) == durability_unknown, (
+                f"fragment {f.id}: {f.phase}, and its shard's word is awaited"
+            )
+            assert not f.unavailable or f.phase is RoundPhase.IDLE or f.merged, (
+                f"fragment {f.id}: {f.phase} without its shard"
+            )
+            assert not f.unavailable or f.id not in state.unsaved, f"fragment {f.id}: to be saved without its shard"
             if f.round is not None:
                 assert f.round.base == f.version, f"fragment {f.id}: round on {f.round.base}, version {f.version}"
             line = state.ledger.line(f.id)
-            assert line.balanced(), f"fragment {f.id}: ledger out of balance, {line}"
+            assert line.is_balanced(), f"fragment {f.id}: ledger out of balance, {line}"
         for m in state.members.values():
-            assert set(m.owed) <= set(state.fragments)
-            assert m.standing in (Standing.JOINING, Standing.LIVE, Standing.SUSPECT) or not m.owed
-        for learner, m in state.leavers.items():
-            assert state.members.get(learner) is m and m.leaving and m.unmerged, f"learner {learner} does not leave"
+            assert set(m.unacked) <= set(state.fragments)
+            assert m.state in (MemberState.JOINING, MemberState.LIVE, MemberState.SUSPECT) or not m.unacked
+        for learner, m in state.draining.items():
+            assert state.members.get(learner) is m and m.is_draining and m.unmerged, f"learner {learner} does not leave"
         state.leases.check()
         assert set(state.lease_closing) <= set(state.leases.holders)

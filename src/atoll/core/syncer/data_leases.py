@@ -11,11 +11,11 @@ it known which of its samples are merged. Until then its successor gets no lease
 
 from __future__ import annotations
 
-from atoll.core.ledger import MOST_AT_ONCE, Holder, Key
+from atoll.core.ledger import MAX_LEASES_PER_REPLY, HolderKey, LeaseHolder
 from atoll.core.policy import backoff_s
 from atoll.core.protocol import Contribution, Envelope, Lease, LeaseRequest, Persist
 from atoll.core.reasons import Reason
-from atoll.core.states import Stage
+from atoll.core.states import RunStage
 from atoll.core.syncer.state import CONNECTED, LearnerFault, Member, SyncerState
 from atoll.core.types import LearnerId
 
@@ -28,22 +28,27 @@ class DataLeases:
 
     def on_request(self, now: float, member: Member, envelope: Envelope, body: LeaseRequest) -> LearnerFault | None:
         state = self._state
-        if not state.config.lease_samples or state.stage not in (Stage.RUNNING, Stage.FINISHING):
-            state.ignore("no leases now")
+        if not state.config.lease_samples or state.stage not in (RunStage.RUNNING, RunStage.FINISHING):
+            state.ignore("leases-unavailable")
             return None
         key = (member.id, member.incarnation)
         holder = state.leases.holder(key)
-        if not (0 <= body.leases <= holder.durable and 0 <= body.taken <= holder.total):
-            return LearnerFault(member, state.note(Reason("lease-wild", (body.leases, body.taken))))
-        if body.leases < holder.first:
-            state.ignore("a request that was answered long ago")  # its answer is merged: this one comes a second time
+        if not (0 <= body.received_leases <= holder.durable and 0 <= body.consumed_samples <= holder.total):
+            return LearnerFault(
+                member,
+                state.count_reason(Reason("lease-request-implausible", (body.received_leases, body.consumed_samples))),
+            )
+        if body.received_leases < holder.first:
+            state.ignore("stale-lease-request")  # its answer is merged: this one comes a second time
             return None
-        self._send_leases(member, holder, body.leases, min(holder.durable, body.leases + MOST_AT_ONCE))
-        state.lease_wants[key] = body.taken
+        self._send_leases(
+            member, holder, body.received_leases, min(holder.durable, body.received_leases + MAX_LEASES_PER_REPLY)
+        )
+        state.lease_requests[key] = body.consumed_samples
         self._grant()
         return None
 
-    def _send_leases(self, member: Member, holder: Holder, begin: int, end: int) -> None:
+    def _send_leases(self, member: Member, holder: LeaseHolder, begin: int, end: int) -> None:
         for number in range(begin, end):
             self._state.send(member, Lease(number, *holder.intervals[number - holder.first]))
 
@@ -52,10 +57,10 @@ class DataLeases:
         state = self._state
         samples = state.config.lease_samples
         given = 0
-        for key, taken in list(state.lease_wants.items()):
+        for key, taken in list(state.lease_requests.items()):
             if self._has_unsettled_predecessor(key[0]):
                 continue
-            del state.lease_wants[key]
+            del state.lease_requests[key]
             member = state.members.get(key[0])
             if member is None or member.incarnation != key[1]:
                 continue
@@ -85,12 +90,12 @@ class DataLeases:
         record = state.leases_saving
         assert record is not None, "leases were saved that nobody asked for"
         state.leases_saving = None
-        state.leases_tries = 0
+        state.leases_attempts = 0
         for holding in record.holdings:
             holder = state.leases.holders.get((holding.learner, holding.incarnation))
             if holder is None:
                 continue
-            sent, holder.durable = holder.durable, holding.first + len(holding.intervals)
+            sent, holder.durable = holder.durable, holding.first_lease + len(holding.intervals)
             member = state.members.get(holding.learner)
             if sent < holder.durable and member is not None and self._may_lease(member, holding.incarnation):
                 self._send_leases(member, holder, max(sent, holder.first), holder.durable)
@@ -98,15 +103,15 @@ class DataLeases:
             self._save()
 
     def _may_lease(self, member: Member, incarnation: int) -> bool:
-        return member.standing in CONNECTED and member.incarnation == incarnation
+        return member.state in CONNECTED and member.incarnation == incarnation
 
     def on_not_saved(self, now: float, why: str) -> None:
         state = self._state
         state.leases_saving = None
-        delay = backoff_s(state.leases_tries, 0, state.limits)
-        state.leases_tries += 1
-        state.say("run", 0, "leases-not-durable", why, delay)
-        state.arm(now + delay, "leases")
+        delay = backoff_s(state.leases_attempts, 0, state.limits)
+        state.leases_attempts += 1
+        state.log("run", 0, "leases-not-durable", why, delay)
+        state.arm_timer(now + delay, "leases")
 
     def on_timer(self, now: float, key: int) -> None:
         if self._state.leases_saving is None:
@@ -119,7 +124,7 @@ class DataLeases:
         started again would take it for current, and what it goes on to contribute for the first of its kind."""
         state = self._state
         key = (member.id, member.incarnation)
-        state.lease_wants.pop(key, None)
+        state.lease_requests.pop(key, None)
         if key in state.leases.holders:
             state.lease_closing[key] = serial
 
@@ -129,16 +134,16 @@ class DataLeases:
         for key, serial in list(state.lease_closing.items()):
             if serial <= state.members_durable and not self._is_contributing(key):
                 del state.lease_closing[key]
-                self._give_back(key)
+                self._return_leases(key)
                 settled = True
         if settled:
             self._grant()
 
-    def _give_back(self, key: Key) -> None:
+    def _return_leases(self, key: HolderKey) -> None:
         state = self._state
-        state.say("learner", key[0], "leases-returned", state.leases.close(key), key[1])
+        state.log("learner", key[0], "leases-returned", state.leases.close(key), key[1])
 
-    def _is_contributing(self, key: Key) -> bool:
+    def _is_contributing(self, key: HolderKey) -> bool:
         """An open round holds something of it."""
         for f in self._state.fragments.values():
             accepted = f.contributions.get(key[0])
@@ -152,4 +157,4 @@ class DataLeases:
         if not state.config.lease_samples:
             return True
         holder = state.leases.holders.get((member.id, member.incarnation))
-        return holder is not None and 0 <= body.taken <= holder.total
+        return holder is not None and 0 <= body.consumed_samples <= holder.total

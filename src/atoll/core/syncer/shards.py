@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atoll.core.protocol import ShardBack, ShardLost
+from atoll.core.protocol import ShardLost, ShardReconnected
 from atoll.core.reasons import Reason
-from atoll.core.states import Phase, Stage
+from atoll.core.states import RoundPhase, RunStage
 from atoll.core.syncer.controls import Finishing
 from atoll.core.syncer.rounds import Delivery, Rounds
 from atoll.core.syncer.shutdown import Shutdown
@@ -40,46 +40,46 @@ class SyncerShards:
 
     def on_lost(self, now: float, event: ShardLost) -> None:
         state = self._state
-        lost = [state.fragments[p] for p in event.fragments if not state.fragments[p].away]
+        lost = [state.fragments[p] for p in event.fragments if not state.fragments[p].unavailable]
         for f in lost:
-            f.away = True  # all before the first round ends, or that one's place would go to the next of them
+            f.unavailable = True  # all before the first round ends, or that one's place would go to the next of them
             state.unsaved.pop(f.id, None)
-            if f.phase is Phase.MERGING and f.merged:
-                state.unheard[f.id] = None
+            if f.phase is RoundPhase.MERGING and f.merged:
+                state.durability_unknown[f.id] = None
         for f in lost:
-            if f.phase is not Phase.IDLE and f.id not in state.unheard:
-                args = (len(f.contributions), len(f.asked))
-                self._rounds.abandon(now, f, Reason("shard-round-lost", args), "lost")
-            f.reason = state.say("fragment", f.id, "shard-lost", event.why)
-        self._snapshots.check_cut(now)  # what was on its way to it does not arrive
-        self._rounds.open_ripe(now)  # others may go in the place of those that were open
+            if f.phase is not RoundPhase.IDLE and f.id not in state.durability_unknown:
+                args = (len(f.contributions), len(f.pulled))
+                self._rounds.abandon(now, f, Reason("shard-round-lost", args), "shard-lost")
+            f.reason = state.log("fragment", f.id, "shard-lost", event.cause)
+        self._snapshots.check_progress(now)  # what was on its way to it does not arrive
+        self._rounds.open_due_rounds(now)  # others may go in the place of those that were open
         self._shutdown.check_end(now)
 
-    def on_back(self, now: float, event: ShardBack) -> None:
+    def on_back(self, now: float, event: ShardReconnected) -> None:
         state = self._state
-        for p, version in event.held:
-            if state.fragments[p].away:
+        for p, version in event.versions:
+            if state.fragments[p].unavailable:
                 self._take_back(now, state.fragments[p], version)
             else:
-                state.ignore("back, and was never away")
+                state.ignore("shard-was-available")
         self._finishing.after_versions(now)
 
     def _take_back(self, now: float, f: Fragment, version: Version) -> None:
         """It holds this version. Any but the newest, or the one that it was saving, is of another time or run."""
         state = self._state
-        sealed = state.stage in (Stage.SEALING, Stage.FINISHED)  # what the manifest does not name is of no run
-        saved = f.id in state.unheard and version == f.version + 1 and not sealed
+        sealed = state.stage in (RunStage.SEALING, RunStage.FINISHED)  # what the manifest does not name is of no run
+        saved = f.id in state.durability_unknown and version == f.version + 1 and not sealed
         if not saved and version != f.version:
-            f.reason = state.say("fragment", f.id, "shard-wrong", version, f.version)
+            f.reason = state.log("fragment", f.id, "shard-version-mismatch", version, f.version)
             return
-        f.away = False
-        unheard = f.id in state.unheard
-        state.unheard.pop(f.id, None)
-        state.say("fragment", f.id, "shard-kept" if saved else "shard-back", version)
+        f.unavailable = False
+        durability_unknown = f.id in state.durability_unknown
+        state.durability_unknown.pop(f.id, None)
+        state.log("fragment", f.id, "shard-recovered" if saved else "shard-reconnected", version)
         if saved:
             self._rounds.on_version_saved(now, f)
             f.published_at = -1.0  # how long it took says nothing about any link
             return
-        if unheard:
-            self._rounds.abandon(now, f, Reason("shard-forgot", (f.version + 1,)), "lost")
-        self._delivery.send_owed(now, f)
+        if durability_unknown:
+            self._rounds.abandon(now, f, Reason("shard-version-lost", (f.version + 1,)), "shard-lost")
+        self._delivery.send_unacked(now, f)

@@ -14,7 +14,7 @@ export const TITLES = {
   loss: "Loss",
   throughput: "Throughput",
   goodput: "Goodput",
-  merges: "Merges: contributions, asked, alive",
+  merges: "Merges: contributions, pulled, alive",
   bytes: "Bytes",
   norms: "Norms",
   cosine: "Cosine between learners' deltas",
@@ -90,26 +90,26 @@ export class Chart {
     this.stale = false;
     const mine = (this.turn = (this.turn ?? 0) + 1);
     const x = this.x;
-    const asked = this.series.filter((some) => some.x.includes(x));
+    const requested = this.series.filter((some) => some.x.includes(x));
     const points = Math.min(
-      Math.max(Math.round((this.host.clientWidth || 500) / (asked.length > 16 ? 2 : 1)), 150),
+      Math.max(Math.round((this.host.clientWidth || 500) / (requested.length > 16 ? 2 : 1)), 150),
       600,
     );
     const window = x === "time" ? this.window : null;
     try {
       const answers = await Promise.all(
-        [...new Set(asked.map((some) => some.run))].map((run) =>
+        [...new Set(requested.map((some) => some.run))].map((run) =>
           this.fetchSeries(
             run,
-            asked.filter((some) => some.run === run).map((some) => some.name),
+            requested.filter((some) => some.run === run).map((some) => some.name),
             { x, points, ...window },
           ),
         ),
       );
       if (mine !== this.turn) return;
       const found = new Map(answers.flatMap(({ run, series }) => series.map((some) => [`${run} ${some.name}`, some])));
-      this.asked = asked;
-      this.data = asked.map((some) => found.get(`${some.run} ${some.name}`) ?? { x: [], y: [] });
+      this.requested = requested;
+      this.data = requested.map((some) => found.get(`${some.run} ${some.name}`) ?? { x: [], y: [] });
       this.draw();
     } catch (error) {
       if (mine === this.turn && !this.plot) put(this.note, `No curves: ${error.message}`);
@@ -129,7 +129,7 @@ export class Chart {
       this.x,
       log,
       document.documentElement.dataset.themeNow,
-      ...this.asked.map((some) => `${some.run}${some.name}`),
+      ...this.requested.map((some) => `${some.run}${some.name}`),
     ].join();
     if (this.plot && shape === this.shape) {
       if (this.window) (this.plot.setData(rows, false), this.plot.redraw());
@@ -151,7 +151,7 @@ export class Chart {
       ticks: { stroke: ink.line, width: 1, size: 4 },
     };
     const time = this.x === "time";
-    const many = this.asked.length > MANY;
+    const many = this.requested.length > MANY;
     const options = {
       width: Math.max(this.host.clientWidth, 200),
       height: HEIGHT,
@@ -173,7 +173,7 @@ export class Chart {
           values: (_, splits) => splits.map((v) => (v === null ? "" : Math.abs(v) >= 10000 ? compact(v) : plain(v, 4))),
         },
       ],
-      series: [{}, ...this.asked.map((some, place) => this.style(some, place, ink, many))],
+      series: [{}, ...this.requested.map((some, place) => this.style(some, place, ink, many))],
       hooks: {
         setCursor: [(plot) => this.read(plot)],
         setSeries: [
@@ -235,7 +235,7 @@ export class Chart {
           const key = this.key(some);
           if (!this.hidden.delete(key)) this.hidden.add(key);
           attr(event.currentTarget, "aria-pressed", String(!this.hidden.has(key)));
-          const place = this.asked?.indexOf(some) ?? -1;
+          const place = this.requested?.indexOf(some) ?? -1;
           if (this.plot && place >= 0) this.plot.setSeries(place + 1, { show: !this.hidden.has(key) });
         };
         const label = some.runName ? `${some.runName}: ${some.label}` : some.label;
@@ -266,7 +266,7 @@ export class Chart {
     const words = [this.x === "time" ? runTime(at, true) : `${compact(at)} tokens`];
     const which = this.focused
       ? [this.focused]
-      : this.asked
+      : this.requested
           .map((_, i) => i + 1)
           .filter((i) => plot.series[i].show)
           .slice(0, 4);
@@ -275,7 +275,7 @@ export class Chart {
       let i = place;
       while (i > 0 && column[i] === undefined && place - i < 60) i -= 1;
       if (column[i] !== null && column[i] !== undefined)
-        words.push(`${this.name(this.asked[one - 1])} ${plain(column[i], 4)}`);
+        words.push(`${this.name(this.requested[one - 1])} ${plain(column[i], 4)}`);
     }
     return put(this.reading, words.join("  ·  "));
   }
@@ -286,7 +286,7 @@ export class Chart {
 
   describe() {
     const last = this.data
-      .map((some, i) => [this.name(this.asked[i]), some.y.findLast((y) => y !== null)])
+      .map((some, i) => [this.name(this.requested[i]), some.y.findLast((y) => y !== null)])
       .filter(([, y]) => y !== undefined);
     const words = last.slice(0, 6).map(([name, y]) => `${name} ${plain(y, 4)}`);
     attr(

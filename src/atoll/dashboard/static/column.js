@@ -83,7 +83,7 @@ export class Column {
     try {
       for (let done = null; this.travel !== null && done !== this.travel;) {
         const wish = this.travel;
-        const picture = await this.net.get(`api/run/${this.run.index}/picture?at=${wish}`);
+        const picture = await this.net.get(`api/run/${this.run.index}/view?at=${wish}`);
         if (this.travel !== null) this.shown = { ...picture, now: false };
         done = wish;
         this.changed();

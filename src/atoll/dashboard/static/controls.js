@@ -5,13 +5,13 @@ import { attr, h, put, remember, show, toast } from "./dom.js";
 export class Controls {
   constructor(host, { net, dialog }) {
     Object.assign(this, { host, net, dialog });
-    this.who = h("input", {
+    this.requestedBy = h("input", {
       type: "text",
       maxlength: "60",
       autocomplete: "name",
       value: remember("who") ?? "",
       placeholder: "your name",
-      on: { change: () => remember("who", this.who.value.trim()) },
+      on: { change: () => remember("who", this.requestedBy.value.trim()) },
     });
     this.learner = h("select", {});
     this.quorum = h("input", { type: "number", min: "1", step: "1", inputmode: "numeric" });
@@ -31,7 +31,7 @@ export class Controls {
       h(
         "div",
         { class: "controls" },
-        h("label", {}, "Signed", this.who),
+        h("label", {}, "Signed", this.requestedBy),
         h("div", { class: "group" }, this.buttons.pause, this.buttons.resume, this.buttons.snapshot),
         h("div", { class: "group" }, h("label", {}, "Learner", this.learner), this.buttons.drain),
         h("div", { class: "group" }, h("label", {}, "Quorum", this.quorum), this.buttons.quorum),
@@ -44,7 +44,7 @@ export class Controls {
   }
 
   button(text, what, value) {
-    return h("button", { type: "button", "data-control": what, on: { click: () => this.ask(what, value?.()) } }, text);
+    return h("button", { type: "button", "data-control": what, on: { click: () => this.request(what, value?.()) } }, text);
   }
 
   /** `run` is the one that is steered; null hides everything. */
@@ -82,29 +82,29 @@ export class Controls {
     );
   }
 
-  async ask(what, value) {
+  async request(what, value) {
     const { run } = this;
-    const body = { what, who: this.who.value.trim() || "somebody at the page" };
+    const body = { action: what, requested_by: this.requestedBy.value.trim() || "somebody at the page" };
     if (value !== undefined) body.value = value;
     const path = `api/run/${run.index}/control`;
     try {
       await this.net.post(path, body);
       toast("The server did it without asking twice.", "warn");
     } catch (error) {
-      if (error.status !== 409 || !error.body.ask) return toast(error.message, "bad");
-      const yes = await this.dialog.ask(error.body.ask, {
+      if (error.status !== 409 || !error.body.prompt) return toast(error.message, "bad");
+      const yes = await this.dialog.confirm(error.body.prompt, {
         title: `${what[0].toUpperCase()}${what.slice(1)}?`,
         yes: `Yes, ${what}`,
         no: "No",
       });
       if (!yes) return undefined;
       try {
-        const told = await this.net.post(path, { ...body, sure: true });
-        toast(told.done ?? "Done.");
+        const reply = await this.net.post(path, { ...body, confirmed: true });
+        toast(reply.done ?? "Done.");
         delete this.quorum.dataset.edited;
         delete this.grace.dataset.edited;
-      } catch (wrong) {
-        toast(wrong.message, "bad");
+      } catch (failure) {
+        toast(failure.message, "bad");
       }
     }
     return undefined;

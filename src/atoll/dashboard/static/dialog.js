@@ -41,12 +41,12 @@ export class Dialog {
   }
 
   /** Resolves to true or false; Escape is no. */
-  ask(text, { title, yes, no }) {
+  confirm(text, { title, yes, no }) {
     return new Promise((resolve) => {
       const sure = h("button", { type: "button", class: "danger", on: { click: () => this.node.close("yes") } }, yes);
       const not = h("button", { type: "button", autofocus: true, on: { click: () => this.node.close("no") } }, no);
       this.node.returnValue = "";
-      this.show(title, h("p", { class: "asked" }, text), h("div", { class: "answers" }, not, sure));
+      this.show(title, h("p", { class: "question" }, text), h("div", { class: "answers" }, not, sure));
       this.node.addEventListener("close", () => resolve(this.node.returnValue === "yes"), { once: true });
     });
   }

@@ -2,7 +2,7 @@
 
 import { attr, h, keyed, put, show } from "./dom.js";
 import { duration, learnerList } from "./format.js";
-import { AWAY, PHASES } from "./states.js";
+import { PHASES, UNAVAILABLE } from "./states.js";
 
 const COMPACT_FROM = 33; // fragments: with more of them the sentence is in the story only
 
@@ -54,17 +54,17 @@ export class Fragments {
 }
 
 function fill(entry, fragment, islands) {
-  const name = fragment.away ? "away" : fragment.phase;
-  const phase = fragment.away ? AWAY : (PHASES[fragment.phase] ?? { letter: "?", note: "" });
+  const name = fragment.unavailable ? "unavailable" : fragment.phase;
+  const phase = fragment.unavailable ? UNAVAILABLE : (PHASES[fragment.phase] ?? { letter: "?", note: "" });
   const came = fragment.contributors?.length ?? 0;
-  const open = !fragment.away && fragment.phase !== "idle";
+  const open = !fragment.unavailable && fragment.phase !== "idle";
   attr(entry.node, "data-phase", name);
   put(entry.version, fragment.version === null ? "no version" : `v${fragment.version}`);
   put(
     entry.phase,
-    `${phase.letter} ${name}${open && fragment.asked ? ` ${fragment.contributions ?? 0}/${fragment.asked}` : ""}`,
+    `${phase.letter} ${name}${open && fragment.pulled ? ` ${fragment.contributions ?? 0}/${fragment.pulled}` : ""}`,
   );
-  attr(entry.phase, "title", fragment.away ? `${phase.note}: ${fragment.reason}` : phase.note);
+  attr(entry.phase, "title", fragment.unavailable ? `${phase.note}: ${fragment.reason}` : phase.note);
   put(entry.age, duration(fragment.age_s));
   attr(entry.age, "title", "since its last merge");
   entry.bar.firstChild.style.width = `${islands ? (Math.min(came / islands, 1) * 100).toFixed(1) : 0}%`;

@@ -157,5 +157,5 @@ export function eventOf(block) {
     if (line.startsWith("event:")) kind = line.slice(6).trim();
     else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
   }
-  return kind === "picture" && data.length ? JSON.parse(data.join("\n")) : null;
+  return kind === "view" && data.length ? JSON.parse(data.join("\n")) : null;
 }

@@ -18,10 +18,10 @@ export class Notices {
     for (const column of columns) {
       const of = many ? `${column.run.name}: ` : "";
       this.connection(column, of, items);
-      (column.shown?.damaged ?? []).slice(0, 3).forEach((sentence, place) =>
+      (column.shown?.tape_errors ?? []).slice(0, 3).forEach((sentence, place) =>
         items.push({
-          key: `damaged ${column.run.index} ${place}`,
-          kind: "damaged",
+          key: `tape-error ${column.run.index} ${place}`,
+          kind: "tape-error",
           tone: "warn",
           text: `${of}A tape cannot be read any further: ${sentence}`,
         }),

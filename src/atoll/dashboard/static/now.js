@@ -33,7 +33,7 @@ const FIGURES = [
   [
     "counts",
     "Islands",
-    "alive now; asked and merged in recent rounds, on average",
+    "alive now; pulled and merged in recent rounds, on average",
     null,
     (f) => `of ${whole(f.learners)}`,
   ],
@@ -76,7 +76,7 @@ export class Now {
   tile(id, label, meaning, figure) {
     const tile = { value: h("b"), small: h("small") };
     if (id === "counts") {
-      tile.parts = ["alive", "asked", "merged"].map((name) => ({ name, value: h("b"), label: h("i", {}, name) }));
+      tile.parts = ["alive", "pulled", "merged"].map((name) => ({ name, value: h("b"), label: h("i", {}, name) }));
       tile.value = h("span", { class: "three" }, ...tile.parts.map((p) => h("span", {}, p.value, p.label)));
     } else if (id === "bytes") {
       tile.parts = ["up", "down"].map((name) => ({ name, value: h("b"), label: h("i", {}, name) }));
@@ -122,7 +122,7 @@ export class Now {
     const low = picture.live && typeof figures.alive === "number" && figures.alive < figures.learners;
     put(counts[0].value, whole(figures.alive));
     attr(counts[0].value, "data-tone", low ? "warn" : null);
-    put(counts[1].value, plain(figures.asked, 2));
+    put(counts[1].value, plain(figures.pulled, 2));
     put(counts[2].value, plain(figures.merged, 2));
     const [up, down] = this.tiles.get("bytes").parts;
     put(up.value, rate(figures.bytes_up_per_s));
@@ -258,12 +258,12 @@ export function fillCard(entry, island, at) {
   const reason = island.reason === word ? "" : (island.reason ?? "");
   show(entry.reason, reason !== "");
   put(entry.reason, reason);
-  show(entry.words, Boolean(island.last_words));
-  put(entry.words, island.last_words ?? "");
+  show(entry.words, Boolean(island.log_tail));
+  put(entry.words, island.log_tail ?? "");
 }
 
 function fillSplit(entry, island) {
-  const split = island.split ?? {};
+  const split = island.time_split ?? {};
   const all = Object.values(split).reduce((sum, part) => sum + (part ?? 0), 0);
   const told = [];
   for (const [part, meaning] of Object.entries(SPLIT)) {

@@ -25,7 +25,7 @@ export const SPLIT = {
   gone: "gone",
 };
 
-export const AWAY = { letter: "×", note: "the process that holds it cannot be reached; the other fragments go on" };
+export const UNAVAILABLE = { letter: "×", note: "the process that holds it cannot be reached; the other fragments go on" };
 
 export const PHASES = {
   idle: { letter: "·", note: "no round is open" },

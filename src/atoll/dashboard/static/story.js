@@ -101,13 +101,13 @@ export class Story {
     const words = new URLSearchParams({ limit: this.limit });
     for (const key of ["learner", "fragment"]) if (about[key] !== undefined) words.set(key, about[key]);
     if (this.until !== null && this.until !== undefined) words.set("until", this.until);
-    const asked = words.toString();
+    const requested = words.toString();
     try {
       const told = await this.net.get(`api/run/${about.run}/story?${words}`);
       if (this.about !== about) return;
       this.lines = told.lines;
-      this.asked = asked;
-      show(this.older, told.more);
+      this.requested = requested;
+      show(this.older, told.has_more);
       put(this.note, "Nothing has happened yet.");
       this.fill();
     } catch (error) {
@@ -152,13 +152,13 @@ export class Story {
   fill() {
     const words = this.filter.value.trim().toLowerCase();
     const some = words
-      ? this.lines.filter((line) => `${line.about} ${line.text}`.toLowerCase().includes(words))
+      ? this.lines.filter((line) => `${line.subject} ${line.text}`.toLowerCase().includes(words))
       : this.lines;
     const { list } = this;
     const stick = this.stick || list.scrollHeight - list.scrollTop - list.clientHeight < 8;
     const seen = new Map(); // two equal sentences at one time are two lines
     const items = some.map((line) => {
-      const name = `${line.at} ${line.about} ${line.text}`;
+      const name = `${line.at} ${line.subject} ${line.text}`;
       seen.set(name, (seen.get(name) ?? 0) + 1);
       return { ...line, key: `${name} ${seen.get(name)}` };
     });
@@ -187,7 +187,7 @@ export class Story {
       },
       runTime(line.at, true),
     );
-    const about = this.subject() === line.about ? null : h("b", {}, `${line.about}: `);
+    const about = this.subject() === line.subject ? null : h("b", {}, `${line.subject}: `);
     return h("li", {}, time, h("span", {}, about, line.text));
   }
 }

@@ -283,13 +283,13 @@ export class Timeline {
     keyed(
       this.events,
       marks,
-      (mark) => `${mark.at} ${mark.who} ${mark.kind}`,
+      (mark) => `${mark.at} ${mark.subject} ${mark.kind}`,
       (mark) =>
         h(
           "li",
           {},
           h("time", {}, this.clock(mark.at)),
-          ` ${mark.who}: ${MARKS[mark.kind]?.word ?? mark.kind}. ${mark.text ?? ""}`,
+          ` ${mark.subject}: ${MARKS[mark.kind]?.word ?? mark.kind}. ${mark.text ?? ""}`,
         ),
       () => {},
     );
@@ -494,15 +494,15 @@ export class Timeline {
     if (who) found.push(band ? `${who}: ${band[2]} for ${duration(band[1] - band[0])}` : `${who}: nothing known`);
     for (const mark of marks)
       found.push(
-        `${GLYPHS[MARKS[mark.kind]?.shape] ?? "◆"} ${mark.who} ${MARKS[mark.kind]?.word ?? mark.kind}: ${mark.text ?? ""}`,
+        `${GLYPHS[MARKS[mark.kind]?.shape] ?? "◆"} ${mark.subject} ${MARKS[mark.kind]?.word ?? mark.kind}: ${mark.text ?? ""}`,
       );
     if (round?.count > 1)
       found.push(
-        `${compact(round.count)} rounds: ${plain(round.contributions, 2)} of ${plain(round.asked, 2)} asked contributed on average`,
+        `${compact(round.count)} rounds: ${plain(round.contributions, 2)} of ${plain(round.pulled, 2)} pulled contributed on average`,
       );
     else if (round)
       found.push(
-        `round of fragment ${round.fragment}: ${round.contributions} of ${round.asked} asked, ${round.alive} alive`,
+        `round of fragment ${round.fragment}: ${round.contributions} of ${round.pulled} pulled, ${round.alive} alive`,
       );
     return found;
   }

@@ -38,17 +38,17 @@ export class TimelineCanvas {
       for (const [a, b, state] of bands) (this.groups.get(state) ?? this.groups.get("unknown")).push(row, a, b);
     });
     this.most = data.rounds.reduce(
-      (most, round) => Math.max(most, round.asked ?? 0, round.alive ?? 0, round.contributions),
+      (most, round) => Math.max(most, round.pulled ?? 0, round.alive ?? 0, round.contributions),
       1,
     );
-    this.marks = data.marks.map((mark) => ({ ...mark, row: this.rowOfMark(mark.who) })).sort((a, b) => a.at - b.at);
+    this.marks = data.marks.map((mark) => ({ ...mark, row: this.rowOfMark(mark.subject) })).sort((a, b) => a.at - b.at);
   }
 
   /** -2: the lane of events above all, -1: the syncer, from 0: an island. */
-  rowOfMark(who) {
-    const learner = /^learner (\d+)$/.exec(who ?? "");
+  rowOfMark(subject) {
+    const learner = /^learner (\d+)$/.exec(subject ?? "");
     if (learner) return this.rowOf.get(Number(learner[1])) ?? -2;
-    return who === "syncer" ? -1 : -2;
+    return subject === "syncer" ? -1 : -2;
   }
 
   /** Sizes for a width; true where they changed. */
@@ -145,7 +145,7 @@ export class TimelineCanvas {
     const seen = rounds.filter((round) => round.at >= view.from && round.at <= view.to);
     const wide = Math.round(Math.max(Math.min((this.plot / Math.max(seen.length, 1)) * 0.6, 5), 1));
     for (const [key, style] of [
-      ["asked", this.ink.line],
+      ["pulled", this.ink.line],
       ["contributions", this.ink.accent],
     ]) {
       c.fillStyle = style;

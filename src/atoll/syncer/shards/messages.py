@@ -1,7 +1,7 @@
 """What a syncer and its shards say to each other: effects one way, events the other, and a few words of their own.
 
 One text message of a WebSocket is one value in the encoding of tapes. The shard dials, says `ShardHello`, and hears
-`HeadHello`. It writes down whom it serves from now on, and then says what it `Holds`: after that no syncer of before
+`SyncerHello`. It writes down whom it serves from now on, and then sends its `ShardInventory`: after that no syncer of before
 can make it hold anything else. From then on it carries out what it is sent for its fragments, in order, and tells what
 came of it.
 """
@@ -19,11 +19,11 @@ from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
 from atoll.tensors.syncer_fragment import MergeStats
 from atoll.transport.wire import WireError, parse_json
 
-MOST_WORD_BYTES = 64 * 2**20
+MAX_SHARD_MESSAGE_BYTES = 64 * 2**20
 """A plan of a large model travels in one."""
 
 
-class HeldHere(Value, frozen=True):
+class StoredFragment(Value, frozen=True):
     """The newest durable version of one fragment, and its record; a fragment that was never merged has none."""
 
     fragment: FragmentId
@@ -46,28 +46,28 @@ class ShardHello(Value, frozen=True):
     is_founded: bool
 
 
-class Holds(Value, frozen=True):
+class ShardInventory(Value, frozen=True):
     """All fragments that are here. `founded_at` tells which model: founding a run may be tried more than once."""
 
     founded_at: Number
-    held: tuple[HeldHere, ...]
+    fragments: tuple[StoredFragment, ...]
 
 
-class HeadHello(Value, frozen=True):
+class SyncerHello(Value, frozen=True):
     """`run_id`: of the run of which this syncer has a record; empty before. Said again when it has one."""
 
     epoch: int
     run_id: str
 
 
-class TakeFragments(Value, frozen=True):
+class CreateFragments(Value, frozen=True):
     """The run has a model: fetch the initial values of these fragments, and say what is held when they are durable."""
 
     settings: str
     fragments: tuple[FragmentId, ...]
 
 
-class GoBack(Value, frozen=True):
+class RollBack(Value, frozen=True):
     """The run has ended with these versions, and nobody has ever seen the later ones: forget those, and say what is
     held then."""
 
@@ -80,33 +80,33 @@ class OpenLinks(Value, frozen=True):
     links: tuple[tuple[LearnerId, Incarnation, int], ...]
 
 
-class KeepVersion(Value, frozen=True):
-    """A learner was told of this version: serve it until `LetGo`, as often as it was said."""
+class PinVersion(Value, frozen=True):
+    """A learner was told of this version: serve it until `UnpinVersion`, as often as it was said."""
 
     fragment: FragmentId
     version: Version
 
 
-class LetGo(Value, frozen=True):
+class UnpinVersion(Value, frozen=True):
     fragment: FragmentId
     version: Version
 
 
-class HoldCut(Value, frozen=True):
+class PinSnapshot(Value, frozen=True):
     """A snapshot is being taken, with these versions of all fragments: keep those that are here. Its record comes
-    later, with `Persist`, or `LetGoCut`."""
+    later, with `Persist`, or `UnpinSnapshot`."""
 
     snapshot: int
     versions: tuple[Version, ...]
 
 
-class LetGoCut(Value, frozen=True):
+class UnpinSnapshot(Value, frozen=True):
     """It is durable, or did not come about."""
 
     snapshot: int
 
 
-class Forget(Value, frozen=True):
+class DropContribution(Value, frozen=True):
     """The contribution of which the shard told was not taken: its bytes are of no use."""
 
     learner: LearnerId
@@ -114,42 +114,42 @@ class Forget(Value, frozen=True):
     round: types.RoundId
 
 
-class Merged(Value, frozen=True):
+class MergeReport(Value, frozen=True):
     """What the merge was like whose version is now durable."""
 
     fragment: FragmentId
     version: Version
-    measured: MergeStats
+    stats: MergeStats
 
 
-class Traffic(Value, frozen=True):
+class ShardTraffic(Value, frozen=True):
     """Of values, since the shard started."""
 
     bytes_up: int
     bytes_down: int
 
 
-FromShard: TypeAlias = (
+ShardToSyncer: TypeAlias = (
     ShardHello
-    | Holds
-    | Merged
-    | Traffic
+    | ShardInventory
+    | MergeReport
+    | ShardTraffic
     | protocol.MessageArrived
     | protocol.MergeDone
     | protocol.MergeFailed
     | protocol.Persisted
     | protocol.PersistFailed
 )
-FromHead: TypeAlias = (
-    HeadHello
-    | TakeFragments
-    | GoBack
+SyncerToShard: TypeAlias = (
+    SyncerHello
+    | CreateFragments
+    | RollBack
     | OpenLinks
-    | KeepVersion
-    | LetGo
-    | HoldCut
-    | LetGoCut
-    | Forget
+    | PinVersion
+    | UnpinVersion
+    | PinSnapshot
+    | UnpinSnapshot
+    | DropContribution
     | protocol.Accumulate
     | protocol.MergeRound
     | protocol.DiscardRound
@@ -157,18 +157,18 @@ FromHead: TypeAlias = (
 )
 
 
-def word(said: FromShard | FromHead) -> str:
-    return to_text(said)
+def encode(message: ShardToSyncer | SyncerToShard) -> str:
+    return to_text(message)
 
 
-def heard(text: str, sender: str) -> Any:
+def decode(text: str, sender: str) -> Any:
     """`sender`: shard or head. Whatever does not fit is a `WireError`."""
-    raw = parse_json(text.encode(), MOST_WORD_BYTES, is_value=True)
+    raw = parse_json(text.encode(), MAX_SHARD_MESSAGE_BYTES, is_value=True)
     try:
-        return read(raw, FromShard if sender == "shard" else FromHead)
+        return read(raw, ShardToSyncer if sender == "shard" else SyncerToShard)
     except ValidationError as error:
         raise WireError(f"not a word of a {sender}: {error}", "type") from None
 
 
-def as_text(settings: dict[str, Any]) -> str:
+def settings_to_text(settings: dict[str, Any]) -> str:
     return json.dumps(settings, separators=(",", ":"))
