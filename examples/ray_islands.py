@@ -2,10 +2,10 @@
 
     python examples/ray_islands.py
 
-Ray's own cluster utility starts the nodes on this machine: a head with the syncer, and a node for each island, whose
-resources say where it belongs. `atoll up` starts the run and ends; the cluster keeps it. The island of the killed node
-comes back when another node has what it needs, and nobody else notices more than an island that left. The last line
-says whether all of that was so.
+Ray's own cluster utility starts the nodes on this machine: a head node with the syncer, and a node with matching
+resources for each island. `atoll up` starts the run and exits; the cluster supervises it. The island of the killed
+node restarts when another node has its resources. The other islands continue to train. The last line says whether all
+of that happened.
 """
 
 import argparse
@@ -57,21 +57,21 @@ options = {{ resources = {{ copied = 1 }} }}
 ISLANDS = ("single", "sharded", "copied")
 KILLED_ISLAND = "sharded"
 OTHER_ISLANDS = tuple(name for name in ISLANDS if name != KILLED_ISLAND)
-OBJECT_STORE_BYTES = 80 * 2**20  # of Ray's object store: the least that it takes, and nothing is put there
+OBJECT_STORE_BYTES = 80 * 2**20  # smallest object store that Ray accepts; the run does not use it
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--run", type=Path, default=Path("runs/ray"), help="directory of the run; has to be new")
-parser.add_argument("--tokens", default="600k", help="budget of the run, all islands together")
-parser.add_argument("--port", type=int, help="of the syncer; without it one that is free")
-parser.add_argument("--limit-s", type=float, default=600.0, help="after this long without news the example gives up")
+parser.add_argument("--run", type=Path, default=Path("runs/ray"), help="new directory of the run")
+parser.add_argument("--tokens", default="600k", help="token budget of all islands")
+parser.add_argument("--port", type=int, help="port of the syncer; default: a free one")
+parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of each phase, in seconds")
 options = parser.parse_args()
 if options.run.exists():
-    parser.error(f"{options.run} is there already: choose another --run, or remove it")
+    parser.error(f"{options.run} exists already: choose another --run, or remove it")
 started_at = time.monotonic()
 
 
 def free_port() -> int:
-    """Below those that the system gives to outgoing connections: an island that dials could get it."""
+    """Return a free port below the ephemeral ports, which outgoing connections could take."""
     for port in range(21_000 + os.getpid() % 5_000, 32_000):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
@@ -89,9 +89,9 @@ def log(message: str) -> None:
 temporary = tempfile.mkdtemp(prefix="atoll-ray-", dir="/tmp")  # sockets have paths of at most 107 letters
 atexit.register(shutil.rmtree, temporary, ignore_errors=True)
 os.environ |= {"RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-os.environ |= {"RAY_raylet_start_wait_time_s": "300"}  # a machine with other things to do is slow
+os.environ |= {"RAY_raylet_start_wait_time_s": "300"}  # for machines under load
 
-from ray.cluster_utils import Cluster  # noqa: E402 - it reads the environment
+from ray.cluster_utils import Cluster  # noqa: E402 - Ray reads the environment when it is imported
 
 head_options: dict[str, Any] = {
     "num_cpus": 1,
@@ -109,7 +109,7 @@ def add_node(island: str) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The run, and what is known of it
+# The run and its state
 
 options.run.mkdir(parents=True)
 file = options.run / "islands.toml"
@@ -123,17 +123,16 @@ def run_atoll(*arguments: object) -> None:
 
 
 def unit_statuses() -> dict[str, UnitReport]:
-    """As the launcher knows them."""
     return {status.name: status for status in fleet.statuses()}
 
 
 def read_output(name: str) -> str:
-    """All lines of a unit so far; unlike the syncer, its logs can be read also after the end of the run."""
+    """Return the output of a unit so far."""
     return "\n".join(path.read_text() for path in fleet.logs(name))
 
 
 def last_step(name: str) -> int:
-    """Return the last step that an island has printed, one of fifty."""
+    """Return the last step that an island has printed; it prints every 50th."""
     return int((re.findall(r"^step (\d+) of", read_output(name), re.MULTILINE) or ["0"])[-1])
 
 
@@ -142,42 +141,42 @@ def last_incarnation(name: str) -> int:
 
 
 def count_merges() -> int | None:
-    """Return the number of merges; None if the syncer did not answer, as on a machine with other work."""
+    """Return the number of merges; None if the syncer did not answer in time."""
     try:
         found = read_address_file(options.run)
         status = send_request(found.address, found.token, "GET", "/v1/status", 10.0) if found else {}
     except NoAnswerError as error:
-        log(f"{error}; asking again")
+        log(f"{error}; retrying")
         return None
     return status.get("merges")
 
 
 def wait_until(poll: Callable[[], Any], goal: str) -> Any:
-    """What is seen, as soon as there is something to see."""
+    """Poll until the result is true, and return it."""
     deadline = time.monotonic() + options.limit_s
-    while not (seen := poll()):
+    while not (result := poll()):
         failed = [unit.name for unit in unit_statuses().values() if unit.state == UnitState.FAILED]
         if failed or time.monotonic() > deadline:
-            why = f"{failed[0]} has failed" if failed else f"{options.limit_s:g} s have passed"
-            raise SystemExit(f"{why} before this: {goal}; look into {options.run / 'units'}")
+            cause = f"{failed[0]} has failed" if failed else f"timeout of {options.limit_s:g} s"
+            raise SystemExit(f"{cause} while waiting for: {goal}; see {options.run / 'units'}")
         time.sleep(0.5)
-    return seen
+    return result
 
 
 def find_lost_unit() -> UnitReport | None:
-    look = unit_statuses()[KILLED_ISLAND]
-    return look if look.state == UnitState.WAITING and "its node is lost" in look.cause else None
+    status = unit_statuses()[KILLED_ISLAND]
+    return status if status.state == UnitState.WAITING and "its node is lost" in status.cause else None
 
 
 def read_loss_and_digest(name: str) -> tuple[str, str]:
     loss = fleet.logs(name)[-1].read_text().rpartition("held-out loss ")[2].split()[0]
     model = torch.load(options.run / "units" / name / "model.pt", weights_only=True)
-    whole = hashlib.sha256(b"".join(key.encode() + model[key].numpy().tobytes() for key in sorted(model)))
-    return loss, whole.hexdigest()[:16]
+    digest = hashlib.sha256(b"".join(key.encode() + model[key].numpy().tobytes() for key in sorted(model)))
+    return loss, digest.hexdigest()[:16]
 
 
 def run_scenario() -> dict[str, bool]:
-    """What happens; returns what was to be shown, and whether it was."""
+    """Run the example; return the expected results, and whether each is true."""
     nodes = {island: add_node(island) for island in ISLANDS}
     cluster.wait_for_nodes(options.limit_s)
     log(f"a Ray cluster of {len(nodes) + 1} nodes at {cluster.address}")
@@ -194,41 +193,43 @@ def run_scenario() -> dict[str, bool]:
     )
     log(f"the node of {KILLED_ISLAND} is killed; a merge needs two")
     merged = wait_until(count_merges, "the syncer answers")
-    look = wait_until(find_lost_unit, "the launcher sees it")
-    log(f"{KILLED_ISLAND} is {look.state}: {look.cause}")
-    wait_until(lambda: all(last_step(name) >= steps[name] + 100 for name in OTHER_ISLANDS), "the others train on")
+    status = wait_until(find_lost_unit, "the launcher reports it")
+    log(f"{KILLED_ISLAND} is {status.state}: {status.cause}")
+    wait_until(
+        lambda: all(last_step(name) >= steps[name] + 100 for name in OTHER_ISLANDS), "the others continue to train"
+    )
     wait_until(lambda: (count_merges() or 0) > merged, "the others merge")
     log("meanwhile " + ", ".join(f"{name} has reached step {last_step(name)}" for name in OTHER_ISLANDS))
 
     run_atoll("control", options.run, "quorum", 3)
     add_node(KILLED_ISLAND)
-    log(f"another node has room for {KILLED_ISLAND}; a merge needs all three again")
-    wait_until(lambda: last_incarnation(KILLED_ISLAND) > incarnations[KILLED_ISLAND], "it comes back")
+    log(f"another node has the resources of {KILLED_ISLAND}; a merge needs all three again")
+    wait_until(lambda: last_incarnation(KILLED_ISLAND) > incarnations[KILLED_ISLAND], "it rejoins")
     same = [name for name in OTHER_ISLANDS if last_incarnation(name) == incarnations[name]]
-    log(f"{KILLED_ISLAND} is back as incarnation {last_incarnation(KILLED_ISLAND)}, the others are who they were")
+    log(f"{KILLED_ISLAND} is back as incarnation {last_incarnation(KILLED_ISLAND)}; the others were not restarted")
 
-    wait_until(lambda: all(look.state.is_finished for look in unit_statuses().values()), "the end")
+    wait_until(lambda: all(status.state.is_finished for status in unit_statuses().values()), "the end")
     log("the run has ended\n")
     print("unit      state     restarts  held-out loss  digest of the model")
     ends = unit_statuses()
     found = {name: read_loss_and_digest(name) for name in ISLANDS if ends[name].state == UnitState.ENDED}
-    for name, look in ends.items():
+    for name, status in ends.items():
         loss, digest = found.get(name, ("", ""))
-        print(f"{name:8}  {look.state:8}  {look.restarts:8}  {loss:>13}  {digest}")
+        print(f"{name:8}  {status.state:8}  {status.restarts:8}  {loss:>13}  {digest}")
     print()
     return {
-        "only the island of the killed node was started again": same == list(OTHER_ISLANDS)
-        and all(look.restarts == (name == KILLED_ISLAND) for name, look in ends.items()),
-        "all ended well": all(look.state == UnitState.ENDED for look in ends.values()),
+        "only the island of the killed node was restarted": same == list(OTHER_ISLANDS)
+        and all(status.restarts == (name == KILLED_ISLAND) for name, status in ends.items()),
+        "all ended well": all(status.state == UnitState.ENDED for status in ends.values()),
         "all islands have the same model": len(found) == len(ISLANDS) and len(set(found.values())) == 1,
     }
 
 
 try:
-    verdict = run_scenario()
+    results = run_scenario()
 finally:
     cluster.shutdown()
-for sentence, holds in verdict.items():
+for sentence, holds in results.items():
     print(f"{'yes' if holds else 'NO':3}  {sentence}")
-log("as it should be" if all(verdict.values()) else f"not as it should be: look into {options.run / 'units'}")
-sys.exit(not all(verdict.values()))
+log("passed" if all(results.values()) else f"failed: see {options.run / 'units'}")
+sys.exit(not all(results.values()))

@@ -1,8 +1,7 @@
-"""What mkdocs calls while it builds the site.
+"""Hooks that mkdocs calls while it builds the site.
 
-The pages are written for readers of the repository, so they link to files beside the folder `docs`, such as examples.
-Those files become pages of the site, too: it needs no address of a repository, and a link that leads nowhere stops the
-build like any other.
+The pages are written for readers of the repository, so they link to files outside of `docs`, such as examples. These
+files become pages of the site, too. So the site needs no URL of a repository, and a broken link stops the build.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from site_parts import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE_FOLDER = "files"
-"""Where pages of files beside the folder `docs` are."""
+"""Folder of the site with the pages of files outside of `docs`."""
 
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
@@ -27,7 +26,7 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The generated pages, and those of the files that pages link to."""
+    """Add the generated pages, and the pages of linked files outside of `docs`."""
     files.append(File.generated(config, "reference/python.md", content=reference.render_python_api()))
     files.append(File.generated(config, "reference/commands.md", content=reference.render_commands()))
     waiting = [(path.name, path.read_text(encoding="utf-8")) for path in sorted(ROOT.glob("docs/*.md"))]
@@ -37,7 +36,7 @@ def on_files(files: Files, config: Any) -> Files:
         for target in find_links(page, text):
             path = ROOT / target
             if target in known or not path.is_file():
-                continue  # what is not there is complained of where it is linked
+                continue  # mkdocs reports missing files at the link
             known.add(target)
             content = path.read_text(encoding="utf-8")
             if path.suffix != ".md":
@@ -49,19 +48,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def page_path(target: str) -> str:
-    """The page of a file beside the folder `docs`."""
+    """Return the page of a file outside of `docs`."""
     return f"{OUTSIDE_FOLDER}/{target}" if target.endswith(".md") else f"{OUTSIDE_FOLDER}/{target}.md"
 
 
 def link_base(page: str) -> str:
-    """The folder, below the root of the repository, whose relative links this page has."""
+    """Return the folder in the repository to which the links of this page are relative."""
     if page.startswith(f"{OUTSIDE_FOLDER}/"):
         return posixpath.dirname(page.removeprefix(f"{OUTSIDE_FOLDER}/"))
     return posixpath.join("docs", posixpath.dirname(page))
 
 
 def find_links(page: str, text: str) -> Iterator[str]:
-    """Files beside the folder `docs` that a page links to, from the root of the repository."""
+    """Yield the files outside of `docs` that a page links to, as paths in the repository."""
     for part in CODE.split(text)[::2]:
         for _, target, _, _ in LINK.findall(part):
             if (found := _resolve_outside_docs(page, target)) is not None:
@@ -76,10 +75,10 @@ def _resolve_outside_docs(page: str, target: str) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Any, **more: Any) -> str:
-    """Links as they are right within the site."""
+    """Rewrite the links of a page for the site."""
     here = page.file.src_uri
 
-    def placed(found: re.Match[str]) -> str:
+    def rewrite(found: re.Match[str]) -> str:
         opening, target, anchor, closing = found[1], found[2], found[3] or "", found[4]
         outside = _resolve_outside_docs(here, target)
         if outside is not None:
@@ -90,5 +89,5 @@ def on_page_markdown(markdown: str, page: Any, **more: Any) -> str:
         return f"{opening}{target}{anchor}{closing}"
 
     parts = CODE.split(markdown)
-    parts[::2] = [LINK.sub(placed, part) for part in parts[::2]]
+    parts[::2] = [LINK.sub(rewrite, part) for part in parts[::2]]
     return "".join(parts)

@@ -1,6 +1,6 @@
-"""Reference pages made from the code: the classes that scripts use from their docstrings, the commands from their help.
+"""Generate reference pages from the code: public classes from their docstrings, commands from their help.
 
-Sources are read as text. Building the site needs no torch, and shows annotations as they are written.
+Sources are parsed as text. So building the site needs no torch, and shows annotations as written.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from atoll.cli.main import COMMANDS, build_command
 
 SOURCES = Path(__file__).resolve().parent.parent / "src/atoll"
-DOCUMENTED_METHODS = ("__init__",)  # with underscores; entering and leaving is told by the class
+DOCUMENTED_METHODS = ("__init__",)  # methods with underscores; the class docstring covers `with`
 
 
 def render_python_api() -> str:
     lines = ["# `atoll` for scripts", ""]
-    lines += ["Made from the docstrings. `import atoll` alone loads no torch; `atoll.Learner` does.", ""]
+    lines += ["Generated from the docstrings. `import atoll` does not load torch; `atoll.Learner` does.", ""]
     lines += _render_class("atoll.Learner", "learner/api.py")
     lines += _render_class("atoll.LearnerStats", "island/stats.py")
     errors = ast.parse((SOURCES / "errors.py").read_text(encoding="utf-8"))
-    story = ast.get_docstring(errors) or ""
-    first, _, tree = story.partition("\n\n")
+    docstring = ast.get_docstring(errors) or ""
+    first, _, tree = docstring.partition("\n\n")
     lines += ["## Errors", "", first, "", "```text", tree, "```", ""]
-    lines += ["All of them are names of `atoll`, such as `atoll.JoinTimeoutError`.", ""]
+    lines += ["All errors are also names of `atoll`, such as `atoll.JoinTimeoutError`.", ""]
     return "\n".join(lines)
 
 
@@ -44,8 +44,8 @@ def _render_class(name: str, place: str) -> Iterator[str]:
         source = (SOURCES / place).read_text(encoding="utf-8").splitlines()
         yield from ("| field | type | |", "|---|---|---|")
         for each in fields:
-            said = source[each.lineno - 1].partition("# ")[2]
-            yield f"| `{ast.unparse(each.target)}` | `{ast.unparse(each.annotation)}` | {_escape_cell(said)} |"
+            comment = source[each.lineno - 1].partition("# ")[2]
+            yield f"| `{ast.unparse(each.target)}` | `{ast.unparse(each.annotation)}` | {_escape_cell(comment)} |"
         yield ""
 
 
@@ -62,20 +62,20 @@ def _render_function(owner: str, node: ast.FunctionDef) -> Iterator[str]:
 
 
 def _format_arguments(arguments: ast.arguments) -> str:
-    """One to a line where there are many, without `self`."""
+    """Return the arguments without `self`, one per line if there are four or more."""
     plain = ast.arguments(**{name: getattr(arguments, name) for name in arguments._fields})
     plain.args = arguments.args[1:]
-    words = [re.sub(r"(\w: .*?)=", r"\1 = ", word) for word in re.split(r", (?=\w+:|\*)", ast.unparse(plain))]
-    return ", ".join(words) if len(words) < 4 else "\n    " + ",\n    ".join(words) + ",\n"
+    parts = [re.sub(r"(\w: .*?)=", r"\1 = ", part) for part in re.split(r", (?=\w+:|\*)", ast.unparse(plain))]
+    return ", ".join(parts) if len(parts) < 4 else "\n    " + ",\n    ".join(parts) + ",\n"
 
 
 def render_commands() -> str:
-    """Every command of `atoll` with its options, as `--help` tells them."""
+    """Return the page of all commands with their options, as in `--help`."""
     lines = ["# The `atoll` command", ""]
     lines += [
-        "Made from the commands themselves; `atoll COMMAND --help` says the same. Exit codes: 0 fine; 1 something"
+        "Generated from the commands; `atoll COMMAND --help` shows the same. Exit codes: 0 success; 1 the command found"
     ]
-    lines += ["was found; 2 it cannot be carried out; 130 interrupted; 141 nobody reads the output.", ""]
+    lines += ["a problem; 2 invalid request; 130 interrupted; 141 the reader of the output has exited.", ""]
     for name, command in COMMANDS.items():
         lines += [f"## `atoll {name}`", "", inspect.cleandoc(command.run.__doc__ or ""), ""]
         lines += ["```sh", command.example, "```", ""]
@@ -92,6 +92,6 @@ def _render_options(name: str, command: Any) -> Iterator[str]:
 
 
 def _escape_cell(text: str) -> str:
-    """On one line, and nothing in it that Markdown or HTML would take for its own."""
+    """Return the text as one line, with characters of Markdown and HTML escaped."""
     plain = " ".join(text.split()).replace("|", "\\|")
     return plain.replace("<", "&lt;").replace("*", "\\*")

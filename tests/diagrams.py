@@ -1,9 +1,9 @@
-"""The parts of docs/protocol.md that are made from the code: state diagrams, reason sentences, shapes of types.
+"""Generate parts of docs/protocol.md from the code: state diagrams, reason sentences, fields of types.
 
-    python -m tests.diagrams --write docs/protocol.md     put them in their places (`make docs`)
+    python -m tests.diagrams --write docs/protocol.md     update the page (`make docs`)
     python -m tests.diagrams                              print them
 
-A part stands between two comments of the page, and whatever was there before is replaced:
+A part is the text between two comments of the page:
 
     <!-- generated: states of round -->
     <!-- end -->
@@ -31,7 +31,7 @@ Table = Mapping[tuple[Any, str], Enum]
 
 
 def render_states(name: str) -> str:
-    """One transition table as a diagram and as rows."""
+    """Return one transition table as a diagram and as table rows."""
     table: Table = TRANSITION_TABLES[name]
     kind: type[Enum] = type(next(iter(table))[0])
     members = list(kind)
@@ -68,7 +68,7 @@ TYPE_GROUPS: dict[str, Iterable[Any]] = {
 
 
 def render_types() -> str:
-    """Everything that travels or is written, with its fields and their annotations; aliases first."""
+    """Return all message and record types with their fields and annotations; aliases first."""
     lines = ["```python", "LearnerId = FragmentId = Version = Incarnation = int"]
     lines += ["Number = int | float", "Scalar = bool | Number | str | None"]
     for title, types in TYPE_GROUPS.items():
@@ -89,7 +89,7 @@ PART_RENDERERS: dict[str, Callable[[], str]] = {
 
 
 def fill_generated_parts(text: str) -> str:
-    """The page with every generated part as the code has it now."""
+    """Return the page with every generated part up to date."""
     found = [match["name"] for match in GENERATED_PART.finditer(text)]
     missing, unknown = sorted(set(PART_RENDERERS) - set(found)), sorted(set(found) - set(PART_RENDERERS))
     if missing or unknown or len(found) != len(set(found)):

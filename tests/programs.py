@@ -1,6 +1,6 @@
-"""The markers of tests that need more than Python, and what this machine lacks for each.
+"""Markers of tests that need more than Python, and what is missing for them on this machine.
 
-A marked test is skipped with the reason where something is missing. `python -m tests.programs` prints the list.
+A marked test is skipped with the reason if something is missing. `python -m tests.programs` prints the list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_browser() -> str | None:
-    """Return the path of the browser that the tests start, if there is one."""
+    """Return the path of the browser for the tests, or None."""
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
@@ -46,7 +46,7 @@ FIXTURE_MARKERS = {
     "mounted": "needs_root",
     "small_disk": "needs_root",
 }
-"""Tests that use such a fixture have its marker."""
+"""Marker of the tests that use each fixture."""
 
 MARKER_CHECKS = {
     "needs_root": _missing_for_root,
@@ -58,7 +58,7 @@ MARKER_CHECKS = {
 
 @cache
 def find_missing(marker: str) -> str | None:
-    """Return what this machine lacks for tests with this marker, or None."""
+    """Return what is missing for tests with this marker, or None."""
     return MARKER_CHECKS[marker]()
 
 

@@ -1,7 +1,7 @@
-"""What scripts of other people rely on, as text: names, signatures and types of `atoll` and its errors.
+"""Describe the public API as text: names, signatures and types of `atoll` and its errors.
 
     python -m tests.public_api            print it
-    python -m tests.public_api --write    keep it in tests/public_api.txt, as a change that is meant
+    python -m tests.public_api --write    write it to tests/public_api.txt, for an intended change
 
 Annotations are printed as they are written in the source, so a change of a type is a change of the text.
 """
@@ -19,7 +19,7 @@ import atoll
 from atoll import errors
 
 API_FILE = Path(__file__).with_name("public_api.txt")
-PUBLIC_DUNDER_METHODS = ("__init__", "__enter__", "__exit__")  # the only methods with underscores that a script calls
+PUBLIC_DUNDER_METHODS = ("__init__", "__enter__", "__exit__")  # methods with underscores that scripts use
 
 
 def describe_api() -> str:
@@ -30,14 +30,14 @@ def describe_api() -> str:
 
 
 def describe_module(module: ModuleType) -> Iterator[str]:
-    """Classes that are at home there, in the order of the alphabet."""
+    """Yield the classes that the module defines, in alphabetical order."""
     for name, kind in sorted(vars(module).items()):
         if inspect.isclass(kind) and kind.__module__ == module.__name__ and not name.startswith("_"):
             yield from describe_class(f"{module.__name__}.{name}", kind)
 
 
 def describe_class(name: str, kind: Any) -> Iterator[str]:
-    """The class with its parents, and what is public in it; nothing where it is no class."""
+    """Yield the class with its bases and public members; nothing if it is not a class."""
     if not inspect.isclass(kind):
         return
     bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
@@ -57,22 +57,22 @@ def describe_class(name: str, kind: Any) -> Iterator[str]:
 
 
 def find_untyped(kind: Any) -> list[str]:
-    """Public parameters and results without a type."""
+    """Return public parameters and results without annotation."""
     found = []
     for member, value in sorted(vars(kind).items()):
         function = value.fget if isinstance(value, property) else value
         if not inspect.isfunction(function) or (member.startswith("_") and member not in PUBLIC_DUNDER_METHODS):
             continue
         signature = inspect.signature(function)
-        given = [p.name for p in signature.parameters.values() if p.name != "self" and p.annotation is p.empty]
-        found += [f"{member}({name})" for name in given]
+        untyped = [p.name for p in signature.parameters.values() if p.name != "self" and p.annotation is p.empty]
+        found += [f"{member}({name})" for name in untyped]
         if signature.return_annotation is signature.empty:
             found.append(f"{member} -> ?")
     return found
 
 
 def _signature(function: Any) -> str:
-    """Without the quotes that postponed annotations have."""
+    """Return the signature without the quotes of postponed annotations."""
     return str(inspect.signature(function)).replace("'", "")
 
 

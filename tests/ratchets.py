@@ -75,7 +75,25 @@ def check_package_docstrings(sources: Sequence[Source]) -> Iterator[str]:
             yield source.format_violation(1, "no docstring: say what the package does and what it must not know")
 
 
+_CLAUSE_STARTS = set(
+    "of by what who whose which where when while at as how in to with without for from whether those it they so one".split()
+)
+
+
+def check_docstring_starts(sources: Sequence[Source]) -> Iterator[str]:
+    """A docstring begins with a verb or a noun, so that it can be understood without the code next to it."""
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                words = (ast.get_docstring(node) or "").split()
+                if words and words[0].lower().strip("`.,:") in _CLAUSE_STARTS:
+                    yield source.format_violation(
+                        node.lineno, f"{node.name}: begin with a verb or a noun, not {words[0]!r}"
+                    )
+
+
 LIMITS: dict[Ratchet, int] = {
+    check_docstring_starts: 0,
     check_unique_class_names: 0,
     check_private_attributes: 8,
     check_inheritance_depth: 2,

@@ -1,4 +1,4 @@
-"""Scripts of other people go on working: what they rely on is written down, and changes only where it is meant."""
+"""The public API equals tests/public_api.txt, so that it changes only on purpose."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from atoll import errors as error_module
 from atoll.island.stats import LearnerStats
 from tests.public_api import API_FILE, describe_api, describe_class, find_untyped
 
-ADVICE = "if it is meant: python -m tests.public_api --write, and a line in CHANGELOG.md"
+ADVICE = "if the change is intended: python -m tests.public_api --write, and a line in CHANGELOG.md"
 
 
-def test_the_public_api_is_what_is_written_down():
+def test_public_api_equals_its_file():
     assert describe_api() == API_FILE.read_text(encoding="utf-8"), ADVICE
 
 
-def another_learner(change: str) -> type[Any]:
-    """A copy of the class with one change, as text."""
+def changed_learner(change: str) -> type[Any]:
+    """Return a copy of the class with one change of its source."""
     source = inspect.getsource(atoll.Learner)
-    right, _, wrong = change.partition(" => ")
-    assert right in source, "the planted change has no place any more"
+    old, _, new = change.partition(" => ")
+    assert old in source, "the source of the planted change is gone"
     planted: dict[str, Any] = {}
     exec(
-        "from __future__ import annotations\n" + source.replace(right, wrong, 1),
+        "from __future__ import annotations\n" + source.replace(old, new, 1),
         vars(inspect.getmodule(atoll.Learner)) | {},
         planted,
     )
@@ -48,14 +48,14 @@ def another_learner(change: str) -> type[Any]:
         "keys: str | PathLike[str] | None = None, => ",
     ],
 )
-def test_a_planted_change_is_noticed(change):
+def test_planted_change_is_detected(change):
     before = list(describe_class("atoll.Learner", atoll.Learner))
-    assert list(describe_class("atoll.Learner", another_learner(change))) != before
+    assert list(describe_class("atoll.Learner", changed_learner(change))) != before
 
 
-def test_a_change_that_nobody_sees_is_none():
+def test_private_change_is_not_reported():
     before = list(describe_class("atoll.Learner", atoll.Learner))
-    assert list(describe_class("atoll.Learner", another_learner("def _close( => def _close_it("))) == before
+    assert list(describe_class("atoll.Learner", changed_learner("def _close( => def _close_it("))) == before
 
 
 def test_everything_public_has_types():
@@ -63,8 +63,8 @@ def test_everything_public_has_types():
     assert [found for kind in kinds if inspect.isclass(kind) for found in find_untyped(kind)] == []
 
 
-def test_a_parameter_without_a_type_is_noticed():
-    assert find_untyped(another_learner("def step(self, tokens: SupportsIndex, => def step(self, tokens,")) == [
+def test_parameter_without_annotation_is_detected():
+    assert find_untyped(changed_learner("def step(self, tokens: SupportsIndex, => def step(self, tokens,")) == [
         "step(tokens)"
     ]
 

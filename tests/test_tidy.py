@@ -20,6 +20,10 @@ TEST = "tests/test_planted.py"
 
 # (path, text) of a file that breaks the rule, and of its nearest neighbour that does not
 PLANTED: dict[Rule, tuple[tuple[str, str], tuple[str, str]]] = {
+    tidy_rules.check_idiom: (
+        (CORE, "# a learner that was to" + "ld of it"),
+        (CORE, "# a learner that received it"),
+    ),
     tidy_rules.check_module_length: (("src/long.py", "x = 1\n" * 1_001), ("src/long.py", "x = 1\n" * 1_000)),
     tidy_rules.check_function_length: (
         (CORE, "def f():\n" + "    x = 1\n" * 80),
@@ -91,6 +95,10 @@ PACKAGE = [source for source in SOURCES if source.is_python and source.is_within
 
 # modules that break the ratchet once, and modules that do not
 PLANTED_IN_PACKAGE: dict[Ratchet, tuple[list[str], list[str]]] = {
+    ratchets.check_docstring_starts: (
+        ['def f():\n    """Of one learner."""'],
+        ['def f():\n    """Return the rate of one learner."""'],
+    ),
     ratchets.check_unique_class_names: (["class A: ...", "class A: ..."], ["class A: ...", "class B: ..."]),
     ratchets.check_private_attributes: (["learner._core.view()"], ["self._core.view()", "super()._end()"]),
     ratchets.check_inheritance_depth: (

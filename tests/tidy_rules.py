@@ -198,7 +198,36 @@ def check_sleep_and_mock(source: Source) -> Iterator[str]:
                 yield source.format_violation(node.lineno, "time is an argument: no test sleeps")
 
 
+_IDIOM = {
+    "to" + "ld": "sent, received, reported or handled",
+    "hea" + "rd": "received",
+    "who" + "ever": "name the learner, process or user",
+    "no" + "body": "no learner, no process or none",
+    "some" + "body": "name the learner, process or user",
+    "wi" + "sh": "request or option",
+    "wi" + "shes": "requests or options",
+    "str" + "uck": "hit, injected or observed",
+    "stran" + "ger": "unauthenticated client",
+    "as wro" + "ng": "as error",
+    "LOO" + "K_S": "a name that says which interval",
+    "MO" + "ST_": "MAX_",
+    "LEA" + "ST_": "MIN_",
+}
+_IDIOM_PATTERN = re.compile(r"\b(?:" + "|".join(word if word.endswith("_") else rf"{word}\b" for word in _IDIOM) + ")")
+_IDIOM_PAGES = {"CONTRIBUTING.md", "docs/architecture.md"}
+
+
+def check_idiom(source: Source) -> Iterator[str]:
+    """Code speaks the language of the field. These words said something else in the past, often several things."""
+    if source.path.suffix not in {".py", ".js", ".css", ".html"} and str(source.path) not in _IDIOM_PAGES:
+        return
+    for number, line in enumerate(source.lines, 1):
+        for word in _IDIOM_PATTERN.findall(line):
+            yield source.format_violation(number, f"{word!r}: write {_IDIOM[word]}")
+
+
 RULES: tuple[Rule, ...] = (
+    check_idiom,
     check_module_length,
     check_function_length,
     check_file_name,

@@ -1,7 +1,7 @@
 """A small run of real cores on a virtual clock, for tests that need real entries.
 
-One syncer and a few learners over links with a fixed delay; processes can be killed and started again, and their clocks
-can be wrong. Nothing is random and nothing fails by itself.
+One syncer and a few learners over links with a fixed delay; processes can be killed and restarted, and their clocks
+can be offset. Nothing is random, and nothing fails unless a test requests it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from atoll.tape.files import TapeWriter, new_header, tape_path
 from atoll.tape.format import Actor, Entry, Header
 
 LINK_DELAY_S, STORE_DELAY_S, STEP_S, TOKENS_PER_STEP = 0.05, 0.01, 1.0, 100
-SAMPLES_PER_STEP = 4  # of one step, in a run with leases
+SAMPLES_PER_STEP = 4  # in a run with leases
 
 
 class TinyRun:
-    """Run it with `run_until`; between two calls processes may be killed and started.
+    """A run that `run_until` advances. Processes may be killed and started between two calls.
 
-    `clocks_s` is what a process adds to the true time, by learner id.
+    `clocks_s` is the clock offset of each process by learner id.
     """
 
     def __init__(self, learners: int = 3, clocks_s: dict[int, float] | None = None, **settings: object) -> None:
         self.config = RunConfig(**({"fragments": 3, "every_steps": 3, "quorum": 2} | settings))  # type: ignore[arg-type]
-        self.entries: list[Entry] = []  # in true order
+        self.entries: list[Entry] = []  # in the order of virtual time
         self.headers: dict[Actor, Header] = {}
         self._driver = driver = SimDriver(self.config, clocks_s=clocks_s)
         ids = range(1, 10)  # more may be started later
@@ -72,23 +72,23 @@ class TinyRun:
         self._driver.kill(self._process(actor_id))
 
     def suspend(self, actor_id: int, for_s: float) -> None:
-        """As SIGSTOP and SIGCONT do: events wait, and the step under way ends when the process goes on, or later."""
+        """Suspend a process as SIGSTOP and SIGCONT do: events wait, and the current step ends later."""
         self._process(actor_id).paused_until = self._driver.engine.now + for_s
 
     def finish(self) -> None:
         self._driver.deliver(self._process(SYNCER), FinishRequested())
 
     def request_control(self, what: ControlKind, value: float | None, requested_by: str) -> None:
-        """As an operator."""
+        """Send an operator request."""
         self._driver.deliver(self._process(SYNCER), ControlRequested(what, value, requested_by))
 
     def disconnect_shard(self, *fragments: int) -> None:
         self._driver.deliver(self._process(SYNCER), ShardLost(fragments, "connection reset by peer"))
 
     def reconnect_shard(self, *fragments: int) -> None:
-        """With what is durable of these."""
-        held = tuple((p, self._driver.disk.durable_version(p)) for p in fragments)
-        self._driver.deliver(self._process(SYNCER), ShardReconnected(held))
+        """Reconnect the shard with the durable versions of these fragments."""
+        versions = tuple((p, self._driver.disk.durable_version(p)) for p in fragments)
+        self._driver.deliver(self._process(SYNCER), ShardReconnected(versions))
 
     def run_until(self, end: float) -> TinyRun:
         self._driver.engine.run_until(end)
@@ -107,7 +107,7 @@ class TinyRun:
 
 
 def eventful_run(**settings: object) -> TinyRun:
-    """Rounds, a killed learner that comes back, a killed syncer that comes back, and an orderly end."""
+    """Return a run with rounds, a killed and restarted learner, a killed and restarted syncer, and a regular end."""
     run = TinyRun(**settings)  # type: ignore[arg-type]
     run.run_until(12.0)
     run.kill(2)

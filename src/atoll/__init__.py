@@ -1,6 +1,6 @@
-"""Atoll: Decoupled DiLoCo, training on islands that never wait for each other.
+"""Atoll: Decoupled DiLoCo, fault-tolerant training of one PyTorch model on islands that never wait for each other.
 
-`atoll.Learner` and `atoll.LearnerStats` are loaded on first use: tools that need no tensors start without torch.
+`atoll.Learner` and `atoll.LearnerStats` are loaded on first use, so that tools without tensors start without torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from atoll.island.stats import LearnerStats as LearnerStats
     from atoll.learner.api import Learner as Learner
 
-try:  # a file and not the metadata of the package, which takes 40 ms to read
+try:  # a file, because reading the metadata of the package takes 40 ms
     from atoll._version import version as __version__
-except ImportError:  # run from its sources, never built
+except ImportError:  # run from the sources without a build
     __version__ = "0+unknown"
 
 __all__ = [

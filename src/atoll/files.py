@@ -2,7 +2,7 @@
 
 After a crash or on a full disk, a path holds its old content or the new one, never a part.
 
-The content goes to a temporary file beside the path, is made durable, and then gets its name in one step. `durable` is
+The content goes to a temporary file next to the path, is made durable, and then gets its name in one step. `durable` is
 False only where losing the file to a power cut is harmless: nothing is fsynced then.
 """
 
@@ -60,7 +60,7 @@ def atomic_write(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename in (None, str(temporary), temporary):
-            error.filename, error.filename2 = str(path), None  # ENOSPC from a write names no file
+            error.filename, error.filename2 = str(path), None  # ENOSPC from a write has no file name
         raise
     if durable:
         sync_folder(path.parent)

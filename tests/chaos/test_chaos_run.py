@@ -132,8 +132,8 @@ def test_a_killed_learner_is_another_process_afterwards(struck):
     fault = struck.fault("kill", "learner 1")
     before, after = struck.timeline.processes[1][:2]
     assert fault["ended_s"] >= fault["started_s"] + 0.5
-    assert before.last <= fault["ended_s"]
-    assert after.first >= fault["started_s"] + 0.5
+    assert before.last_entry_at <= fault["ended_s"]
+    assert after.first_entry_at >= fault["started_s"] + 0.5
     assert fault["kill_to_step_s"] == pytest.approx(after.log.ends[0] - fault["started_s"])
     assert fault["kill_to_merge_s"] >= fault["kill_to_step_s"]
 
@@ -162,11 +162,13 @@ def test_nothing_of_a_learner_arrives_while_its_link_is_cut(struck):
 def test_a_new_learner_joins_and_leaves_for_good(struck):
     (process,) = struck.timeline.processes[4]
     joined, left = struck.fault("join", "learner 4"), struck.fault("leave", "learner 4")
-    assert joined["started_s"] < process.first < left["started_s"]
-    assert process.last <= left["ended_s"], "its process was gone then"
+    assert joined["started_s"] < process.first_entry_at < left["started_s"]
+    assert process.last_entry_at <= left["ended_s"], "its process was gone then"
     assert any((4, 1) in merge.contributors for merge in struck.timeline.merges())
     assert [each["learner"] for each in struck.told["islands"]] == [1, 2, 3, 4]
-    assert struck.told["islands"][3]["allocated_s"] == pytest.approx(process.last - process.first, abs=0.5)
+    assert struck.told["islands"][3]["allocated_s"] == pytest.approx(
+        process.last_entry_at - process.first_entry_at, abs=0.5
+    )
 
 
 def test_verdict_report_and_page_tell_the_same_of_its_time(struck):
@@ -232,8 +234,8 @@ def test_the_syncer_is_another_process_after_its_kill(struck):
     fault = struck.fault("kill", "syncer")
     first, second = struck.timeline.tenures
     assert fault["ended_s"] >= fault["started_s"] + 0.3
-    assert first.last <= fault["ended_s"]
-    assert second.first >= fault["started_s"] + 0.3
+    assert first.last_entry_at <= fault["ended_s"]
+    assert second.first_entry_at >= fault["started_s"] + 0.3
     assert fault["kill_to_merge_s"] > 0.3
 
 

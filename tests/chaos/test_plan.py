@@ -177,7 +177,7 @@ def test_the_list_has_a_sentence_for_each(capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "say which scenario"),
+        ([], "no scenario is given"),
         (["kill-two"], "there is no scenario 'kill-two'"),
         (["kill-one", "--duration", "long"], "--duration is 'long'; give a time"),
         (["kill-one", "--duration", "0s"], "--duration is 0 s; give a time from 1s"),

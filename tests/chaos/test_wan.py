@@ -32,7 +32,7 @@ LIMIT_S = 300.0
 
 def shaped(rate_bit_s: float = 0.0, delay_s: float = 0.0, loss: float = 0.0, queue_s: float = 0.1) -> LinkDirection:
     made = LinkDirection("test")
-    made.shape(LinkShape(rate_bit_s, delay_s, loss, queue_s))
+    made.set_link(LinkShape(rate_bit_s, delay_s, loss, queue_s))
     return made
 
 
@@ -136,7 +136,7 @@ def assert_nothing_is_left(owner: int) -> None:
 @pytest.mark.needs_root
 def test_one_stream_fills_a_link_and_no_more(made):
     rate = 40e6
-    made.shape(1, symmetric_link(rate, delay_s=0.005))
+    made.set_link(1, symmetric_link(rate, delay_s=0.005))
     with socket.create_server((made.address(0), 0)) as server:
         client = at_site(made, 1, lambda: socket.create_connection(server.getsockname()[:2], timeout=LIMIT_S))
         taken, _ = server.accept()
@@ -165,8 +165,8 @@ def test_one_stream_fills_a_link_and_no_more(made):
 
 @pytest.mark.needs_root
 def test_a_packet_takes_the_delays_of_both_links(made):
-    made.shape(1, Link(delay_s=0.04))
-    made.shape(2, Link(delay_s=0.02))
+    made.set_link(1, Link(delay_s=0.04))
+    made.set_link(2, Link(delay_s=0.02))
     with datagrams(made, 1) as one, datagrams(made, 2) as two:
         took = [math.inf]
         while min(took) > 0.125 and len(took) < 500:  # a machine with other work is late at times, and not always
@@ -188,14 +188,14 @@ def passed(made: Wan) -> int:
 
 @pytest.mark.needs_root
 def test_links_lose_their_share_and_queues_drop_what_is_too_much(made):
-    made.shape(1, Link(loss=0.05))
+    made.set_link(1, Link(loss=0.05))
     with datagrams(made, 1) as one, datagrams(made, 0) as home:
         for _ in range(20):
             for _ in range(100):
                 one.sendto(b"x" * 100, home.getsockname())
             read_all(home)  # nobody is faster than the receiver reads
         assert made.counts()[1].up.lost == pytest.approx(100, abs=45)
-        made.shape(1, symmetric_link(1e6))
+        made.set_link(1, symmetric_link(1e6))
         for _ in range(100):
             one.sendto(b"x" * 1000, home.getsockname())  # 0.8 s of this link; its queue has 0.1
         end = time.monotonic() + LIMIT_S

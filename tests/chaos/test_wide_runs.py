@@ -39,8 +39,8 @@ class Written(ObservedRun):
 
     lines: tuple[StepSample, ...] = ()
 
-    def marks(self, learner: int) -> list[StepSample]:
-        return [mark for mark in self.lines if mark.at >= self.shaped_at]
+    def step_samples(self, learner: int) -> list[StepSample]:
+        return [sample for sample in self.lines if sample.at >= self.shaped_at]
 
 
 def written(tmp_path, *lines: tuple[float, int], shaped_at: float = 0.0) -> ObservedRun:

@@ -39,5 +39,5 @@ def test_a_run_that_is_over_has_the_versions_with_which_it_ended(tmp_path, final
 
 def test_a_final_version_that_is_not_there_is_named(tmp_path):
     run_with_a_shard(tmp_path, ManifestRecord((3,), 3, 100))
-    with pytest.raises(ValueError, match=r"000000003.safetensors is not there, and the run has ended with it"):
+    with pytest.raises(ValueError, match=r"000000003.safetensors is missing, and it is a final version of the run"):
         read_published_tensors(tmp_path)

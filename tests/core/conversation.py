@@ -79,13 +79,13 @@ class Talk:
     def __init__(self, core: Any) -> None:
         self.core = core
         self.now = 0.0
-        self.effects: list[Any] = []  # what the core did about the last thing that it was told
+        self.effects: list[Any] = []  # effects of the last event
         self.done: list[Any] = []  # and about everything
         self.story: list[str] = []
         self.sentences: list[str] = []  # every reason that was ever given
         self.awaited: list[Any] = []  # effects that want an answer and have none yet
 
-    def tell(self, at: float, event: Event) -> list[Any]:
+    def handle(self, at: float, event: Event) -> list[Any]:
         self.now = at
         self._write(f"{at:>10.3f}  {encode(event)}")
         self.effects = self.core.handle(at, event)
@@ -95,12 +95,12 @@ class Talk:
             if isinstance(effect, MergeRound | Persist | SaveSnapshot):
                 self.awaited.append(effect)
             self.sentences += [str(reason) for reason in _reasons(effect)]
-            self.noticed(effect)
+            self.on_effect(effect)
         self.core.check_invariants()
         return self.effects
 
-    def noticed(self, effect: Any) -> None:
-        """For the kinds of talk that follow what is said."""
+    def on_effect(self, effect: Any) -> None:
+        """Process an effect; subclasses override it."""
 
     def _write(self, line: str) -> None:
         self.story.append(line)
@@ -113,7 +113,7 @@ class Talk:
             deadline = self.core.next_deadline()
             if deadline is None or deadline > until:
                 break
-            done += self.tell(deadline, TimerFired())
+            done += self.handle(deadline, TimerFired())
         else:
             raise AssertionError(f"timers fire for ever at {self.core.next_deadline()}")
         self.now = until
@@ -123,7 +123,7 @@ class Talk:
     # ---------------------------------------------------------------------------------------------------- comparing
 
     def expect(self, *effects: Any) -> None:
-        """The last thing that was told led to exactly these effects, in this order."""
+        """Assert that the last event led to exactly these effects, in this order."""
         got, wanted = [form(e) for e in self.effects], [form(e) for e in effects]
         if got != wanted:
             lines = [f"  got      {line}" for line in got] + [f"  expected {line}" for line in wanted]
@@ -174,7 +174,7 @@ class SyncerTalk(Talk):
         self.disk: dict[tuple[str, int], Record] = {}  # what would survive a kill
         for record in _records(restored):
             self._write_record(record)
-        self.tell(0.0, Started())
+        self.handle(0.0, Started())
 
     def restarted(self: Self, at: float = 0.0) -> Self:
         """The process was killed; another one starts on the same directory."""
@@ -189,19 +189,19 @@ class SyncerTalk(Talk):
         return self.voices[learner]
 
     def joined(self, learner: LearnerId, at: float = 0.0, incarnation: int = 1) -> Voice:
-        """A learner that trains: it has said hello, got every fragment, and is ready."""
+        """Join a learner: it has sent a hello, received every fragment, and is ready."""
         voice = self.voice(learner, incarnation)
         voice.hello(at)
         if voice.welcome is None:
             self.persisted(at)
         voice.acknowledges(at)
-        voice.says(at, StateRequest(()))
-        voice.says(at, Ready(because("peer-new-run")))
+        voice.delivers(at, StateRequest(()))
+        voice.delivers(at, Ready(because("peer-new-run")))
         return voice
 
-    def noticed(self, effect: Any) -> None:
+    def on_effect(self, effect: Any) -> None:
         if isinstance(effect, Send) and effect.envelope.learner in self.voices:
-            self.voices[effect.envelope.learner].hears(effect.envelope)
+            self.voices[effect.envelope.learner].receives(effect.envelope)
 
     def to(self, learner: LearnerId, body: Body) -> Send:
         """The message as this syncer would send it to the learner now."""
@@ -220,32 +220,32 @@ class SyncerTalk(Talk):
         raise AssertionError(f"no {kind.__name__} of {words} waits for an answer; the story is printed above")
 
     def merged(self, at: float) -> list[Any]:
-        return self.tell(at, MergeDone(self.take(MergeRound).round))
+        return self.handle(at, MergeDone(self.take(MergeRound).round))
 
     def merge_failed(self, at: float, why: str = "out of memory") -> list[Any]:
-        return self.tell(at, MergeFailed(self.take(MergeRound).round, why))
+        return self.handle(at, MergeFailed(self.take(MergeRound).round, why))
 
     def persisted(self, at: float, *words: object) -> list[Any]:
         record = self.take(Persist, *words).record
         self._write_record(record)
-        return self.tell(at, Persisted(record.key()))
+        return self.handle(at, Persisted(record.key()))
 
     def persist_failed(self, at: float, why: str = "no space left on device") -> list[Any]:
-        return self.tell(at, PersistFailed(self.take(Persist).record.key(), why))
+        return self.handle(at, PersistFailed(self.take(Persist).record.key(), why))
 
-    def written_unheard(self) -> None:
-        """The oldest record has reached the disk, and the process dies before it hears of that."""
+    def written_without_reply(self) -> None:
+        """Write the oldest record without a reply, as if the process died in between."""
         self._write_record(self.take(Persist).record)
 
     def shard_lost(self, at: float, *fragments: FragmentId, why: str = "connection reset by peer") -> list[Any]:
-        """Nothing that it was asked has an answer any more."""
+        """Drop the pending effects of a lost shard: they get no reply."""
         for effect in list(self.awaited):
             if _fragment_of(effect) in fragments:
                 self.awaited.remove(effect)
-        return self.tell(at, ShardLost(fragments, why))
+        return self.handle(at, ShardLost(fragments, why))
 
     def shard_back(self, at: float, *held: tuple[FragmentId, Version]) -> list[Any]:
-        return self.tell(at, ShardReconnected(held))
+        return self.handle(at, ShardReconnected(held))
 
     def merges_and_persists(self, at: float) -> list[Any]:
         """The oldest sealed round becomes a version."""
@@ -303,7 +303,7 @@ class Voice:
         self.leases: list[Lease] = []
         self.taken = 0
 
-    def hears(self, envelope: Envelope) -> None:
+    def receives(self, envelope: Envelope) -> None:
         body = envelope.body
         if (envelope.incarnation, envelope.session) != (self.incarnation, self.session):
             return
@@ -324,35 +324,35 @@ class Voice:
         plain = Envelope(self.id, self.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body)
         return structs.replace(plain, **other)
 
-    def says(self, at: float, body: Body, **other: Any) -> list[Any]:
+    def delivers(self, at: float, body: Body, **other: Any) -> list[Any]:
         """A message arrives. `other` replaces fields of its envelope."""
-        return self.talk.tell(at, MessageArrived(self.envelope(body, **other)))
+        return self.talk.handle(at, MessageArrived(self.envelope(body, **other)))
 
     def hello(self, at: float, training: bool = False, **other: Any) -> list[Any]:
         config = self.talk.config
         body = Hello(
             config.run_id, config.fingerprint, tuple(self.received.values()), self.step, self.trained, training
         )
-        return self.says(at, structs.replace(body, **other))
+        return self.delivers(at, structs.replace(body, **other))
 
     def acknowledges(self, at: float) -> list[Any]:
         """Every version that has arrived."""
         done: list[Any] = []
         for p, version in list(self.received.items()):
             if version != NO_VERSION:
-                done += self.says(at, PublishAck(p, version))
+                done += self.delivers(at, PublishAck(p, version))
         self.talk.effects = done
         return done
 
     def reports(self, at: float, step: int, trained: int | None = None, step_time_s: float = 1.0) -> list[Any]:
         self.step = step
         self.trained = step * TOKENS if trained is None else trained
-        return self.says(at, Report(self.step, self.trained, step_time_s, self.taken))
+        return self.delivers(at, Report(self.step, self.trained, step_time_s, self.taken))
 
     def contributes(self, at: float, fragment: FragmentId = 0, **other: Any) -> list[Any]:
         """An honest answer to the newest pull of the fragment; `other` replaces fields of it."""
         body = self.contribution(fragment)
-        return self.says(at, structs.replace(body, **other))
+        return self.delivers(at, structs.replace(body, **other))
 
     def contribution(self, fragment: FragmentId = 0) -> Contribution:
         mark = self.marks.get(fragment)
@@ -379,24 +379,24 @@ class LearnerTalk(Talk):
         self.epoch = 1
         self.tick = 0
         self.marker = 0
-        self.tell(0.0, Started())
+        self.handle(0.0, Started())
 
     def opens(self, at: float) -> list[Any]:
         self.session += 1
-        return self.tell(at, ConnectionOpened(self.session))
+        return self.handle(at, ConnectionOpened(self.session))
 
-    def hears(self, at: float, body: Body, **other: Any) -> list[Any]:
+    def receives(self, at: float, body: Body, **other: Any) -> list[Any]:
         """A message of the syncer arrives. `other` replaces fields of its envelope."""
         self.tick += 1
         core = self.core
         plain = Envelope(
             core.state.id, core.state.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body
         )
-        return self.tell(at, MessageArrived(structs.replace(plain, **other)))
+        return self.handle(at, MessageArrived(structs.replace(plain, **other)))
 
     def welcomed(self, at: float, versions: tuple[Version, ...] | None = None, step_time_s: float = 0.0) -> list[Any]:
         versions = versions if versions is not None else (0,) * len(self.config.fragment_ids())
-        return self.hears(at, Welcome(versions, 0.0, step_time_s))
+        return self.receives(at, Welcome(versions, 0.0, step_time_s))
 
     def gets(
         self,
@@ -407,7 +407,7 @@ class LearnerTalk(Talk):
         base: Version | None = None,
     ) -> list[Any]:
         """A published version arrives."""
-        return self.hears(at, Published(fragment, version, base, mark, 0.0))
+        return self.receives(at, Published(fragment, version, base, mark, 0.0))
 
     def trains(self, at: float = 0.0) -> LearnerTalk:
         """Connected and training, on version 0 of every fragment, in a new run."""
@@ -415,24 +415,24 @@ class LearnerTalk(Talk):
         self.welcomed(at)
         for p in self.config.fragment_ids():
             self.gets(at, p, 0)
-        self.hears(at, NoPeer(because("peer-new-run"), True))
+        self.receives(at, NoPeer(because("peer-new-run"), True))
         assert self.core.training, "the story is printed above"
         return self
 
     def steps(
         self, at: float, steps: int = 1, tokens: int | None = None, step_time_s: float = 1.0, samples: int = 0
     ) -> list[Any]:
-        return self.tell(at, StepTaken(steps, steps * TOKENS if tokens is None else tokens, step_time_s, samples))
+        return self.handle(at, StepTaken(steps, steps * TOKENS if tokens is None else tokens, step_time_s, samples))
 
     def saved(self, at: float) -> list[Any]:
         effect = next(e for e in self.awaited if isinstance(e, SaveSnapshot))
         self.awaited.remove(effect)
-        return self.tell(at, SnapshotSaved(effect.snapshot))
+        return self.handle(at, SnapshotSaved(effect.snapshot))
 
     def save_failed(self, at: float, why: str = "no space left on device") -> list[Any]:
         effect = next(e for e in self.awaited if isinstance(e, SaveSnapshot))
         self.awaited.remove(effect)
-        return self.tell(at, SnapshotSaveFailed(effect.snapshot, why))
+        return self.handle(at, SnapshotSaveFailed(effect.snapshot, why))
 
     def sends(self, body: Body) -> Send:
         """The message as this learner would send it now."""

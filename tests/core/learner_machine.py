@@ -87,7 +87,7 @@ class LearnerMachine(Machine):
         if isinstance(event, MessageArrived):
             self.heard.append(event.envelope)
         try:
-            done = self.talk.tell(self.now, event)
+            done = self.talk.handle(self.now, event)
         except AssertionError as error:
             raise AssertionError("\n".join([str(error), *self.talk.story[-STORY:]])) from error
         for effect in done:
@@ -109,7 +109,7 @@ class LearnerMachine(Machine):
             self.checked(body.steps > 0 and body.tokens >= 0 and body.dropped >= 0, f"{body}")
             self.sent[body.round.fragment] = body
         elif isinstance(effect, Stop):
-            self.checked(self.may_stop, "stopped, and neither the end nor a refusal nor the operator said so")
+            self.checked(self.may_stop, "stopped without an end, a refusal or an operator request")
 
     @invariant()
     def it_makes_sense(self):
@@ -130,7 +130,7 @@ class LearnerMachine(Machine):
             if self.config.adopt == "carry":
                 self.checked(not line.dropped, f"fragment {p}: carry drops nothing, {line}")
 
-    def hears(self, body: Any, **other: Any) -> list[Any]:
+    def receives(self, body: Any, **other: Any) -> list[Any]:
         core = self.talk.core
         self.talk.tick += 1
         plain_ = Envelope(
@@ -161,20 +161,20 @@ class LearnerMachine(Machine):
 
     @rule(step_s=st.sampled_from([0.0, 0.5, 1e6]))
     def welcomed(self, step_s):
-        self.hears(Welcome(tuple(self.published.values()), 0.0, step_s))
+        self.receives(Welcome(tuple(self.published.values()), 0.0, step_s))
 
     @rule()
     def comes_back(self):
         self.trains_if_it_can()
 
     def trains_if_it_can(self) -> None:
-        """All the way to training, if nothing stands in between."""
+        """Join and start to train, unless something prevents it."""
         if self.dialing:
             self.dialing_ends_well()
-        self.hears(Welcome(tuple(self.published.values()), 0.0, 1.0))
+        self.receives(Welcome(tuple(self.published.values()), 0.0, 1.0))
         for p, version in self.published.items():
-            self.hears(Published(p, version, None, self.marks.get(p), 0.0))
-        self.hears(NoPeer(because("peer-none"), False))
+            self.receives(Published(p, version, None, self.marks.get(p), 0.0))
+        self.receives(NoPeer(because("peer-none"), False))
         self.leases_more(0)
 
     @rule(skipped=st.sampled_from([0, 0, 1, -1]))
@@ -184,7 +184,7 @@ class LearnerMachine(Machine):
     def leases_more(self, skipped: int) -> None:
         """The next lease, one that it has had, or one after another that was lost."""
         number = max(0, self.talk.core.state.lease_count + skipped)
-        self.hears(Lease(number, 7 * number, 7 * number + 5))
+        self.receives(Lease(number, 7 * number, 7 * number + 5))
 
     def dialing_ends_well(self) -> None:
         self.dialing = False
@@ -197,7 +197,7 @@ class LearnerMachine(Machine):
             reason = because("refused-incarnation", 1, 9) if final else because("refused-full", 3)
             if final:
                 self.may_stop = True
-            self.hears(Refuse(reason, 9, final))
+            self.receives(Refuse(reason, 9, final))
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -221,7 +221,7 @@ class LearnerMachine(Machine):
     def pulled(self, fragment, ahead, again):
         p = fragment % self.config.fragments
         self.attempt += 0 if again else 1
-        self.hears(Pull(RoundId(p, self.published[p] + ahead, self.talk.epoch, self.attempt)))
+        self.receives(Pull(RoundId(p, self.published[p] + ahead, self.talk.epoch, self.attempt)))
 
     @rule(fragment=st.integers(0, 1), merged=st.booleans(), base=st.sampled_from(["whole", "update", "wrong"]))
     def published_next(self, fragment, merged, base):
@@ -234,7 +234,7 @@ class LearnerMachine(Machine):
             own = self.talk.core.state.incarnation
             self.marks[p] = MergedUpTo(own, body.round.base, body.copied_at, body.trained, body.dropped)
         self.published[p] += 1
-        self.hears(Published(p, self.published[p], base, self.marks.get(p), 0.5))
+        self.receives(Published(p, self.published[p], base, self.marks.get(p), 0.5))
 
     @precondition(lambda self: self.talk.core.training)
     @rule(fragment=st.integers(0, 1), merged=st.booleans(), tokens=st.integers(1, 50))
@@ -242,7 +242,7 @@ class LearnerMachine(Machine):
         """Pulled, answered at the boundary, published, adopted at the next one."""
         p = fragment % self.config.fragments
         self.attempt += 1
-        self.hears(Pull(RoundId(p, self.published[p], self.talk.epoch, self.attempt)))
+        self.receives(Pull(RoundId(p, self.published[p], self.talk.epoch, self.attempt)))
         self.takes_steps(1, tokens)
         self.publishes_next(p, merged, self.published[p])
         self.takes_steps(1, tokens)
@@ -250,13 +250,13 @@ class LearnerMachine(Machine):
     @rule(fragment=st.integers(0, 1))
     def the_newest_is_sent_again(self, fragment):
         p = fragment % self.config.fragments
-        self.hears(Published(p, self.published[p], None, self.marks.get(p), 0.5))
+        self.receives(Published(p, self.published[p], None, self.marks.get(p), 0.5))
 
     @rule(fragment=WILD, version=WILD)
     def a_fragment_of_another_model(self, fragment, version):
         if fragment not in self.published:
-            self.hears(Published(fragment, version, None, None, 0.0))
-            self.hears(Pull(RoundId(fragment, version, self.talk.epoch, 1)))
+            self.receives(Published(fragment, version, None, None, 0.0))
+            self.receives(Pull(RoundId(fragment, version, self.talk.epoch, 1)))
 
     @rule(fragment=WILD, version=WILD)
     def a_fragment_arrives_damaged(self, fragment, version):
@@ -270,14 +270,14 @@ class LearnerMachine(Machine):
     def refused_contribution(self, fragment):
         body = self.sent.get(fragment)
         if body is not None:
-            self.hears(RefuseContribution(body.round, because("contribution-late")))
+            self.receives(RefuseContribution(body.round, because("contribution-late")))
 
     # ------------------------------------------------------------------------------------------------ the rest
 
     @rule(more=st.integers(0, 1))
     def marked(self, more):
         self.talk.marker += more
-        self.hears(Marker(self.talk.marker))
+        self.receives(Marker(self.talk.marker))
 
     @precondition(lambda self: any(isinstance(e, SaveSnapshot) for e in self.talk.awaited))
     @rule(works=st.booleans())
@@ -286,11 +286,11 @@ class LearnerMachine(Machine):
         done = self.talk.saved(self.now) if works else self.talk.save_failed(self.now)
         for effect in done:
             self._look_at(effect)
-        self.checked(len(self.talk.story) > before, "nothing was told")
+        self.checked(len(self.talk.story) > before, "no event was recorded")
 
     @rule(to=st.integers(2, 40), ahead=st.sampled_from([0, 0, 1]))
     def state_wanted(self, to, ahead):
-        self.hears(ProvideState(to, 1, tuple(v + ahead for v in self.published.values())))
+        self.receives(ProvideState(to, 1, tuple(v + ahead for v in self.published.values())))
 
     @rule(what=st.integers(0, 3), incarnation=st.integers(0, 1))
     def told_about_inner_state(self, what, incarnation):
@@ -302,11 +302,11 @@ class LearnerMachine(Machine):
             NoPeer(because("peer-new-run"), True),
             OptimizerState(7, 1, own + incarnation, 3, versions),
         ]
-        self.hears(bodies[what])
+        self.receives(bodies[what])
 
     @rule(serial=st.integers(0, 3))
     def pong(self, serial):
-        self.hears(Pong(serial))
+        self.receives(Pong(serial))
 
     @rule(
         fields=st.sampled_from(["session", "incarnation", "epoch"]),
@@ -319,8 +319,8 @@ class LearnerMachine(Machine):
         bodies = [Finish(versions, 1), Refuse(because("refused-finished"), 0, True), Welcome(versions, 0.0, 1.0)]
         own = {"session": self.talk.session, "incarnation": self.talk.core.state.incarnation, "epoch": self.talk.epoch}
         if fields == "epoch" and (change == 1 or self.talk.core.state.epoch < self.talk.epoch):
-            return  # whoever greets may be answered by a newer syncer
-        self.hears(bodies[what], **{fields: own[fields] + change})
+            return  # a hello may be answered by a newer syncer
+        self.receives(bodies[what], **{fields: own[fields] + change})
         self.heard.pop()  # told again when the link has that number, it would be for us after all
 
     @rule(which=st.integers(0, 50))
@@ -332,7 +332,7 @@ class LearnerMachine(Machine):
     def the_run_is_finished(self, chance):
         if chance == 0:
             self.may_stop = True
-            self.hears(Finish(tuple(self.published.values()), sum(self.published.values())))
+            self.receives(Finish(tuple(self.published.values()), sum(self.published.values())))
 
     @rule(chance=st.integers(0, 30), push=st.booleans())
     def the_operator_wants_it_to_leave(self, chance, push):

@@ -83,7 +83,7 @@ def look(core: Any) -> Any:
 
 
 class Machine(RuleBasedStateMachine):
-    """What both have in common: time, and the story that is told when something breaks."""
+    """Base of both machines: time, and the story that is printed on a failure."""
 
     talk: Any
 

@@ -200,13 +200,13 @@ def _part(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
         _rounds(words.pop("outstanding", "-")),
         words.pop("problem", None),
     )
-    voice.says(at, part)
+    voice.delivers(at, part)
 
 
 def _says(make: Callable[[Voice, Words], Any]) -> Callable[..., None]:
     def say(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
         voice = talk.voices[int(who)]
-        voice.says(at, make(voice, words))
+        voice.delivers(at, make(voice, words))
 
     return say
 
@@ -223,7 +223,7 @@ def _phrases(table: dict[str, Callable[..., Any]]) -> list[Phrase]:
 
 
 def _disk_kept(talk: SyncerTalk, at: float, words: Words) -> None:
-    talk.written_unheard()
+    talk.written_without_reply()
 
 
 def _reports(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
@@ -232,14 +232,14 @@ def _reports(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
 
 def _reports_late(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
     voice = talk.voices[int(who)]
-    voice.says(at, Report(words.pop("step"), words.pop("trained"), 1.0), session=voice.session - 1)
+    voice.delivers(at, Report(words.pop("step"), words.pop("trained"), 1.0), session=voice.session - 1)
 
 
 def _contributes(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
     voice = talk.voices[int(who)]
     marker = words.pop("marker", voice.marker)
     body = structs.replace(voice.contribution(words.pop("fragment", 0)), **_takes_all(words))
-    voice.says(at, body, marker=marker)
+    voice.delivers(at, body, marker=marker)
 
 
 def _shard_lost(talk: SyncerTalk, at: float, words: Words) -> None:
@@ -254,7 +254,7 @@ def _shard_back(talk: SyncerTalk, at: float, words: Words) -> None:
 
 def _wants(talk: SyncerTalk, at: float, words: Words) -> None:
     """`the operator wants what quorum value 2`."""
-    talk.tell(at, ControlRequested(words.pop("what"), words.pop("value", None), "ada"))
+    talk.handle(at, ControlRequested(words.pop("what"), words.pop("value", None), "ada"))
 
 
 SYNCER = _phrases(
@@ -288,7 +288,7 @@ SYNCER = _phrases(
         "WHO leaves": _says(lambda voice, words: Left(words.pop("why"))),
         "WHO pings": _says(lambda voice, words: Ping(words.pop("serial", 1))),
         "WHO has saved its part": _part,
-        "WHO loses its link": lambda talk, at, who, words: talk.tell(
+        "WHO loses its link": lambda talk, at, who, words: talk.handle(
             at,
             LearnerDisconnected(
                 int(who),
@@ -304,10 +304,10 @@ SYNCER = _phrases(
         "the disk has written it and nobody hears of it": _disk_kept,
         "the shard is lost": _shard_lost,
         "the shard is back": _shard_back,
-        "a snapshot is wanted": lambda talk, at, words: talk.tell(at, SnapshotRequested()),
+        "a snapshot is wanted": lambda talk, at, words: talk.handle(at, SnapshotRequested()),
         "the operator wants": _wants,
-        "the end is wanted": lambda talk, at, words: talk.tell(at, FinishRequested()),
-        "a timer fires": lambda talk, at, words: talk.tell(at, TimerFired()),
+        "the end is wanted": lambda talk, at, words: talk.handle(at, FinishRequested()),
+        "a timer fires": lambda talk, at, words: talk.handle(at, TimerFired()),
     }
 )
 
@@ -330,22 +330,22 @@ def _next_syncer(talk: LearnerTalk, at: float, words: Words) -> None:
 
 def _hears(make: Callable[[Words], Any]) -> Callable[..., None]:
     def hear(talk: LearnerTalk, at: float, words: Words) -> None:
-        talk.hears(at, make(words))
+        talk.receives(at, make(words))
 
     return hear
 
 
 def _marker(talk: LearnerTalk, at: float, words: Words) -> None:
     talk.marker = words.pop("snapshot")
-    talk.hears(at, Marker(talk.marker))
+    talk.receives(at, Marker(talk.marker))
 
 
 LEARNER = _phrases(
     {
         "trains": lambda talk, at, words: talk.trains(at),
         "the link opens": lambda talk, at, words: talk.opens(at),
-        "the link closes": lambda talk, at, words: talk.tell(at, ConnectionClosed(talk.session, words.pop("why"))),
-        "dialing fails": lambda talk, at, words: talk.tell(at, DialFailed(words.pop("why"))),
+        "the link closes": lambda talk, at, words: talk.handle(at, ConnectionClosed(talk.session, words.pop("why"))),
+        "dialing fails": lambda talk, at, words: talk.handle(at, DialFailed(words.pop("why"))),
         "takes a step": lambda talk, at, words: talk.steps(
             at,
             words.pop("steps", 1),
@@ -355,10 +355,10 @@ LEARNER = _phrases(
         ),
         "has saved its part": lambda talk, at, words: talk.saved(at),
         "cannot save its part": lambda talk, at, words: talk.save_failed(at, words.pop("why")),
-        "is told to push and leave": lambda talk, at, words: talk.tell(
+        "is told to push and leave": lambda talk, at, words: talk.handle(
             at, LeaveRequested(words.pop("why"), drain=True)
         ),
-        "is told to leave": lambda talk, at, words: talk.tell(at, LeaveRequested(words.pop("why"))),
+        "is told to leave": lambda talk, at, words: talk.handle(at, LeaveRequested(words.pop("why"))),
         "another syncer takes over": _next_syncer,
         "the syncer pauses": _hears(lambda words: SetPaused(words.pop("serial"), True)),
         "the syncer resumes": _hears(lambda words: SetPaused(words.pop("serial"), False)),
@@ -390,8 +390,8 @@ LEARNER = _phrases(
             lambda words: Finish(_tuple(words.pop("versions")), words.pop("merges"))
         ),
         "the syncer answers the ping": _hears(lambda words: Pong(words.pop("serial", 1))),
-        "a timer fires": lambda talk, at, words: talk.tell(at, TimerFired()),
-        "inner state is rejected": lambda talk, at, words: talk.tell(
+        "a timer fires": lambda talk, at, words: talk.handle(at, TimerFired()),
+        "inner state is rejected": lambda talk, at, words: talk.handle(
             at, StateRejected(words.pop("giver"), words.pop("why"))
         ),
     }
@@ -508,7 +508,7 @@ class Scenario:
         assert talk is not None
         lines: list[str] = []
         while (deadline := talk.core.next_deadline()) is not None and deadline <= until:
-            done = talk.tell(deadline, TimerFired())
+            done = talk.handle(deadline, TimerFired())
             lines += [f"at {deadline:.6g}:", *[f"  {line}" for line in self._lines(done)]] if done else []
         return lines
 

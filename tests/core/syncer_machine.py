@@ -94,7 +94,7 @@ class SyncerMachine(Machine):
         if isinstance(event, MessageArrived):
             self.heard.append(event.envelope)
         try:
-            done = self.talk.tell(self.now, event)
+            done = self.talk.handle(self.now, event)
         except AssertionError as error:
             raise AssertionError("\n".join([str(error), *self.talk.story[-STORY:]])) from error
         for effect in done:
@@ -155,7 +155,7 @@ class SyncerMachine(Machine):
     def voice(self, learner: int) -> Voice:
         return self.talk.voices.get(learner) or self.talk.voice(learner)
 
-    def says(self, learner: int, body: Any, **other: Any) -> None:
+    def delivers(self, learner: int, body: Any, **other: Any) -> None:
         self.happens(MessageArrived(self.voice(learner).envelope(body, **other)))
 
     # ------------------------------------------------------------------------------------------------ merges and disk
@@ -257,22 +257,22 @@ class SyncerMachine(Machine):
 
     def joins_all_the_way(self, voice: Voice) -> None:
         """As far as the disk lets it."""
-        self.says(voice.id, self.hello_body(voice, False))
+        self.delivers(voice.id, self.hello_body(voice, False))
         for effect in [e for e in self.talk.awaited if isinstance(e, Persist)]:
             self._end_write(effect)
         self.acknowledges_all(voice)
         self.wants_leases(voice)
         for effect in [e for e in self.talk.awaited if isinstance(e, Persist)]:
             self._end_write(effect)
-        self.says(voice.id, Ready(because("state-kept")))
+        self.delivers(voice.id, Ready(because("state-kept")))
 
     def wants_leases(self, voice: Voice) -> None:
         if self.config.lease_samples:
-            self.says(voice.id, LeaseRequest(len(voice.leases), voice.taken))
+            self.delivers(voice.id, LeaseRequest(len(voice.leases), voice.taken))
 
     def acknowledges_all(self, voice: Voice) -> None:
         for p, version in list(voice.received.items()):
-            self.says(voice.id, PublishAck(p, version))
+            self.delivers(voice.id, PublishAck(p, version))
 
     @rule(learner=LEARNERS, older=st.sampled_from([False, False, True]))
     def starts_again(self, learner, older):
@@ -284,12 +284,12 @@ class SyncerMachine(Machine):
     def dials_again(self, learner, training):
         voice = self.voice(learner)
         voice.session += 1
-        self.says(learner, self.hello_body(voice, training))
+        self.delivers(learner, self.hello_body(voice, training))
 
     @rule(learner=LEARNERS, training=st.booleans())
     def says_hello_once_more(self, learner, training):
         voice = self.voice(learner)
-        self.says(learner, self.hello_body(voice, training))
+        self.delivers(learner, self.hello_body(voice, training))
 
     @rule(learner=LEARNERS, stale=st.booleans())
     def disconnected(self, learner, stale):
@@ -299,7 +299,7 @@ class SyncerMachine(Machine):
     @rule(learner=LEARNERS, chance=st.integers(0, 8))
     def leaves(self, learner, chance):
         if chance == 0:
-            self.says(learner, Left("the operator said so"))
+            self.delivers(learner, Left("the operator said so"))
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -309,7 +309,7 @@ class SyncerMachine(Machine):
         voice.step += steps
         voice.trained += tokens
         self.takes(voice, steps)
-        self.says(learner, Report(voice.step, voice.trained, 1.0, voice.taken))
+        self.delivers(learner, Report(voice.step, voice.trained, 1.0, voice.taken))
 
     def takes(self, voice: Voice, samples: int) -> None:
         voice.taken = min(voice.taken + samples, sum(lease.end - lease.begin for lease in voice.leases))
@@ -320,14 +320,14 @@ class SyncerMachine(Machine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0]), rounds=st.integers(1, 3))
     def some_good_seconds(self, seconds, rounds):
-        """Everybody trains, answers and acknowledges; merge thread and disk are quick."""
+        """All learners train, contribute and acknowledge; merge thread and disk take no time."""
         for _ in range(rounds):
             self.now += seconds
             for voice in list(self.talk.voices.values()):
                 voice.step, voice.trained = voice.step + 1, voice.trained + 10
                 self.takes(voice, 3)
                 self.wants_leases(voice)
-                self.says(voice.id, Report(voice.step, voice.trained, seconds, voice.taken))
+                self.delivers(voice.id, Report(voice.step, voice.trained, seconds, voice.taken))
             self.everybody_answers()
             self.all_work_ends()
             for voice in list(self.talk.voices.values()):
@@ -336,7 +336,7 @@ class SyncerMachine(Machine):
     def everybody_answers(self) -> None:
         for learner, voice in list(self.talk.voices.items()):
             for fragment in list(voice.pulls):
-                self.says(learner, voice.contribution(fragment))
+                self.delivers(learner, voice.contribution(fragment))
 
     def all_work_ends(self) -> None:
         while self.talk.awaited:
@@ -350,7 +350,7 @@ class SyncerMachine(Machine):
     def contributes(self, learner, fragment):
         voice = self.voice(learner)
         if fragment in voice.pulls:
-            self.says(learner, voice.contribution(fragment))
+            self.delivers(learner, voice.contribution(fragment))
 
     @rule()
     def everybody_contributes(self):
@@ -364,13 +364,13 @@ class SyncerMachine(Machine):
 
     @rule(learner=LEARNERS, body=NONSENSE)
     def says_nonsense(self, learner, body):
-        self.says(learner, body)
+        self.delivers(learner, body)
 
     @rule(learner=LEARNERS, fragment=FRAGMENTS, field=st.sampled_from(Contribution.__struct_fields__[1:6]), value=WILD)
     def contributes_nonsense(self, learner, fragment, field, value):
         voice = self.voice(learner)
         if fragment in voice.pulls:
-            self.says(learner, structs.replace(voice.contribution(fragment), **{field: value}))
+            self.delivers(learner, structs.replace(voice.contribution(fragment), **{field: value}))
 
     @rule(learner=st.integers(-1, 5), run=st.sampled_from(["run", "other"]), print_=st.sampled_from([(), ("other",)]))
     def a_stranger_says_hello(self, learner, run, print_):
@@ -384,12 +384,12 @@ class SyncerMachine(Machine):
 
     @rule(learner=LEARNERS, tried=st.lists(LEARNERS, max_size=2))
     def asks_for_state(self, learner, tried):
-        self.says(learner, StateRequest(tuple(tried)))
+        self.delivers(learner, StateRequest(tuple(tried)))
 
     @rule(learner=LEARNERS, to=LEARNERS)
     def gives_state(self, learner, to):
         versions = tuple(self.versions.values())
-        self.says(learner, OptimizerState(learner, to, self.voice(to).incarnation, 1, versions))
+        self.delivers(learner, OptimizerState(learner, to, self.voice(to).incarnation, 1, versions))
 
     @rule(learner=LEARNERS, lag=st.sampled_from([0, 0, 0, 1, -1]), outstanding=st.booleans(), bad=st.booleans())
     def saves_its_part(self, learner, lag, outstanding, bad):
@@ -399,14 +399,14 @@ class SyncerMachine(Machine):
         voice.marker = snapshot
         versions = tuple(voice.received.values())
         part = SnapshotPart(snapshot, voice.step, voice.trained, versions, rounds, "disk" if bad else None)
-        self.says(learner, part)
+        self.delivers(learner, part)
 
     @rule()
     def everybody_saves_its_part(self):
         for voice in list(self.talk.voices.values()):
             voice.marker = self.talk.core.state.marker
             held = tuple(voice.received.values())
-            self.says(voice.id, SnapshotPart(voice.marker, voice.step, voice.trained, held, ()))
+            self.delivers(voice.id, SnapshotPart(voice.marker, voice.step, voice.trained, held, ()))
 
     @rule(which=st.integers(0, 50))
     def a_message_arrives_again(self, which):

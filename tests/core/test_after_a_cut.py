@@ -1,4 +1,4 @@
-"""A link that is cut for a while, and what it must not do to everybody else: taken from the tapes of a storm."""
+"""Effects of a temporary link failure on the other learners, taken from recorded tapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.core.conversation import SyncerTalk, Voice
 
 
 def _rounds(talk: SyncerTalk, voices: list[Voice], steps: range, silent: Voice | None = None) -> None:
-    """Steps of one second each. Everybody answers and acknowledges at once; who is silent does nothing."""
+    """Take steps of one second each. All learners reply immediately, except silent ones."""
     heard = [voice for voice in voices if voice is not silent]
     for step in steps:
         for voice in heard:
@@ -24,7 +24,7 @@ def _rounds(talk: SyncerTalk, voices: list[Voice], steps: range, silent: Voice |
             voice.acknowledges(step + 0.3)
 
 
-def test_one_link_that_was_cut_takes_nobodys_grace_away():
+def test_one_broken_link_does_not_end_the_grace_of_others():
     """(1) A version is on its way to a learner whose link is cut, (2) its acknowledgement comes seconds later, (3)
     taken for the time of a synchronisation it leaves no slack, (4) and merges go without all but the first."""
     talk = SyncerTalk(RunConfig(fragments=4, every_steps=4, overlap_steps=1, grace_margin=0.9))
@@ -42,8 +42,8 @@ def test_one_link_that_was_cut_takes_nobodys_grace_away():
     assert talk.of(MergeRound) == []
 
 
-def test_what_took_until_a_cut_was_over_is_no_time_of_a_synchronisation():
-    """Also where everybody was cut off, and no other learner could tell."""
+def test_outage_is_not_measured_as_sync_time():
+    """The same if all learners were disconnected."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, overlap_steps=4))
     one = talk.joined(1)
     _rounds(talk, [one], range(1, 21))
@@ -73,7 +73,7 @@ def test_silence_is_noticed_soon_after_a_learner_has_begun_to_train():
     assert (talk.member(1).state, talk.core.view().alive) == ("suspect", 0)
 
 
-def test_reports_that_arrive_together_do_not_make_a_round_ripe():
+def test_burst_of_delayed_reports_does_not_make_a_round_due():
     """(1) A round opens while a learner's reports are held up, (2) they arrive together, (3) counted as steps since the
     opening they would open the next round at once, without those who have just been asked."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4))
@@ -139,7 +139,7 @@ def test_a_learner_with_a_slow_link_is_in_every_second_merge():
         while answers and min(answers)[0] < step:
             at, learner, body = answers.pop(answers.index(min(answers)))
             move(at)
-            talk.voices[learner].says(at, body)
+            talk.voices[learner].delivers(at, body)
             move(at)
         move(float(step))
         for voice in voices:

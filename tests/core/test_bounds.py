@@ -1,4 +1,4 @@
-"""Every bound is reached here, and reaching it is an event that somebody sees."""
+"""Tests that reach every bound. Reaching one is always a visible event."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ COVERED = {
     "initial_wait_s": "test_before_anything_is_measured_a_timeout_is_first_wait_s",
     "min_wait_s": "test_no_derived_timeout_is_shorter_than_least_wait_s",
     "max_wait_s": "test_no_derived_timeout_is_longer_than_most_wait_s",
-    "stall_threshold_s": "test_a_timer_later_than_stall_s_means_that_the_syncer_itself_stood_still",
+    "stall_threshold_s": "test_timer_later_than_stall_threshold_s_means_that_the_syncer_stalled",
     "max_pull_attempts": "test_pull_tries_askings_and_then_the_round_is_abandoned",
-    "max_publish_attempts": "test_publish_tries_sendings_of_one_version_and_then_the_link_is_dropped",
-    "max_hello_attempts": "test_hello_tries_greetings_and_then_the_link_is_dropped",
+    "max_publish_attempts": "test_connection_is_closed_after_max_publish_attempts",
+    "max_hello_attempts": "test_connection_is_closed_after_max_hello_attempts",
     "max_ping_attempts": "test_ping_tries_unanswered_pings_and_then_the_link_is_dropped",
-    "max_state_peers": "test_state_peers_are_asked_and_then_a_learner_starts_with_fresh_moments",
+    "max_state_peers": "test_learner_starts_with_fresh_optimizer_state_after_max_state_peers",
     "max_final_attempts": "test_final_tries_attempts_at_the_last_round_and_then_it_is_skipped",
     "max_finish_attempts": "test_finish_tries_sendings_of_the_manifest_and_then_a_learner_is_left_behind",
     "max_strikes": "test_strikes_bad_contributions_and_then_a_learner_is_quarantined",
-    "lost_after_s": "test_a_learner_that_is_away_for_gone_after_s_is_lost",
+    "lost_after_s": "test_learner_is_lost_after_lost_after_s",
     "initial_backoff_s": "test_the_first_redial_waits_backoff_first_s_and_its_spread",
     "max_backoff_s": "test_redials_wait_at_most_backoff_most_s_and_its_spread",
-    "max_learners": "test_most_learners_and_then_a_hello_is_refused_and_tried_again_later",
+    "max_learners": "test_hello_beyond_max_learners_is_refused_and_retried",
     "max_steps_per_report": "test_more_than_most_steps_per_report_is_a_strike",
 }
 
@@ -67,7 +67,7 @@ def test_every_limit_has_a_test_that_reaches_it():
 
 
 def keep_reporting(talk: SyncerTalk, until, *voices: Voice, most_s: float = 5_000.0) -> float:
-    """Learners report every second, so that nobody is taken for lost, until something happens."""
+    """Report every second, so that no learner is suspected, until the condition holds."""
     at = talk.now
     while True:
         at += 1.0
@@ -79,10 +79,10 @@ def keep_reporting(talk: SyncerTalk, until, *voices: Voice, most_s: float = 5_00
 
 
 @pytest.mark.parametrize("lost_after_s", [21600.0, 7.0])
-def test_a_learner_that_is_away_for_gone_after_s_is_lost(lost_after_s):
+def test_learner_is_lost_after_lost_after_s(lost_after_s):
     talk = SyncerTalk(RunConfig(fragments=1, limits=Limits(lost_after_s=lost_after_s)))
     one = talk.joined(1)
-    talk.tell(1.0, LearnerDisconnected(one.id, 1, 1, "the host is gone"))
+    talk.handle(1.0, LearnerDisconnected(one.id, 1, 1, "the host is gone"))
     talk.fires(0.99 + lost_after_s)
     assert talk.member(1).state == "disconnected"
     talk.fires(1.0 + lost_after_s)
@@ -111,11 +111,11 @@ def test_no_derived_timeout_is_shorter_than_least_wait_s(min_wait_s):
     talk = LearnerTalk(RunConfig(fragments=1, every_steps=1, limits=limits))
     talk.opens(0.0)
     talk.welcomed(0.0, step_time_s=1e-6)
-    assert talk.core.next_deadline() == pytest.approx(min_wait_s), "for the inner state of a peer"
+    assert talk.core.next_deadline() == pytest.approx(min_wait_s), "for the optimizer state of a peer"
     learner = LearnerTalk(RunConfig(fragments=1, limits=limits)).trains()
     for n in range(1, 50):
-        learner.hears(n * 1e-6, Pong(0))
-    learner.tell(learner.core.next_deadline(), TimerFired())
+        learner.receives(n * 1e-6, Pong(0))
+    learner.handle(learner.core.next_deadline(), TimerFired())
     assert learner.core.next_deadline() - learner.core.state.now >= min_wait_s
 
 
@@ -124,16 +124,16 @@ def test_no_derived_timeout_is_longer_than_most_wait_s(max_wait_s):
     talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(max_wait_s=max_wait_s)))
     talk.opens(0.0)
     talk.welcomed(0.0, step_time_s=1e6)
-    talk.hears(0.1, PeerChosen(2))
+    talk.receives(0.1, PeerChosen(2))
     while talk.codes() != ["state-timeout"]:
         talk.fires(talk.core.next_deadline())
-        talk.hears(talk.now + 0.01, Pong(0)) if talk.bodies(Ping) else None
+        talk.receives(talk.now + 0.01, Pong(0)) if talk.bodies(Ping) else None
         assert talk.now <= max_wait_s + 1.0
     assert talk.now == pytest.approx(max_wait_s)
 
 
 @pytest.mark.parametrize("max_wait_s", [600.0, 100.0])
-def test_a_joining_learner_is_given_up_after_most_wait_s_of_silence(max_wait_s):
+def test_joining_learner_is_disconnected_after_max_wait_s_of_silence(max_wait_s):
     talk = SyncerTalk(RunConfig(fragments=1, limits=Limits(max_wait_s=max_wait_s, max_publish_attempts=50)))
     one = talk.voice(1)
     one.hello(0.0)
@@ -146,11 +146,11 @@ def test_a_joining_learner_is_given_up_after_most_wait_s_of_silence(max_wait_s):
 
 
 @pytest.mark.parametrize("stall_threshold_s", [2.0, 20.0])
-def test_a_timer_later_than_stall_s_means_that_the_syncer_itself_stood_still(stall_threshold_s):
+def test_timer_later_than_stall_threshold_s_means_that_the_syncer_stalled(stall_threshold_s):
     for late_s, excused in ((stall_threshold_s, False), (stall_threshold_s + 0.01, True)):
         talk = SyncerTalk(RunConfig(fragments=1, quorum=2, limits=Limits(stall_threshold_s=stall_threshold_s)))
         talk.joined(1)
-        talk.tell(talk.core.next_deadline() + late_s, TimerFired())
+        talk.handle(talk.core.next_deadline() + late_s, TimerFired())
         assert ("syncer-stalled" in talk.codes()) is excused
 
 
@@ -173,7 +173,7 @@ def test_pull_tries_askings_and_then_the_round_is_abandoned(tries):
     assert talk.one(DiscardRound).reason.code == "round-abandoned"
 
 
-def test_the_steps_until_an_abandoned_round_is_ripe_again_double_up_to_h():
+def test_steps_until_an_abandoned_round_is_due_double_up_to_h():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=8, quorum=1))
     one = talk.joined(1)
     opened: list[int] = []
@@ -184,7 +184,7 @@ def test_the_steps_until_an_abandoned_round_is_ripe_again_double_up_to_h():
             at += 1.0
             one.reports(at, one.step + 1)
         opened.append(one.step - step)
-        talk.tell(at + 0.1, LearnerDisconnected(1, 1, one.session, "the link flaps"))
+        talk.handle(at + 0.1, LearnerDisconnected(1, 1, one.session, "the link flaps"))
         assert talk.codes()[-1] == "round-quorum-lost"
         one.session = session
         one.hello(at + 0.2, training=True)
@@ -204,7 +204,7 @@ def test_rounds_in_flight_bounds_the_open_rounds_once_a_version_is_published(rou
     assert len(talk.bodies(Pull)) == rounds_in_flight
 
 
-def test_what_is_owed_to_a_learner_is_bounded_by_the_number_of_fragments():
+def test_unacked_versions_are_bounded_by_the_number_of_fragments():
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=1, limits=Limits(initial_wait_s=500.0)))
     one, two = talk.joined(1), talk.joined(2)
     for step in range(1, 12):
@@ -225,13 +225,13 @@ def test_what_is_owed_to_a_learner_is_bounded_by_the_number_of_fragments():
 
 
 @pytest.mark.parametrize("tries", [1, 5])
-def test_publish_tries_sendings_of_one_version_and_then_the_link_is_dropped(tries):
+def test_connection_is_closed_after_max_publish_attempts(tries):
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=10_000, quorum=2, limits=Limits(max_publish_attempts=tries)))
     one = talk.voice(1)
     one.hello(0.0)
     talk.persisted(0.0)
     sent = len(talk.bodies(Published))
-    one.says(0.1, Ready(because("peer-new-run")))
+    one.delivers(0.1, Ready(because("peer-new-run")))
 
     def dropped() -> bool:
         nonlocal sent
@@ -245,7 +245,7 @@ def test_publish_tries_sendings_of_one_version_and_then_the_link_is_dropped(trie
 
 
 @pytest.mark.parametrize("tries", [1, 4])
-def test_hello_tries_greetings_and_then_the_link_is_dropped(tries):
+def test_connection_is_closed_after_max_hello_attempts(tries):
     talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(max_hello_attempts=tries)))
     talk.opens(0.0)
     said = len(talk.bodies(Hello))
@@ -276,13 +276,13 @@ def test_one_answered_ping_keeps_the_link():
         talk.fires(talk.core.next_deadline())
         assert talk.of(CloseConnection) == []
         for _, ping in talk.bodies(Ping):
-            talk.hears(talk.now + 0.1, Pong(ping.serial))
+            talk.receives(talk.now + 0.1, Pong(ping.serial))
 
 
 def test_the_first_redial_waits_backoff_first_s_and_its_spread():
     limits = Limits(initial_backoff_s=4.0)
     talk = LearnerTalk(RunConfig(fragments=1, limits=limits))
-    talk.tell(0.1, DialFailed("nobody answers"))
+    talk.handle(0.1, DialFailed("nobody answers"))
     assert 4.0 <= talk.one(Dial).delay_s / 2.0 <= 5.0, "doubled once: the first dialing counts"
     persist = SyncerTalk(RunConfig(fragments=1, limits=limits))
     persist.voice(1).hello(0.0)
@@ -298,7 +298,7 @@ def test_redials_wait_at_most_backoff_most_s_and_its_spread(most_s):
         talk.core.handle(float(n), DialFailed("nobody answers"))
         waits.append(backoff_s(n + 1, 5, talk.config.limits))
     assert max(waits) <= most_s * 1.25
-    talk.tell(3_000.0, DialFailed("nobody answers"))
+    talk.handle(3_000.0, DialFailed("nobody answers"))
     assert most_s <= talk.one(Dial).delay_s <= most_s * 1.25
 
 
@@ -323,7 +323,7 @@ def test_a_disk_that_stays_full_is_tried_at_most_every_backoff_most_s():
 # Members
 
 
-def test_most_learners_and_then_a_hello_is_refused_and_tried_again_later():
+def test_hello_beyond_max_learners_is_refused_and_retried():
     talk = SyncerTalk(RunConfig(fragments=1, limits=Limits(max_learners=2)))
     talk.joined(1)
     talk.joined(2)
@@ -334,7 +334,7 @@ def test_most_learners_and_then_a_hello_is_refused_and_tried_again_later():
 
     learner = LearnerTalk(RunConfig(fragments=1), learner=3)
     learner.opens(0.0)
-    learner.hears(0.1, Refuse(because("refused-full", 2), 0, False))
+    learner.receives(0.1, Refuse(because("refused-full", 2), 0, False))
     assert [type(e) for e in learner.effects] == [LogReason, CloseConnection, Dial]
     assert learner.core.state.mode.value == "new"
 
@@ -383,7 +383,7 @@ def test_counters_that_cannot_be_are_refused(wild):
 def test_more_than_most_steps_per_report_is_a_strike(most):
     talk = SyncerTalk(RunConfig(fragments=1, limits=Limits(max_steps_per_report=most)))
     one = talk.joined(1)
-    one.says(1.0, Report(most + 1, 100, 1.0))
+    one.delivers(1.0, Report(most + 1, 100, 1.0))
     talk.expect()
     assert (talk.member(1).strikes, talk.member(1).step) == (1, 0)
     one.reports(2.0, step=most)
@@ -397,24 +397,24 @@ def test_more_than_most_steps_per_report_is_a_strike(most):
 def test_a_report_of_nonsense_is_a_strike_and_changes_nothing(body):
     talk = SyncerTalk(RunConfig(fragments=1))
     one = talk.joined(1)
-    one.says(1.0, body)
+    one.delivers(1.0, body)
     view = talk.core.view()
     assert (talk.member(1).strikes, talk.member(1).step, view.trained, view.step_s) == (1, 0, 0, 0.0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Inner state
+# Optimizer state
 
 
 @pytest.mark.parametrize("peers", [1, 3])
-def test_state_peers_are_asked_and_then_a_learner_starts_with_fresh_moments(peers):
+def test_learner_starts_with_fresh_optimizer_state_after_max_state_peers(peers):
     talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=9, limits=Limits(max_state_peers=peers)))
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(4,), step_time_s=1.0)
     tried = [body.tried_peers for _, body in talk.bodies(StateRequest)]
     talk.gets(0.1, 0, 4)
     for peer in range(2, 20):
-        talk.hears(talk.now + 0.1, PeerChosen(peer))
+        talk.receives(talk.now + 0.1, PeerChosen(peer))
         while not talk.bodies(StateRequest) and not talk.of(StartTraining):
             talk.fires(talk.core.next_deadline())
         tried += [body.tried_peers for _, body in talk.bodies(StateRequest)]
@@ -423,26 +423,26 @@ def test_state_peers_are_asked_and_then_a_learner_starts_with_fresh_moments(peer
     assert tried == [tuple(range(2, 2 + n)) for n in range(peers)]
     assert talk.one(StartTraining).warmup_steps == 9
     assert str(talk.one(StartTraining).state_source).endswith(
-        f"{peers} peers were asked for inner state, none delivered"
+        f"requested optimizer state from {peers} learners, received none"
     )
 
 
-def test_most_giving_joining_learners_are_served_and_the_next_one_replaces_the_oldest():
+def test_state_transfer_beyond_the_maximum_replaces_the_oldest():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     for to in range(2, 2 + MAX_STATE_TRANSFERS + 1):
-        talk.hears(0.1, ProvideState(to, 1, (0,)))
+        talk.receives(0.1, ProvideState(to, 1, (0,)))
     assert talk.core.state.ignored == {"too-many-state-transfers": 1}
     talk.steps(1.0)
     assert [body.target for _, body in talk.bodies(OptimizerState)] == list(range(3, 3 + MAX_STATE_TRANSFERS))
 
 
 @pytest.mark.parametrize(("steps_s", "is_given"), [(0.4, True), (1.2, False)])
-def test_a_peer_tries_for_as_long_as_the_other_one_waits_however_many_steps_it_takes(steps_s, is_given):
+def test_peer_keeps_a_state_transfer_for_the_timeout_of_the_joining_learner(steps_s, is_given):
     """H steps of the run, at least `min_wait_s`; its own steps may be quicker, and its link slower than H of them."""
     limits = Limits(min_wait_s=4.0)
     talk = LearnerTalk(RunConfig(fragments=1, every_steps=5, limits=limits)).trains()
     talk.steps(0.4, step_time_s=0.4)
-    talk.hears(0.5, ProvideState(2, 1, (9,)))
+    talk.receives(0.5, ProvideState(2, 1, (9,)))
     for step in range(1, 8):
         talk.steps(0.5 + step * steps_s / 2, step_time_s=0.4)
     talk.gets(0.5 + 8 * steps_s / 2, 0, 9)
@@ -463,7 +463,7 @@ def test_final_tries_attempts_at_the_last_round_and_then_it_is_skipped(tries):
     talk.merges_and_persists(1.2)
     one.acknowledges(1.2)
     one.reports(2.0, step=3)
-    talk.tell(2.1, FinishRequested())
+    talk.handle(2.1, FinishRequested())
     discarded: list[RoundId] = []
 
     def skipped() -> bool:
@@ -478,7 +478,7 @@ def test_final_tries_attempts_at_the_last_round_and_then_it_is_skipped(tries):
 def test_finish_tries_sendings_of_the_manifest_and_then_a_learner_is_left_behind(tries):
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4, quorum=2, limits=Limits(max_finish_attempts=tries)))
     one = talk.joined(1)
-    talk.tell(1.0, FinishRequested())
+    talk.handle(1.0, FinishRequested())
     keep_reporting(talk, lambda: bool(talk.of(Persist)), one)
     talk.persisted(talk.now)
     sent = len(talk.bodies(Finish))
@@ -497,7 +497,7 @@ def test_finish_tries_sendings_of_the_manifest_and_then_a_learner_is_left_behind
 def test_the_wait_for_the_parts_of_a_snapshot_is_at_most_most_wait_s():
     talk = SyncerTalk(RunConfig(fragments=1, quorum=2, limits=Limits(max_wait_s=40.0)))
     one = talk.joined(1)
-    talk.tell(1.0, SnapshotRequested())
+    talk.handle(1.0, SnapshotRequested())
     at = keep_reporting(talk, lambda: "snapshot-left-out" in talk.codes(), one)
     assert at <= 42.0
     assert (

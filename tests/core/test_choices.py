@@ -64,7 +64,7 @@ def test_a_larger_fragment_never_gets_a_finer_codec(now, rate, one, other, step_
 
 
 @given(codecs, rates, sizes, steps_s)
-def test_what_was_chosen_stays_at_the_same_rate(now, rate, values, step_s):
+def test_codec_stays_at_the_same_rate(now, rate, values, step_s):
     found = chosen(now, rate, values, step_s)
     assert chosen(found, rate, values, step_s) == found
 
@@ -112,18 +112,18 @@ def test_many_fragments_leave_each_of_them_less_time():
 
 
 @given(codecs, rates, steps_s)
-def test_what_is_small_stays_as_it_is(now, rate, step_s):
+def test_codec_stays_for_small_fragments(now, rate, step_s):
     assert chosen(now, rate, MIN_MEASURED_BYTES // 2 - 1, step_s) == now
 
 
 @given(codecs, st.lists(rates, max_size=CODEC_RATE_SAMPLES - 1), sizes, steps_s)
-def test_what_is_not_measured_stays_as_it_is(now, few, values, step_s):
+def test_codec_stays_without_measurements(now, few, values, step_s):
     assert choose_contribution_codec(CONFIG, now, few, values, step_s) == (now, None)
     assert choose_contribution_codec(CONFIG, now, (1.0,) * CODEC_RATE_SAMPLES, values, 0.0) == (now, None)
 
 
 def test_steps_of_milliseconds_do_not_make_a_link_thin():
-    """8 MB in a fifth of a second: as long as forty of these steps, and in nobody's way."""
+    """8 MB in a fifth of a second last as long as forty of these steps and are still fast enough."""
     assert chosen("bf16", 40e6, step_s=0.005) == "bf16"
     assert chosen("bf16", 20e6, step_s=0.005) == "int8"
 
@@ -144,15 +144,15 @@ def test_bits_are_those_of_the_plan():
 def measures(talk: LearnerTalk, at: float, rate: float, times: int = CODEC_RATE_SAMPLES) -> list[LogReason]:
     said: list[LogReason] = []
     for number in range(times):
-        talk.tell(at + number / 100, LinkMeasured("up", round(rate), 1.0, LARGE))
+        talk.handle(at + number / 100, LinkMeasured("up", round(rate), 1.0, LARGE))
         said += talk.of(LogReason)
     return said
 
 
-def test_the_next_copy_travels_in_what_was_chosen_and_one_that_is_made_stays_as_it_is():
+def test_next_copy_uses_the_chosen_codec_and_an_existing_copy_keeps_its_codec():
     talk = LearnerTalk(CONFIG).trains()
     first, second = RoundId(0, 0, 1, 1), RoundId(1, 0, 1, 1)
-    talk.hears(0.5, Pull(first))
+    talk.receives(0.5, Pull(first))
     talk.steps(1.0)
     assert talk.one(CopyFragment) == CopyFragment(first, 1, None)
     (said,) = measures(talk, 1.1, 3e6)
@@ -160,17 +160,17 @@ def test_the_next_copy_travels_in_what_was_chosen_and_one_that_is_made_stays_as_
         ("learner", 1), Reason("contribution-codec-coarser", ("int8", "bf16", 3.0, LARGE * 2 / 3e6, 2.0))
     )
     assert str(said.reason) == (
-        "contributions go in int8 from here on, not in bf16: at 3 MB/s a fragment takes 2.67 s in bf16, and has 2 s"
+        "contributions are now sent in int8, not in bf16: at 3 MB/s a fragment takes 2.67 s in bf16; available: 2 s"
     )
-    talk.hears(1.5, Pull(first))
+    talk.receives(1.5, Pull(first))
     assert [body.round for _, body in talk.bodies(Contribution)] == [first], "the same bytes once more"
     assert talk.of(CopyFragment) == []
-    talk.hears(1.6, Pull(second))
+    talk.receives(1.6, Pull(second))
     talk.steps(2.0)
     assert talk.one(CopyFragment) == CopyFragment(second, 2, "int8")
 
 
-def test_after_a_choice_it_measures_anew_and_says_when_it_goes_back():
+def test_codec_choice_restarts_measurements_and_logs_the_return():
     talk = LearnerTalk(CONFIG).trains()
     talk.steps(1.0)
     assert len(measures(talk, 1.1, 1e6)) == 1
@@ -181,18 +181,18 @@ def test_after_a_choice_it_measures_anew_and_says_when_it_goes_back():
     assert talk.core.state.codec == "bf16"
 
 
-def test_one_that_does_not_train_chooses_nothing():
+def test_joining_learner_chooses_no_codec():
     talk = LearnerTalk(CONFIG)
     assert measures(talk, 0.1, 1.0) == []
     assert talk.core.state.codec is None
 
 
-def test_what_comes_down_is_told_to_the_syncer_from_the_third_measurement_on():
+def test_download_time_is_sent_from_the_third_measurement_on():
     talk = LearnerTalk(CONFIG).trains()
     for rate, expected in ((1e6, []), (2e6, []), (1e6, [4.0]), (1e6, [4.0]), (1e6, [8.0])):
-        talk.tell(1.0, LinkMeasured("down", round(rate), 1.0, LARGE))
+        talk.handle(1.0, LinkMeasured("down", round(rate), 1.0, LARGE))
         assert [body.seconds for _, body in talk.bodies(DownloadTime)] == expected
-    talk.tell(2.0, LinkMeasured("down", 1000, 1.0, 1000))
+    talk.handle(2.0, LinkMeasured("down", 1000, 1.0, 1000))
     assert talk.bodies(DownloadTime) == [], "small fragments say nothing"
     assert talk.core.state.codec is None, "what comes down does not change what goes up"
 
@@ -210,7 +210,7 @@ def test_a_minority_does_not_make_updates_coarser(now, honest, wild, step_s):
     assert coarseness(with_others) <= max(coarseness(slowest), coarseness(alone))
 
 
-def test_updates_go_in_what_the_link_in_the_middle_carries():
+def test_update_codec_follows_the_median_link():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=1, overlap_steps=2, grace_margin=0.0))
     voices = [talk.joined(learner) for learner in (1, 2, 3)]
 
@@ -230,18 +230,18 @@ def test_updates_go_in_what_the_link_in_the_middle_carries():
 
     told: list[LogReason] = []
     assert merged(1.0, 1).codec is None
-    voices[0].says(1.5, DownloadTime(1e9))
+    voices[0].delivers(1.5, DownloadTime(1e9))
     for wrong in (float("nan"), float("inf"), -1.0, 0.0):
-        voices[1].says(1.5, DownloadTime(wrong))
+        voices[1].delivers(1.5, DownloadTime(wrong))
     assert merged(2.0, 2).codec is None, "one of three"
-    voices[1].says(2.5, DownloadTime(1.9))
+    voices[1].delivers(2.5, DownloadTime(1.9))
     assert merged(3.0, 3).codec == "int8"
-    voices[1].says(3.5, DownloadTime(3.0))
+    voices[1].delivers(3.5, DownloadTime(3.0))
     assert merged(4.0, 4).codec == "int4"
-    voices[1].says(4.5, DownloadTime(0.1))
+    voices[1].delivers(4.5, DownloadTime(0.1))
     assert merged(5.0, 5).codec == "bf16"
     codes = [say.reason.code for say in told if say.subject == ("run", 0)]
     assert codes == ["update-codec-coarser", "update-codec-coarser", "update-codec-finer"]
-    assert "updates go in int8 from here on, not in bf16: to the learner in the middle a fragment takes 1.9 s" in str(
+    assert "updates are now sent in int8, not in bf16: for the median learner a fragment takes 1.9 s" in str(
         told[0].reason
     )

@@ -22,7 +22,7 @@ def test_counts_are_whole_numbers_of_at_least_1(name, value):
 
 @pytest.mark.parametrize("name", ["budget_tokens", "budget_merges", "rounds_in_flight"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, False])
-def test_optional_counts_are_whole_numbers_of_at_least_1_or_not_given(name, value):
+def test_optional_counts_are_none_or_at_least_1(name, value):
     assert getattr(RunConfig(), name) is None
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         RunConfig(**{name: value})
@@ -32,7 +32,7 @@ def test_optional_counts_are_whole_numbers_of_at_least_1_or_not_given(name, valu
 GRACE = "give a number from 0 up to, not with, 1: 0 turns the grace window off"
 
 CASES: list[tuple[dict, str]] = [
-    ({"quorum": 3, "limits": Limits(max_learners=2)}, "quorum 3 exceeds the most learners of a run, 2"),
+    ({"quorum": 3, "limits": Limits(max_learners=2)}, "quorum 3 is above limits.max_learners, 2; use a smaller quorum"),
     (
         {"grace_margin": 1.0},
         f"grace_margin is 1.0; {GRACE}",
@@ -57,7 +57,7 @@ CASES: list[tuple[dict, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "sentence"), CASES, ids=[sentence[:40] for _, sentence in CASES])
-def test_a_wrong_setting_is_refused_with_its_sentence(wrong, sentence):
+def test_invalid_setting_is_refused_with_its_message(wrong, sentence):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         RunConfig(**wrong)
     assert str(caught.value) == sentence
@@ -95,7 +95,7 @@ def test_waits_are_in_order(wrong):
 def test_tries_are_at_least_1(name, value):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         Limits(**{name: value})
-    assert str(caught.value) == f"limits.{name} must be at least 1: nothing is ever sent with 0 tries"
+    assert str(caught.value) == f"limits.{name} must be at least 1: with 0 attempts nothing is ever sent"
 
 
 def test_the_defaults_are_those_of_the_protocol_page():

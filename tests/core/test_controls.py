@@ -33,7 +33,7 @@ SMALL = RunConfig(fragments=1, every_steps=2, grace_margin=0.0)
 
 
 def wants(talk: SyncerTalk, at: float, what: ControlKind, value: float | None = None) -> None:
-    talk.tell(at, ControlRequested(what, value, "ada"))
+    talk.handle(at, ControlRequested(what, value, "ada"))
 
 
 def paused(learners: int = 2, config: RunConfig = SMALL) -> SyncerTalk:
@@ -51,7 +51,7 @@ def paused(learners: int = 2, config: RunConfig = SMALL) -> SyncerTalk:
         voice.acknowledges(1.3)
     wants(talk, 1.5, "pause")
     for voice in talk.voices.values():
-        voice.says(1.6, PausedAck(1, True))
+        voice.delivers(1.6, PausedAck(1, True))
     return talk
 
 
@@ -59,12 +59,12 @@ def paused(learners: int = 2, config: RunConfig = SMALL) -> SyncerTalk:
 # The syncer
 
 
-def test_no_round_opens_while_the_run_is_paused_and_the_ripe_one_opens_when_it_is_resumed():
+def test_due_round_opens_only_after_resume():
     talk = paused()
     talk.voices[1].reports(3.0, step=4)
     assert talk.bodies(Pull) == []
     assert talk.fragment(0).reason == "the run is paused"
-    assert talk.member(1).reason == "stands still: the run is paused"
+    assert talk.member(1).reason == "paused with the run"
     assert talk.core.view().paused
     wants(talk, 4.0, "resume")
     assert talk.bodies(SetPaused) == [(1, SetPaused(2, False)), (2, SetPaused(2, False))]
@@ -72,7 +72,7 @@ def test_no_round_opens_while_the_run_is_paused_and_the_ripe_one_opens_when_it_i
     assert "resumed by ada" in talk.sentences
 
 
-def test_a_pause_that_is_asked_for_twice_is_said_once():
+def test_repeated_pause_request_is_logged_once():
     talk = paused()
     wants(talk, 2.0, "pause")
     talk.expect()
@@ -81,7 +81,7 @@ def test_a_pause_that_is_asked_for_twice_is_said_once():
     talk.expect()
 
 
-def test_a_learner_that_does_not_answer_is_told_again_and_then_loses_its_link():
+def test_unanswered_control_request_is_retried_and_then_closes_the_connection():
     talk = SyncerTalk(SMALL)
     talk.joined(1)
     wants(talk, 1.0, "pause")
@@ -97,20 +97,20 @@ def _bodies(effects: list[object], kind: type) -> list[tuple[int, object]]:
     return [(envelope.learner, envelope.body) for envelope in sent if type(envelope.body) is kind]
 
 
-def test_an_answer_to_an_older_word_is_no_answer_to_a_newer():
-    """(1) paused, (2) resumed before anybody has answered, (3) the answer to 1 arrives: it still has to hear of 2."""
+def test_ack_of_an_older_pause_does_not_ack_the_newest():
+    """(1) Paused, (2) resumed before any reply, (3) the reply to 1 arrives: 2 must still be sent."""
     talk = SyncerTalk(SMALL)
     one = talk.joined(1)
     wants(talk, 1.0, "pause")
     wants(talk, 1.1, "resume")
-    one.says(1.2, PausedAck(1, True))
+    one.delivers(1.2, PausedAck(1, True))
     talk.fires(30.0)
     assert (1, SetPaused(2, False)) in talk.bodies(SetPaused)
-    one.says(30.0, PausedAck(2, False))
+    one.delivers(30.0, PausedAck(2, False))
     assert _bodies(talk.fires(200.0), SetPaused) == []
 
 
-def test_nobody_is_suspected_while_the_run_is_paused_and_the_pause_is_no_gap():
+def test_paused_run_suspects_no_learner_and_measures_no_gap():
     config = RunConfig(fragments=1, every_steps=2, limits=Limits(initial_wait_s=5.0))
     talk = paused(config=config)
     one = talk.voices[1]
@@ -121,25 +121,25 @@ def test_nobody_is_suspected_while_the_run_is_paused_and_the_pause_is_no_gap():
     at = 4.0
     for _ in range(20):
         at += 4.0
-        one.says(at, Ping(1))
-        talk.voices[2].says(at, Ping(1))
+        one.delivers(at, Ping(1))
+        talk.voices[2].delivers(at, Ping(1))
         talk.fires(at)
     assert talk.member(1).state == "live"
     assert limit == 5.0
     assert talk.core.state.members[1].message_gap.high() == high
     wants(talk, at, "resume")
-    one.says(at + 0.01, PausedAck(2, False))
+    one.delivers(at + 0.01, PausedAck(2, False))
     one.reports(at + 0.11, step=12, step_time_s=0.1)
     assert talk.core.state.members[1].message_gap.high() < 4.0
 
 
-def test_who_joins_or_returns_is_told_of_the_pause_and_of_its_end():
+def test_joining_and_returning_learners_receive_the_pause_and_its_end():
     talk = paused()
     three = talk.voice(3)
     three.hello(5.0)
     talk.persisted(5.0)
     assert talk.bodies(SetPaused) == [(3, SetPaused(1, True))]
-    talk.tell(6.0, LearnerDisconnected(1, 1, 1, "reset"))
+    talk.handle(6.0, LearnerDisconnected(1, 1, 1, "reset"))
     wants(talk, 7.0, "resume")
     assert [learner for learner, _ in talk.bodies(SetPaused)] == [2, 3]
     one = talk.voices[1]
@@ -148,7 +148,7 @@ def test_who_joins_or_returns_is_told_of_the_pause_and_of_its_end():
     assert talk.bodies(SetPaused) == [(1, SetPaused(2, False))]
 
 
-def test_a_run_of_which_nobody_has_asked_anything_says_nothing_of_a_pause():
+def test_run_that_was_never_paused_sends_no_pause():
     talk = SyncerTalk(SMALL)
     talk.joined(1)
     assert not any("SetPaused" in line for line in talk.story)
@@ -156,24 +156,24 @@ def test_a_run_of_which_nobody_has_asked_anything_says_nothing_of_a_pause():
 
 def test_a_snapshot_of_a_paused_run_is_complete():
     talk = paused()
-    talk.tell(2.0, SnapshotRequested())
+    talk.handle(2.0, SnapshotRequested())
     for voice in talk.voices.values():
         voice.marker = talk.core.state.marker
-        voice.says(2.1, SnapshotPart(talk.core.state.marker, voice.step, voice.trained, (1,), ()))
+        voice.delivers(2.1, SnapshotPart(talk.core.state.marker, voice.step, voice.trained, (1,), ()))
     assert [type(e.record).__name__ for e in talk.of(Persist)] == ["SnapshotRecord"]
 
 
 def test_the_end_lifts_the_pause():
     talk = paused()
-    talk.tell(5.0, FinishRequested())
+    talk.handle(5.0, FinishRequested())
     assert talk.bodies(SetPaused) == [(1, SetPaused(2, False)), (2, SetPaused(2, False))]
-    assert "the pause is over: the run ends" in talk.sentences
+    assert "no longer paused: the run ends" in talk.sentences
     assert not talk.core.view().paused
     wants(talk, 5.01, "pause")
     talk.expect()
 
 
-def test_a_round_that_has_its_quorum_keeps_it_and_one_that_waits_waits_for_the_new_one():
+def test_changed_quorum_applies_to_rounds_without_quorum():
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=2, overlap_steps=2, grace_margin=0.5, quorum=2))
     voices = [talk.joined(learner) for learner in (1, 2, 3)]
     for voice in voices:
@@ -212,13 +212,13 @@ def test_the_grace_margin_in_force_makes_the_window():
     assert window.window_s == 0.0
 
 
-def test_a_drained_learner_is_told_until_it_leaves_and_may_come_back_later():
+def test_drain_is_sent_until_the_learner_leaves_and_it_may_return():
     talk = paused()
     wants(talk, 2.0, "resume")
     wants(talk, 3.0, "drain", 2)
     assert talk.bodies(Drain) == [(2, Drain("drained by ada"))]
     assert _bodies(talk.fires(3.5), Drain) == [(2, Drain("drained by ada"))]
-    talk.voices[2].says(4.0, Left("drained by ada"))
+    talk.voices[2].delivers(4.0, Left("drained by ada"))
     assert talk.member(2).state == "left"
     talk.persisted(4.1)
     again = talk.joined(2, 10.0, incarnation=2)
@@ -227,9 +227,9 @@ def test_a_drained_learner_is_told_until_it_leaves_and_may_come_back_later():
     assert _bodies(talk.fires(40.0), Drain) == []
 
 
-def test_a_learner_that_is_away_or_starts_again_is_told_to_leave_when_it_is_back():
+def test_drain_applies_to_learners_that_reconnect_or_restart():
     talk = paused()
-    talk.tell(2.0, LearnerDisconnected(2, 1, 1, "reset"))
+    talk.handle(2.0, LearnerDisconnected(2, 1, 1, "reset"))
     wants(talk, 3.0, "drain", 2)
     assert talk.bodies(Drain) == []
     talk.voice(2, incarnation=2).hello(4.0)
@@ -238,14 +238,14 @@ def test_a_learner_that_is_away_or_starts_again_is_told_to_leave_when_it_is_back
 
 
 @pytest.mark.parametrize("learner", [3, 7])
-def test_a_wish_for_one_who_is_no_member_changes_nothing(learner):
+def test_drain_of_non_member_changes_nothing(learner):
     talk = paused(3)
-    talk.voices[3].says(2.0, Left("its loop ended"))
+    talk.voices[3].delivers(2.0, Left("its loop ended"))
     wants(talk, 3.0, "drain", learner)
     talk.expect()
 
 
-def test_a_syncer_that_starts_again_is_told_again_before_anybody_joins():
+def test_restarted_syncer_receives_controls_before_learners_join():
     talk = paused().restarted(10.0)
     wants(talk, 10.0, "pause")
     one = talk.voice(1, 1, 2)
@@ -254,7 +254,7 @@ def test_a_syncer_that_starts_again_is_told_again_before_anybody_joins():
     assert talk.bodies(SetPaused) == [(1, SetPaused(1, True))]
 
 
-def test_a_wish_that_cannot_be_is_not_for_the_core():
+def test_invalid_control_request_does_not_reach_the_core():
     core = SyncerCore(SMALL, epoch=1)
     core.handle(0.0, Started())
     with pytest.raises(AssertionError, match="the quorum is a whole number from 1 to 1024, got 0"):
@@ -280,7 +280,7 @@ def test_a_wish_that_cannot_be_is_not_for_the_core():
         ("stop", None, "there is no control 'stop'"),
     ],
 )
-def test_what_can_be_asked_for(what, value, complaint):
+def test_find_control_problem(what, value, complaint):
     found = find_control_problem(what, value, Limits())
     assert (found is None) if complaint is None else complaint in (found or "")
 
@@ -289,24 +289,24 @@ def test_what_can_be_asked_for(what, value, complaint):
 # The learner
 
 
-def test_a_learner_that_stands_still_pings_often_enough_and_measures_no_gap():
+def test_paused_learner_pings_often_enough_and_measures_no_gap():
     talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(initial_wait_s=8.0))).trains()
     for n in range(8):
-        talk.hears(0.5 * n, SetPaused(n + 1, False))
-    talk.hears(4.0, SetPaused(9, True))
+        talk.receives(0.5 * n, SetPaused(n + 1, False))
+    talk.receives(4.0, SetPaused(9, True))
     high = talk.core.state.message_gap.high()
     talk.fires(6.1)
     assert [type(effect.envelope.body).__name__ for effect in talk.effects] == ["Ping"]
-    talk.hears(100.0, SetPaused(10, False))
+    talk.receives(100.0, SetPaused(10, False))
     assert talk.core.state.message_gap.high() == high
     assert not talk.core.state.paused
 
 
-def test_a_learner_that_joins_a_paused_run_starts_and_stands_still():
+def test_learner_that_joins_a_paused_run_starts_paused():
     talk = LearnerTalk(SMALL)
     talk.opens(0.0)
     talk.welcomed(0.1)
-    talk.hears(0.2, SetPaused(1, True))
+    talk.receives(0.2, SetPaused(1, True))
     assert talk.core.state.paused
     talk.gets(0.3, 0, 0)
     assert talk.core.has_boundary_work
@@ -316,17 +316,17 @@ def test_a_learner_that_is_drained_before_it_trains_leaves():
     talk = LearnerTalk(SMALL)
     talk.opens(0.0)
     talk.welcomed(0.1)
-    talk.hears(0.2, Drain("drained by ada"))
+    talk.receives(0.2, Drain("drained by ada"))
     reason = because("learner-left-on-request", "drained by ada")
     talk.expect(talk.sends(Left("drained by ada")), Stop(reason))
 
 
-def test_at_the_end_nobody_stands_still():
+def test_finishing_run_is_not_paused():
     talk = LearnerTalk(SMALL).trains()
-    talk.hears(1.0, SetPaused(1, True))
+    talk.receives(1.0, SetPaused(1, True))
     talk.steps(1.5)
-    talk.hears(2.0, Finish((1,), 1))
+    talk.receives(2.0, Finish((1,), 1))
     assert not talk.core.state.paused
     assert talk.core.training
-    talk.hears(2.5, SetPaused(2, True))
+    talk.receives(2.5, SetPaused(2, True))
     talk.expect(talk.sends(PausedAck(2, False)))

@@ -14,7 +14,7 @@ PULL = Pull(RoundId(0, 0, 1, 1))
 def test_effects_of_different_types_with_equal_fields_are_different():
     talk = SyncerTalk(RunConfig(fragments=1))
     one = talk.joined(1)
-    one.says(1.0, Ping(1))
+    one.delivers(1.0, Ping(1))
     talk.expect(talk.to(1, Pong(1)))
     with pytest.raises(AssertionError, match="other effects than expected"):
         talk.expect(talk.to(1, Ping(1)))
@@ -33,9 +33,9 @@ def test_too_few_too_many_and_other_effects_are_noticed(learner):
             talk.expect(*wrong)
 
 
-def test_the_story_so_far_is_printed_for_whoever_has_to_read_a_failure(capsys):
+def test_failure_output_contains_the_story(capsys):
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, PULL)
+    talk.receives(0.5, PULL)
     talk.steps(1.0)
     with pytest.raises(AssertionError):
         talk.expect(talk.sends(Report(2, 100, 1.0)))
@@ -45,7 +45,7 @@ def test_the_story_so_far_is_printed_for_whoever_has_to_read_a_failure(capsys):
     assert '-> ["CopyFragment"' in told
 
 
-def test_an_answer_that_nobody_waits_for_is_noticed():
+def test_unexpected_reply_is_detected():
     talk = SyncerTalk(RunConfig(fragments=1))
     with pytest.raises(AssertionError, match=r"no MergeRound of .* waits for an answer"):
         talk.merged(1.0)

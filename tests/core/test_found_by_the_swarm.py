@@ -42,22 +42,22 @@ def test_patience_that_was_measured_too_short_grows_until_the_answer_comes():
     before = talk.fragment(0).version
     for step in range(9, 49):
         at = 3.0 * (step - 8)
-        for tenth in range(1, 30):  # it is heard all the time: this is not about silence
+        for tenth in range(1, 30):  # messages arrive all the time: this is not about silence
             talk.fires(at - 3.0 + 0.1 * tenth)
-            one.says(at - 3.0 + 0.1 * tenth, Ping(tenth))
+            one.delivers(at - 3.0 + 0.1 * tenth, Ping(tenth))
         answers(at)
         one.reports(at, step, step_time_s=3.0)
     assert talk.fragment(0).version > before + 2
 
 
-def test_a_pull_that_arrives_late_does_not_take_the_place_of_a_newer_one():
+def test_late_pull_does_not_replace_a_newer_one():
     """(1) Attempt 1 is pulled, the pull is delayed; (2) attempt 2 is pulled, answered and merged; (3) the old pull
-    arrives; (4) the published mark names the copy of attempt 2, which must still be there."""
+    arrives; (4) the published `merged_up_to` names the copy of attempt 2, which must still be there."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(SECOND))
+    talk.receives(0.5, Pull(SECOND))
     talk.steps(1.0)
     assert [e.round for e in talk.of(CopyFragment)] == [SECOND]
-    talk.hears(1.5, Pull(FIRST))
+    talk.receives(1.5, Pull(FIRST))
     talk.steps(2.0)
     assert talk.of(CopyFragment) == []
     talk.gets(2.5, 0, 1, base=0, mark=MergedUpTo(1, 0, 1, 100, 0))
@@ -69,8 +69,8 @@ def test_a_pull_that_arrives_late_does_not_take_the_place_of_a_newer_one():
 def test_a_pull_is_not_answered_while_the_link_is_down():
     """(1) A pull arrives, (2) the link breaks, (3) a step ends: a copy now would be kept and never be seen."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
-    talk.tell(0.6, ConnectionClosed(1, "connection reset by peer"))
+    talk.receives(0.5, Pull(FIRST))
+    talk.handle(0.6, ConnectionClosed(1, "connection reset by peer"))
     talk.steps(1.0)
     assert talk.of(CopyFragment) == []
     assert talk.core.training
@@ -80,11 +80,11 @@ def test_a_copy_that_is_sent_again_between_marker_and_cut_has_the_old_colour():
     """(1) A copy is sent and lost, (2) the marker is seen, (3) the pull comes again and the copy is sent again, (4) the
     learner cuts: the copy is older than the cut, and must be recorded as in flight."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
+    talk.receives(0.5, Pull(FIRST))
     talk.steps(1.0)
     talk.marker = 7
-    talk.hears(1.1, Marker(7))
-    talk.hears(1.2, Pull(FIRST))
+    talk.receives(1.1, Marker(7))
+    talk.receives(1.2, Pull(FIRST))
     again = talk.one(Send).envelope
     assert isinstance(again.body, Contribution)
     assert again.marker < 7
@@ -93,8 +93,8 @@ def test_a_copy_that_is_sent_again_between_marker_and_cut_has_the_old_colour():
     assert all(send.envelope.marker == 7 for send in talk.of(Send))
 
 
-def test_a_quarantined_learner_is_told_at_once():
-    """Otherwise it pings in vain for minutes before it dials again and hears why."""
+def test_quarantined_learner_is_refused_immediately():
+    """Otherwise it pings for minutes before it reconnects and receives the reason."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
@@ -104,12 +104,12 @@ def test_a_quarantined_learner_is_told_at_once():
 
 
 def test_a_timer_for_a_moment_that_rounds_down_to_now_does_not_fire_for_ever():
-    """(1) 0.1 + 0.2 is not 0.3, (2) a timer armed for `last heard + limit` is due and yet the limit has not passed."""
+    """(1) 0.1 + 0.2 is not 0.3, (2) a timer armed for `last_seen_at + limit` is due before the limit has passed."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     at = 1.0
     for n in range(200):
         at += 0.1 + n * 1e-9
-        talk.hears(at, Marker(0))
+        talk.receives(at, Marker(0))
         deadline = talk.core.next_deadline()
         assert deadline is not None
         talk.fires(deadline)

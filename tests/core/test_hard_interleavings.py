@@ -1,4 +1,4 @@
-"""Orders of events that are easy to get wrong, each as the numbered list in which it goes wrong."""
+"""Difficult interleavings, each with the numbered list of events that fails."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_refusal_that_arrives_twice_is_one_refusal():
     talk = LearnerTalk(RunConfig(fragments=1))
     talk.opens(0.0)
     full = Refuse(because("refused-full", 1024), 0, False)
-    talk.hears(0.1, full)
-    talk.hears(0.2, full)
+    talk.receives(0.1, full)
+    talk.receives(0.2, full)
     talk.expect()
 
 
@@ -52,20 +52,20 @@ def test_a_refusal_that_arrives_twice_is_one_refusal():
     "body",
     [Finish((0,), 1), Refuse(because("refused-full", 3), 0, False), Refuse(because("refused-run", 1, 2), 0, True)],
 )
-def test_a_message_of_a_link_that_has_closed_is_not_heard(body):
+def test_message_of_a_closed_connection_is_ignored(body):
     """(1) Something is on its way to the learner, (2) the link closes, (3) the learner dials, (4) it arrives."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.tell(1.0, ConnectionClosed(1, "connection reset by peer"))
-    talk.hears(1.1, body)
+    talk.handle(1.0, ConnectionClosed(1, "connection reset by peer"))
+    talk.receives(1.1, body)
     talk.expect()
     assert talk.core.training
 
 
 def test_the_end_that_arrives_before_any_welcome_is_not_the_end_of_the_process():
-    """(1) The welcome is lost, (2) the run ends, (3) the end is told to everybody who is joining."""
+    """(1) The welcome is lost, (2) the run ends, (3) `Finish` is sent to all joining learners."""
     talk = LearnerTalk(RunConfig(fragments=1))
     talk.opens(0.0)
-    talk.hears(1.0, Finish((3,), 3))
+    talk.receives(1.0, Finish((3,), 3))
     talk.expect()
 
 
@@ -81,14 +81,14 @@ def test_a_learner_of_another_run_with_a_later_epoch_does_not_stop_this_syncer()
     assert talk.codes() == ["refused-run"]
 
 
-def test_a_pong_that_arrives_twice_says_nothing_about_the_round_trip():
+def test_duplicate_pong_is_not_measured():
     """(1) A ping is answered within 0.1 s, (2) much later the answer arrives once more."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     while not talk.core.state.pings:
         talk.fires(talk.core.next_deadline())
-    talk.hears(talk.now + 0.1, Pong(1))
+    talk.receives(talk.now + 0.1, Pong(1))
     before = talk.core.state.round_trip.mean
-    talk.hears(talk.now + 500.0, Pong(1))
+    talk.receives(talk.now + 500.0, Pong(1))
     assert talk.core.state.round_trip.mean == before
 
 
@@ -98,14 +98,14 @@ def test_a_pong_that_arrives_twice_says_nothing_about_the_round_trip():
 
 @pytest.mark.parametrize("rounds_in_flight", [1, 4])
 def test_the_limit_of_rounds_in_flight_holds_from_the_first_round_on(rounds_in_flight):
-    """(1) A learner joins, (2) its first report makes several fragments ripe, (3) nothing was ever published."""
+    """(1) A learner joins, (2) its first report makes several fragments due, (3) nothing was ever published."""
     talk = SyncerTalk(RunConfig(fragments=6, every_steps=6, overlap_steps=2, rounds_in_flight=rounds_in_flight))
     talk.joined(1).reports(1.0, step=6)
     assert talk.core.view().rounds_in_flight == rounds_in_flight
 
 
 def test_the_order_in_which_owned_fragments_are_named_does_not_matter():
-    """(1) A syncer owns fragments 1 and 0, named in this order, (2) fragment 0 is ripe after one step, 1 after five."""
+    """(1) A syncer owns fragments 1 and 0, named in this order, (2) fragment 0 is due after one step, 1 after five."""
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=8, owned_fragments=(1, 0)))
     talk.joined(1).reports(1.0, step=1)
     assert [body.round.fragment for _, body in talk.bodies(Pull)] == [0]
@@ -126,14 +126,14 @@ def test_rounds_go_on_although_every_link_breaks_before_the_largest_offset(steps
             talk.merges_and_persists(step + 0.2)
             one.acknowledges(step + 0.2)
         if step % steps_per_link == 0:
-            talk.tell(step + 0.3, LearnerDisconnected(1, 1, one.session, "connection reset by peer"))
+            talk.handle(step + 0.3, LearnerDisconnected(1, 1, one.session, "connection reset by peer"))
             one.session += 1
             one.hello(step + 0.4, training=True)
     assert min(f.version for f in talk.core.view().fragments) >= 4
 
 
 @pytest.mark.parametrize("tokens", [10**200, 2**1024], ids=["its square is", "it is"])
-def test_counters_beyond_every_float_are_refused_and_disturb_nobody(tokens):
+def test_counters_beyond_every_float_are_refused(tokens):
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
@@ -151,10 +151,10 @@ def test_dropped_tokens_are_not_negative():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Books
+# Ledgers
 
 
-def test_a_contribution_whose_report_was_lost_and_whose_incarnation_is_replaced_leaves_the_books_balanced():
+def test_contribution_with_lost_report_and_replaced_incarnation_keeps_the_ledger_balanced():
     """(1) The report of step 2 is lost, (2) the contribution of step 2 is accepted, (3) a new incarnation says hello,
     (4) the version becomes durable."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
@@ -179,7 +179,7 @@ def test_a_late_merge_is_booked_where_its_own_incarnation_was_written_off():
     two = talk.voice(1, incarnation=2)
     two.hello(1.2)
     talk.persisted(1.2, "MembersRecord")
-    two.says(1.3, Left("the operator said so"))
+    two.delivers(1.3, Left("the operator said so"))
     talk.merged(1.4)
     talk.persisted(1.5, "VersionRecord")
     line = talk.core.view().ledger[0]
@@ -193,7 +193,7 @@ def test_tokens_of_a_learner_that_left_are_counted_once_after_a_restart():
     one.reports(1.0, step=1)
     one.contributes(1.1)
     talk.merges_and_persists(1.2)
-    one.says(1.3, Left("the operator said so"))
+    one.delivers(1.3, Left("the operator said so"))
     talk.persisted(1.4)
     before = talk.core.view()
     after = talk.restarted().core.view()
@@ -212,17 +212,17 @@ def test_the_tokens_of_a_contribution_are_in_the_retired_ones_when_its_incarnati
     talk.voice(1, incarnation=2).hello(1.2)
     talk.persisted(1.3, "MembersRecord")
     talk.merged(1.4)
-    talk.written_unheard()
+    talk.written_without_reply()
     line = talk.restarted().core.view().ledger[0]
     assert all(tokens >= 0 for tokens in line.dropped.values()), line
     assert (line.trained, line.merged) == (200, 200)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Inner state
+# Optimizer state
 
 
-def test_a_peer_that_does_not_deliver_is_not_asked_again_while_there_is_another():
+def test_peer_without_a_reply_is_not_chosen_again_while_there_is_another():
     """(1) Learner 1 is live and never gives its state, (2) learner 3 joins and learner 1 is chosen, (3) time is up."""
     syncer = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     for i in (1, 2):
@@ -238,10 +238,10 @@ def test_a_peer_that_does_not_deliver_is_not_asked_again_while_there_is_another(
     asked = []
     for _ in range(2):
         request = next(e.envelope.body for e in learner.effects if hasattr(e, "envelope"))
-        three.says(learner.now + 0.1, request)
+        three.delivers(learner.now + 0.1, request)
         for effect in syncer.effects:
             if hasattr(effect, "envelope") and effect.envelope.learner == 3:
-                learner.hears(learner.now + 0.2, effect.envelope.body)
+                learner.receives(learner.now + 0.2, effect.envelope.body)
             elif hasattr(effect, "envelope") and isinstance(effect.envelope.body, ProvideState):
                 asked.append(effect.envelope.learner)
         while not any(hasattr(e, "envelope") for e in learner.effects):
@@ -250,28 +250,28 @@ def test_a_peer_that_does_not_deliver_is_not_asked_again_while_there_is_another(
 
 
 def test_a_joining_learner_whose_link_breaks_again_and_again_starts_all_the_same():
-    """(1) It asks for inner state, (2) before the wait is over the link breaks, (3) it is welcomed and asks again."""
+    """(1) It requests optimizer state, (2) the link breaks before the timeout, (3) it is welcomed and repeats it."""
     talk = LearnerTalk(RunConfig(fragments=1, every_steps=10))
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(1,), step_time_s=1.0)
     talk.gets(0.1, 0, 1)
     for n in range(1, 30):
         talk.fires(9.0 * n)
-        talk.tell(9.0 * n, ConnectionClosed(talk.session, "connection reset by peer"))
+        talk.handle(9.0 * n, ConnectionClosed(talk.session, "connection reset by peer"))
         talk.opens(9.0 * n + 0.1)
         talk.welcomed(9.0 * n + 0.2, versions=(1,), step_time_s=1.0)
     assert talk.core.training, "three peers and H = 10 steps of 1 s each are over long ago"
 
 
-def test_inner_state_that_is_late_is_as_good_as_any():
-    """(1) Peer 4 is asked, (2) it is late, peer 5 is asked, (3) the state of 4 arrives."""
+def test_late_optimizer_state_is_used():
+    """(1) Peer 4 is chosen, (2) it is late and peer 5 is chosen, (3) the state of 4 arrives."""
     talk = LearnerTalk(RunConfig(fragments=1))
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(2,), step_time_s=1.0)
     talk.gets(0.1, 0, 2)
     while "state-timeout" not in talk.codes():
         talk.fires(talk.core.next_deadline())
-    talk.hears(talk.now + 0.1, OptimizerState(4, 1, 1, 9, (2,)))
+    talk.receives(talk.now + 0.1, OptimizerState(4, 1, 1, 9, (2,)))
     assert talk.core.training
 
 
@@ -281,12 +281,12 @@ def test_inner_state_that_is_late_is_as_good_as_any():
 
 def test_a_part_is_not_sent_before_it_is_saved():
     """(1) A learner begins to save its part, (2) the marker arrives once more, (3) saving fails: a part that was sent
-    after (2) would stand in the snapshot and exist nowhere."""
+    after (2) would be in the snapshot and exist nowhere."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.marker = 7
-    talk.hears(0.5, Marker(7))
+    talk.receives(0.5, Marker(7))
     talk.steps(1.0)
-    talk.hears(1.1, Marker(7))
+    talk.receives(1.1, Marker(7))
     talk.expect()
     talk.save_failed(1.2)
     assert talk.bodies(SnapshotPart)[0][1].problem == "no space left on device"
@@ -299,7 +299,7 @@ def test_a_contribution_that_is_overtaken_by_the_next_one_still_completes_the_pa
     one = talk.joined(1)
     one.reports(1.0, step=1)
     first = one.pulls[0]
-    talk.tell(1.1, SnapshotRequested())
+    talk.handle(1.1, SnapshotRequested())
     one.contributes(1.2)
     talk.merges_and_persists(1.3)
     one.acknowledges(1.4)
@@ -307,7 +307,7 @@ def test_a_contribution_that_is_overtaken_by_the_next_one_still_completes_the_pa
     one.reports(2.0, step=3)
     one.contributes(2.1)
     assert talk.of(MergeRound) != []
-    one.says(2.2, SnapshotPart(SNAPSHOT, 2, 200, (0,), (first,)))
+    one.delivers(2.2, SnapshotPart(SNAPSHOT, 2, 200, (0,), (first,)))
     assert [type(e.record).__name__ for e in talk.of(Persist)] == ["SnapshotRecord"]
 
 
@@ -315,14 +315,14 @@ def test_a_contribution_that_is_overtaken_by_the_next_one_still_completes_the_pa
 # Silence and the end
 
 
-def test_a_syncer_that_stands_still_right_after_a_word_counts_nobodys_silence():
-    """(1) A learner reports every second until 7.0, (2) the syncer stands still from 7.1 on, (3) its next timer was due
-    at 30, (4) it goes on at 1,000: between 7 and 30 it heard nobody because it stood still."""
+def test_stall_right_after_a_message_excuses_silence():
+    """(1) A learner reports every second until 7.0, (2) the syncer stalls from 7.1 on, (3) its next timer was due
+    at 30, (4) it goes on at 1,000: between 7 and 30 it received nothing because it stalled."""
     talk = SyncerTalk(RunConfig(fragments=1, quorum=2))
     one = talk.joined(1)
     for step in range(1, 8):
         one.reports(float(step), step)
-    talk.tell(1_000.0, TimerFired())
+    talk.handle(1_000.0, TimerFired())
     assert talk.member(1).state == "live"
 
 
@@ -330,7 +330,7 @@ def _finished(learners: int = 1) -> SyncerTalk:
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=4))
     for i in range(1, learners + 1):
         talk.joined(i)
-    talk.tell(1.0, FinishRequested())
+    talk.handle(1.0, FinishRequested())
     while not talk.of(Persist):
         for voice in talk.voices.values():
             voice.reports(talk.now + 1.0, voice.step + 1)
@@ -340,15 +340,15 @@ def _finished(learners: int = 1) -> SyncerTalk:
     return talk
 
 
-def test_a_finished_syncer_that_is_restarted_ends_although_nobody_comes_back():
-    """(1) The manifest is durable, (2) the syncer is killed before it has told anybody, (3) all learners are dead."""
+def test_restarted_finished_syncer_ends_without_learners():
+    """(1) The manifest is durable, (2) the syncer is killed before it sends `Finish`, (3) all learners are dead."""
     again = _finished().restarted()
     halted = [e for e in again.done if isinstance(e, Halt)]
     halted += [e for e in again.fires(100_000.0) if isinstance(e, Halt)]
     assert len(halted) == 1
 
 
-def test_a_learner_that_comes_back_a_thousand_times_after_the_end_does_not_break_the_syncer():
+def test_thousand_reconnections_after_the_end_are_harmless():
     """A link that works in one direction only: each hello arrives, no answer does."""
     talk = _finished()
     for session in range(2, 1_100):
@@ -358,9 +358,9 @@ def test_a_learner_that_comes_back_a_thousand_times_after_the_end_does_not_break
     assert talk.bodies(Finish) != []
 
 
-def test_coming_back_after_the_end_does_not_hurry_the_others():
-    """(1) The end is told to learners 1 and 2, (2) learner 2 comes back five times within a second, (3) learner 1 is
-    told again no sooner than before."""
+def test_reconnection_after_the_end_does_not_shorten_timeouts_of_others():
+    """(1) `Finish` is sent to learners 1 and 2, (2) learner 2 comes back five times within a second, (3) learner 1 is
+    sent it again no sooner than before."""
     quiet, busy = _finished(2), _finished(2)
     times: list[list[float]] = []
     for talk in (quiet, busy):
@@ -391,21 +391,21 @@ def test_timers_of_replaced_incarnations_end():
 def test_a_request_to_finish_is_not_a_reason_to_stop_twice():
     """(1) The end arrives, (2) the learner has every final version and stops, (3) the end arrives again."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(1.0, Finish((0,), 0))
+    talk.receives(1.0, Finish((0,), 0))
     assert len(talk.of(Stop)) == 1
-    talk.hears(1.1, Finish((0,), 0))
+    talk.receives(1.1, Finish((0,), 0))
     assert talk.of(Stop) == []
 
 
 def test_a_version_that_arrives_with_the_end_is_adopted_before_the_stop():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.gets(0.5, 0, 1, base=0)
-    talk.hears(0.6, Finish((1,), 1))
+    talk.receives(0.6, Finish((1,), 1))
     assert [type(e).__name__ for e in talk.effects if not hasattr(e, "envelope")] == ["AdoptFragment", "Stop"]
     assert talk.one(AdoptFragment).version == 1
 
 
-def test_a_record_that_failed_is_asked_for_again_with_what_has_happened_since():
+def test_failed_record_is_retried_with_newer_changes():
     """(1) An admission cannot be written, (2) another learner says hello, (3) both are in the next record."""
     talk = SyncerTalk(RunConfig(fragments=1))
     talk.voice(1).hello(1.0)

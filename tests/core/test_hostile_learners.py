@@ -1,4 +1,4 @@
-"""One bad learner disturbs nobody else: what it sends is refused, ignored or struck, and the run goes on."""
+"""A hostile learner does not disturb the run: its messages are refused, ignored or counted as strikes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.core.conversation import LearnerTalk, SyncerTalk
 )
 def test_a_message_that_learners_do_not_send_is_ignored(body):
     talk = SyncerTalk(RunConfig(fragments=1))
-    talk.joined(1).says(1.0, body)
+    talk.joined(1).delivers(1.0, body)
     talk.expect()
     assert sum(talk.core.view().ignored.values()) == 1
 
 
 def test_a_message_that_syncers_do_not_send_is_ignored():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(1.0, Ping(1))
+    talk.receives(1.0, Ping(1))
     talk.expect()
 
 
@@ -54,12 +54,12 @@ def test_a_reason_that_we_cannot_say_is_shown_as_it_came(reason):
     one = talk.voice(1)
     one.hello(0.0)
     talk.persisted(0.1)
-    one.says(0.2, Ready(reason))
+    one.delivers(0.2, Ready(reason))
     assert talk.member(1).state == "live"
     assert reason.code in str(reason)
 
 
-def test_a_learner_that_tells_of_endless_steps_does_not_hold_up_the_others():
+def test_learner_that_reports_endless_steps_does_not_delay_others():
     """(1) One of three reports steps of three years and answers no pull; (2) the grace of the others is as before."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     good = [talk.joined(1), talk.joined(2)]
@@ -86,10 +86,10 @@ def test_a_learner_that_tells_of_endless_steps_does_not_hold_up_the_others():
 
 def test_one_report_cannot_use_up_the_budget():
     talk = SyncerTalk(RunConfig(fragments=1, budget_tokens=10**12))
-    talk.joined(1).says(1.0, Report(4, 2**61, 1.0))
+    talk.joined(1).delivers(1.0, Report(4, 2**61, 1.0))
     assert talk.core.view().stage == "running"
     assert talk.member(1).strikes == 1
-    talk.voices[1].says(2.0, Report(4, 4 * MAX_TOKENS_PER_STEP, 1.0))
+    talk.voices[1].delivers(2.0, Report(4, 4 * MAX_TOKENS_PER_STEP, 1.0))
     assert talk.core.view().stage == "running"
 
 
@@ -98,23 +98,23 @@ def test_a_link_of_the_old_process_that_closes_late_does_not_close_that_of_the_n
     talk = SyncerTalk(RunConfig(fragments=1))
     talk.joined(1)
     talk.joined(1, at=1.0, incarnation=2)
-    talk.tell(2.0, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
+    talk.handle(2.0, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
     assert talk.member(1).state == "live"
-    talk.tell(3.0, LearnerDisconnected(1, 2, 1, "connection reset by peer"))
+    talk.handle(3.0, LearnerDisconnected(1, 2, 1, "connection reset by peer"))
     assert talk.member(1).state == "disconnected"
 
 
-def test_a_doubled_wish_for_the_whole_value_is_harmless():
-    """(1) A version arrives damaged and is wished for, (2) it is sent and acknowledged, (3) the wish arrives again."""
+def test_duplicate_resync_is_harmless():
+    """(1) A version arrives damaged, (2) it is sent again and acknowledged, (3) a duplicate `Resync` arrives."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=1))
     one = talk.joined(1)
     one.reports(1.0, step=1)
     one.contributes(1.1)
     talk.merges_and_persists(1.2)
-    one.says(1.3, Resync(0, 0))
+    one.delivers(1.3, Resync(0, 0))
     assert [body.base for _, body in talk.bodies(Published)] == [None]
-    one.says(1.4, PublishAck(0, 1))
-    one.says(1.5, Resync(0, 0))
+    one.delivers(1.4, PublishAck(0, 1))
+    one.delivers(1.5, Resync(0, 0))
     talk.expect()
     talk.fires(500.0)
     assert not [e for e in talk.done if isinstance(e, CloseConnection) and e.reason.code == "member-publish-unacked"]
@@ -122,7 +122,7 @@ def test_a_doubled_wish_for_the_whole_value_is_harmless():
 
 def test_an_acknowledgement_of_an_end_that_is_not_there_is_ignored():
     talk = SyncerTalk(RunConfig(fragments=1))
-    talk.joined(1).says(1.0, FinishAck(3))
+    talk.joined(1).delivers(1.0, FinishAck(3))
     assert talk.member(1).state == "live"
     assert talk.of(Halt) == []
 
@@ -131,7 +131,7 @@ def test_contributions_to_invented_rounds_do_not_fill_a_snapshot():
     talk = SyncerTalk(RunConfig(fragments=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    talk.tell(1.1, SnapshotRequested())
+    talk.handle(1.1, SnapshotRequested())
     kept = 0
     for n in range(500):
         one.contributes(1.2, round=RoundId(0, 0, 1, 1000 + n))

@@ -1,4 +1,4 @@
-"""Leases: the books always balance, a lease is durable before it is sent, and no sample is merged twice or lost."""
+"""Leases: the ledger always balances, leases are durable before they are sent, and samples are merged once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIR = RunConfig(fragments=1, every_steps=1, quorum=2, lease_samples=10, leases_
 
 def leased(talk: SyncerTalk, voice: Voice, at: float, leases: int = 0, taken: int = 0) -> list[tuple[int, int]]:
     """What a request is answered with, when the disk has written it."""
-    voice.says(at, LeaseRequest(leases, taken))
+    voice.delivers(at, LeaseRequest(leases, taken))
     sent = talk.bodies(Lease)
     if talk.of(Persist):
         talk.persisted(at, "LeaseRecord")
@@ -56,7 +56,7 @@ def merged_into(talk: SyncerTalk, voice: Voice, at: float, step: int, fragment: 
 def test_a_lease_is_sent_when_it_is_durable_and_not_before():
     talk = SyncerTalk(CONFIG)
     voice = talk.joined(1)
-    voice.says(1.0, LeaseRequest(0, 0))
+    voice.delivers(1.0, LeaseRequest(0, 0))
     assert talk.bodies(Lease) == []
     assert talk.one(Persist).record.next_sample == 20  # type: ignore[union-attr]
     talk.persist_failed(1.1)
@@ -79,11 +79,11 @@ def test_two_learners_never_get_the_same_samples():
 def test_a_syncer_that_is_killed_at_any_moment_leases_nothing_twice():
     talk = SyncerTalk(CONFIG)
     assert leased(talk, talk.joined(1), 1.0) == [(0, 10), (10, 20)]
-    talk.voices[1].says(2.0, LeaseRequest(2, 15))  # asked for, not written
+    talk.voices[1].delivers(2.0, LeaseRequest(2, 15))  # requested, not durable
     again = talk.restarted(3.0)
     assert leased(again, again.joined(2, 3.0), 3.5) == [(20, 30), (30, 40)]
 
-    talk.written_unheard()  # written, and the process died before it could send it
+    talk.written_without_reply()  # written, and the process died before it could send it
     again = talk.restarted(3.0)
     assert leased(again, again.joined(2, 3.0), 3.5) == [(40, 50), (50, 60)]
     voice = again.voice(1, session=2)
@@ -92,7 +92,7 @@ def test_a_syncer_that_is_killed_at_any_moment_leases_nothing_twice():
     assert leased(again, voice, 4.5, leases=2, taken=15) == [(20, 30), (30, 40)]
 
 
-def test_what_a_new_incarnation_finds_is_what_the_old_one_had_not_merged():
+def test_new_incarnation_gets_the_unmerged_samples_of_the_old_one():
     talk = SyncerTalk(CONFIG)
     old = talk.joined(1)
     leased(talk, old, 0.5)
@@ -103,11 +103,11 @@ def test_what_a_new_incarnation_finds_is_what_the_old_one_had_not_merged():
     assert leased(talk, new, 4.0) == [(7, 17), (17, 20), (20, 30)]
 
 
-def test_others_get_what_was_returned_too_and_before_anything_new():
+def test_returned_samples_are_leased_before_new_ones():
     talk = SyncerTalk(CONFIG)
     old, other = talk.joined(1), talk.joined(2)
     leased(talk, old, 0.5)
-    old.says(1.0, Left("enough"))
+    old.delivers(1.0, Left("enough"))
     assert "leases-returned" not in talk.codes()
     talk.persisted(1.1)
     assert talk.codes() == ["leases-returned"]
@@ -162,9 +162,7 @@ class Hasty(SyncerTalk):
 
 
 @pytest.mark.parametrize(("kind", "merged_samples_wait"), [(SyncerTalk, False), (Hasty, True)])
-def test_a_successor_that_waits_for_its_leases_keeps_the_mark_of_its_predecessor_until_it_is_settled(
-    kind, merged_samples_wait
-):
+def test_successor_gets_no_leases_until_its_predecessor_is_settled(kind, merged_samples_wait):
     """All four steps in core/syncer_leases.py. Without the wait samples 0 to 3, which are merged, are leased again."""
     talk = kind(PAIR)
     old, other = talk.joined(1), talk.joined(2)
@@ -176,7 +174,7 @@ def test_a_successor_that_waits_for_its_leases_keeps_the_mark_of_its_predecessor
     new = talk.voice(1, incarnation=2)
     new.hello(1.2)
     talk.persisted(1.3)
-    new.says(1.4, LeaseRequest(0, 0))
+    new.delivers(1.4, LeaseRequest(0, 0))
     if talk.of(Persist):
         talk.persisted(1.4)
     other.contributes(1.5, consumed_samples=4)
@@ -185,7 +183,7 @@ def test_a_successor_that_waits_for_its_leases_keeps_the_mark_of_its_predecessor
     if talk.of(Persist):
         talk.persisted(1.7, "LeaseRecord")
     new.acknowledges(1.8)
-    new.says(1.8, Ready(because("state-kept")))
+    new.delivers(1.8, Ready(because("state-kept")))
     new.reports(2.0, 1)
     other.reports(2.0, 2)
     other.reports(3.0, 3)
@@ -199,7 +197,7 @@ def test_a_successor_that_waits_for_its_leases_keeps_the_mark_of_its_predecessor
     assert (not waiting.isdisjoint(range(4))) is merged_samples_wait
 
 
-def test_a_merge_that_fails_returns_what_it_held():
+def test_failed_merge_returns_its_samples():
     talk = SyncerTalk(PAIR)
     old, other = talk.joined(1), talk.joined(2)
     leased(talk, old, 0.5)
@@ -216,7 +214,7 @@ def test_a_merge_that_fails_returns_what_it_held():
     assert leased(talk, new, 2.0)[0] == (0, 10)
 
 
-def test_after_a_restart_marks_say_what_is_merged():
+def test_restart_restores_merged_samples_from_merged_up_to():
     talk = SyncerTalk(CONFIG)
     old = talk.joined(1)
     leased(talk, old, 0.5)
@@ -227,13 +225,13 @@ def test_after_a_restart_marks_say_what_is_merged():
     assert leased(again, new, 4.0) == [(6, 16), (16, 20), (20, 30)]
 
 
-def test_a_restart_returns_the_leases_of_whoever_was_replaced_meanwhile():
+def test_restart_returns_the_leases_of_replaced_incarnations():
     talk = SyncerTalk(CONFIG)
     old = talk.joined(1)
     leased(talk, old, 0.5)
     merged_into(talk, old, 1.0, 1, 0, taken=6)
     talk.voice(1, incarnation=2).hello(2.0)
-    talk.written_unheard()
+    talk.written_without_reply()
     again = talk.restarted(3.0)
     assert again.core.view().leases == (20, 14, 0, 6)
 
@@ -243,7 +241,7 @@ def test_a_request_that_cannot_be_is_a_strike_and_leases_nothing():
     voice = talk.joined(1)
     leased(talk, voice, 0.5)
     for leases, taken in ((3, 0), (2, 21), (-1, 0)):
-        voice.says(1.0, LeaseRequest(leases, taken))
+        voice.delivers(1.0, LeaseRequest(leases, taken))
         assert not talk.of(Persist)
         assert not talk.bodies(Lease)
     assert talk.member(1).state == "quarantined"
@@ -255,7 +253,7 @@ def test_a_request_that_comes_again_much_later_is_no_strike():
     leased(talk, voice, 0.5)
     merged_into(talk, voice, 1.0, 1, 0, taken=20)
     assert leased(talk, voice, 2.0, leases=2, taken=20) == [(20, 30), (30, 40)]
-    voice.says(3.0, LeaseRequest(0, 0))
+    voice.delivers(3.0, LeaseRequest(0, 0))
     talk.expect()
     assert talk.member(1).strikes == 0
 
@@ -273,10 +271,10 @@ def test_a_contribution_on_samples_that_were_not_leased_is_refused():
     assert len(voice.refusals) == 2
 
 
-def test_who_hoards_leases_gets_no_more_until_something_is_merged():
+def test_unmerged_leases_of_a_learner_are_bounded():
     books = LeaseLedger()
     holder = books.holder((1, 1))
-    while books.grant(holder, wanted=10**9, lease_samples=1):
+    while books.grant(holder, target=10**9, lease_samples=1):
         assert len(holder.intervals) <= MAX_UNMERGED_LEASES
     assert holder.total == MAX_UNMERGED_LEASES
     books.merge((1, 1), 100)
@@ -286,10 +284,10 @@ def test_who_hoards_leases_gets_no_more_until_something_is_merged():
 def test_a_run_without_leases_knows_nothing_of_them():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=1))
     voice = talk.joined(1)
-    voice.says(1.0, LeaseRequest(0, 0))
+    voice.delivers(1.0, LeaseRequest(0, 0))
     talk.expect()
     learner = LearnerTalk(RunConfig(fragments=1, every_steps=1)).trains()
-    learner.hears(1.0, Lease(0, 0, 8))
+    learner.receives(1.0, Lease(0, 0, 8))
     assert learner.core.state.leased_samples == 0
 
 
@@ -309,31 +307,31 @@ def joining() -> LearnerTalk:
     talk.opens(0.0)
     talk.welcomed(0.0)
     talk.gets(0.0, 0, 0)
-    talk.hears(0.0, NoPeer(because("peer-new-run"), True))
+    talk.receives(0.0, NoPeer(because("peer-new-run"), True))
     return talk
 
 
 def test_training_starts_with_the_first_lease():
     talk = joining()
     assert not talk.core.training
-    talk.hears(1.0, Lease(0, 0, 8))
+    talk.receives(1.0, Lease(0, 0, 8))
     assert talk.of(StartTraining)
     assert talk.core.training
     assert [body for _, body in talk.bodies(Ready)]
 
 
-def test_a_request_that_is_lost_is_said_again():
+def test_lost_lease_request_is_retried():
     talk = joining()
     talk.fires(100.0)
     assert talk.bodies(LeaseRequest) == [(1, LeaseRequest(0, 0))] * 2
 
 
-def test_a_new_link_asks_again_at_once():
+def test_lease_request_is_repeated_on_a_new_connection():
     talk = joining()
-    talk.hears(1.0, Lease(0, 0, 8))
+    talk.receives(1.0, Lease(0, 0, 8))
     talk.steps(2.0, samples=2)
-    assert talk.bodies(LeaseRequest) == []  # it has asked already
-    talk.tell(3.0, ConnectionClosed(1, "connection reset by peer"))
+    assert talk.bodies(LeaseRequest) == []  # a request is pending
+    talk.handle(3.0, ConnectionClosed(1, "connection reset by peer"))
     talk.opens(4.0)
     talk.welcomed(4.1)
     assert talk.bodies(LeaseRequest) == [(1, LeaseRequest(1, 2))]
@@ -342,37 +340,37 @@ def test_a_new_link_asks_again_at_once():
 def test_leases_may_come_late_again_and_out_of_order_and_every_sample_counts_once():
     talk = joining()
     for lease in (Lease(1, 8, 16), Lease(0, 0, 8), Lease(0, 0, 8), Lease(2, 16, 24), Lease(1, 8, 16), Lease(1, 8, 16)):
-        talk.hears(1.0, lease)
+        talk.receives(1.0, lease)
     assert talk.core.state.lease_count == 2
     assert talk.core.state.leased_samples == 16
     talk.steps(2.0, samples=8)
     assert talk.bodies(Report) == [(1, Report(1, 100, 1.0, 8))]
-    with pytest.raises(AssertionError, match="took 9 samples of 8"):
+    with pytest.raises(AssertionError, match="consumed 9 samples, but only 8"):
         talk.steps(3.0, samples=9)
 
 
-def test_steps_without_a_lease_are_counted_and_said_once():
+def test_steps_without_a_lease_are_counted_and_logged_once():
     talk = joining()
-    talk.hears(1.0, Lease(0, 0, 8))
+    talk.receives(1.0, Lease(0, 0, 8))
     talk.steps(2.0, samples=8)
     for at in (3.0, 4.0, 5.0):
         talk.steps(at)
     assert talk.core.state.repeated == 3
     assert talk.sentences.count(str(because("leases-exhausted", 8))) == 1
-    talk.hears(6.0, Lease(1, 8, 16))
+    talk.receives(6.0, Lease(1, 8, 16))
     talk.steps(7.0, samples=8)
     talk.steps(8.0)
     assert talk.sentences.count(str(because("leases-exhausted", 16))) == 1
 
 
-def test_a_contribution_tells_of_the_samples_at_its_copy():
+def test_contribution_counts_the_samples_at_its_copy():
     talk = joining()
-    talk.hears(1.0, Lease(0, 0, 8))
-    talk.hears(1.5, Pull(RoundId(0, 0, 1, 1)))
+    talk.receives(1.0, Lease(0, 0, 8))
+    talk.receives(1.5, Pull(RoundId(0, 0, 1, 1)))
     talk.steps(2.0, samples=3)
     assert [body.consumed_samples for _, body in talk.bodies(Contribution)] == [3]
     talk.steps(3.0, samples=3)
-    talk.hears(3.5, Pull(RoundId(0, 0, 1, 1)))
+    talk.receives(3.5, Pull(RoundId(0, 0, 1, 1)))
     assert [body.consumed_samples for _, body in talk.bodies(Contribution)] == [3]
 
 
@@ -386,8 +384,8 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS, st.integers(1, 12))
-def test_the_books_balance_and_every_sample_has_one_holder(operations, lease_samples):
-    """A model beside them: who has which sample, by a dictionary of all."""
+def test_lease_ledger_balances_and_every_sample_has_one_holder(operations, lease_samples):
+    """Reference model: the holder of each sample in one dictionary."""
     books = LeaseLedger()
     owner: dict[int, object] = {}
     merged: dict[int, set[int]] = {1: set(), 2: set(), 3: set()}
@@ -433,7 +431,7 @@ LEASES = st.lists(st.integers(1, 7), min_size=1, max_size=8)
 
 
 @given(LEASES, st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=30), st.integers(1, 10))
-def test_a_line_gives_every_number_once_and_a_replay_the_same_numbers(lengths, steps, keep):
+def test_cursor_takes_every_sample_once_and_replays_the_same(lengths, steps, keep):
     """Leases arrive in between. `fresh` is all that a tape holds of a step."""
     leases: dict[int, tuple[int, int]] = {0: (100, 100 + lengths[0])}
     line, replayed = SampleCursor(keep), SampleCursor(keep)
@@ -452,7 +450,7 @@ def test_a_line_gives_every_number_once_and_a_replay_the_same_numbers(lengths, s
     assert seen == [n for begin, end in leases.values() for n in range(begin, end)][: len(seen)]
 
 
-def test_a_lease_that_is_used_up_may_be_gone():
+def test_used_up_lease_may_be_removed():
     line = SampleCursor(8)
     assert line.take({0: (0, 4), 1: (4, 8)}, 4) == (0, 1, 2, 3)
     assert line.take({1: (4, 8)}, 2) == (4, 5)

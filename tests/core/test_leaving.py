@@ -1,4 +1,4 @@
-"""Leaving with a push: rounds out of turn, for who has to go, and for nobody longer than that."""
+"""Draining: unscheduled rounds for a learner that leaves, without delays for the others."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PUSH = LeaveRequested("its machine is taken away", drain=True)
 
 
 def leaving(voice: Voice, at: float, *unmerged: int) -> None:
-    voice.says(at, DrainRequest(voice.step, voice.trained, unmerged))
+    voice.delivers(at, DrainRequest(voice.step, voice.trained, unmerged))
 
 
 def pulled(talk: SyncerTalk) -> list[tuple[int, int]]:
-    """Whom it asked last, and for which fragment."""
+    """Return the pulled learners and fragments of the last event."""
     return [(learner, body.round.fragment) for learner, body in talk.bodies(Pull)]
 
 
@@ -40,7 +40,7 @@ def pulled(talk: SyncerTalk) -> list[tuple[int, int]]:
 # At the syncer
 
 
-def test_one_who_is_alone_is_asked_at_once_and_again_for_what_an_old_copy_left_out():
+def test_single_draining_learner_is_pulled_until_everything_is_merged():
     talk = SyncerTalk(RARE)
     one = talk.joined(1)
     one.reports(1.0, step=1)
@@ -60,12 +60,12 @@ def test_one_who_is_alone_is_asked_at_once_and_again_for_what_an_old_copy_left_o
     assert talk.core.state.draining == {}
 
 
-def test_the_quorum_is_kept_and_others_are_asked_when_they_have_a_step():
+def test_unscheduled_round_needs_the_quorum_and_pulls_others_with_a_step():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=1000, grace_margin=0.0, quorum=2))
     one, two = talk.joined(1), talk.joined(2)
     one.reports(1.0, step=1)
     leaving(one, 1.1, 0)
-    assert pulled(talk) == [], "nobody else has anything to give"
+    assert pulled(talk) == [], "no other learner has new steps"
     two.reports(1.5, step=1)
     assert pulled(talk) == [(1, 0), (2, 0)]
     two.contributes(1.6)
@@ -74,7 +74,7 @@ def test_the_quorum_is_kept_and_others_are_asked_when_they_have_a_step():
     assert [a.learner for a in talk.one(MergeRound).contributions] == [1, 2]
 
 
-def test_two_who_leave_at_once_are_in_the_same_merges():
+def test_two_draining_learners_are_in_the_same_merges():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=1000, grace_margin=0.0, quorum=2))
     voices = [talk.joined(learner) for learner in (1, 2)]
     for voice in voices:
@@ -88,7 +88,7 @@ def test_two_who_leave_at_once_are_in_the_same_merges():
     assert talk.core.state.draining == {}
 
 
-def test_one_who_names_and_never_gives_holds_up_nobody_for_long():
+def test_draining_learner_that_never_contributes_delays_others_only_briefly():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, grace_margin=0.0))
     one, two = talk.joined(1), talk.joined(2)
     one.reports(1.0, step=1)
@@ -106,22 +106,22 @@ def test_one_who_names_and_never_gives_holds_up_nobody_for_long():
         at += 101.0
         leaving(one, at, 0)
         two.reports(at, step=step)
-    assert talk.core.state.members[1].drain_rounds[0] > MAX_DRAIN_ROUNDS, "it is still asked with the others"
+    assert talk.core.state.members[1].drain_rounds[0] > MAX_DRAIN_ROUNDS, "it is still pulled with the others"
     assert merges > MAX_DRAIN_ROUNDS
     two.contributes(at + 1.0)
     assert talk.of(MergeRound), "and is not waited for any more"
 
 
-def test_a_word_that_comes_late_or_twice_or_from_nowhere_changes_nothing():
+def test_stale_or_duplicate_drain_request_changes_nothing():
     talk = SyncerTalk(RARE)
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    one.says(2.0, DrainRequest(1, TOKENS, (1, 7, -3)), tick=90)
+    one.delivers(2.0, DrainRequest(1, TOKENS, (1, 7, -3)), tick=90)
     assert pulled(talk) == [(1, 1)]
-    one.says(2.1, DrainRequest(1, TOKENS, (0, 1)), tick=89)
+    one.delivers(2.1, DrainRequest(1, TOKENS, (0, 1)), tick=89)
     assert list(talk.core.state.members[1].unmerged) == [1]
     assert talk.core.state.ignored["stale-drain-request"] == 1
-    talk.voice(9).says(2.2, DrainRequest(1, TOKENS, (0,)))
+    talk.voice(9).delivers(2.2, DrainRequest(1, TOKENS, (0,)))
     assert pulled(talk) == []
 
 
@@ -129,13 +129,13 @@ def test_impossible_counters_are_a_strike():
     talk = SyncerTalk(RARE)
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    one.says(2.0, DrainRequest(1, 2**61, (0,)))
+    one.delivers(2.0, DrainRequest(1, 2**61, (0,)))
     assert talk.member(1).strikes == 1
     assert not talk.core.state.members[1].is_draining
 
 
 def test_at_the_end_of_a_run_the_last_rounds_take_it_in():
-    """It takes no step that would make them ripe."""
+    """It takes no step that would make them due."""
     talk = SyncerTalk(RARE)
     one = talk.joined(1)
     one.reports(1.0, step=1)
@@ -146,14 +146,14 @@ def test_at_the_end_of_a_run_the_last_rounds_take_it_in():
     leaving(one, 2.1, 0, 1)
     for p in (0, 1):
         one.contributes(2.2, p)
-    talk.tell(2.3, FinishRequested())
+    talk.handle(2.3, FinishRequested())
     one.acknowledges(2.4)
     while any(isinstance(effect, MergeRound) for effect in talk.awaited):
         talk.merges_and_persists(2.5)
     assert [line.pending for line in talk.core.view().ledger] == [0, 0]
 
 
-def test_whoever_stays_is_rather_asked_for_inner_state():
+def test_draining_learner_is_the_last_choice_as_a_peer():
     talk = SyncerTalk(RARE)
     one, two = talk.joined(1), talk.joined(2)
     one.reports(1.0, step=1)
@@ -162,7 +162,7 @@ def test_whoever_stays_is_rather_asked_for_inner_state():
     three = talk.voice(3)
     three.hello(2.0)
     talk.persisted(2.0)
-    three.says(2.1, StateRequest(()))
+    three.delivers(2.1, StateRequest(()))
     assert talk.bodies(PeerChosen) == [(3, PeerChosen(2))]
 
 
@@ -170,26 +170,26 @@ def test_whoever_stays_is_rather_asked_for_inner_state():
 # At the learner
 
 
-def test_one_who_has_nothing_to_push_leaves_at_once():
+def test_learner_without_unmerged_work_leaves_immediately():
     talk = LearnerTalk(RARE)
     talk.opens(0.0)
-    talk.tell(0.1, PUSH)
+    talk.handle(0.1, PUSH)
     assert talk.one(Stop).reason.code == "learner-left", "it has not even joined"
     talk = LearnerTalk(RARE).trains()
-    talk.tell(1.0, PUSH)
+    talk.handle(1.0, PUSH)
     assert talk.one(Stop).reason.code == "learner-drained"
     assert [body for _, body in talk.bodies(Left)] == [Left("its machine is taken away")]
 
 
 def test_a_pull_that_waits_for_its_version_is_answered_when_that_is_adopted():
-    """The driver is told that there is something to do: nothing else comes that would wake it."""
+    """`has_boundary_work` becomes true: nothing else would wake the driver."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.steps(1.0)
-    talk.hears(1.1, Pull(RoundId(0, 0, 1, 1)))
+    talk.receives(1.1, Pull(RoundId(0, 0, 1, 1)))
     talk.steps(2.0)
     talk.steps(3.0)
-    talk.tell(3.0, PUSH)
-    talk.hears(3.1, Pull(RoundId(0, 1, 1, 1)))
+    talk.handle(3.0, PUSH)
+    talk.receives(3.1, Pull(RoundId(0, 1, 1, 1)))
     talk.gets(3.2, 0, 1)
     assert not talk.core.leaving.can_answer()
     talk.steps(3.3, steps=0, tokens=0, step_time_s=0.0)
@@ -206,20 +206,20 @@ def test_the_end_of_the_run_comes_first(pushes_first):
     talk.steps(1.0)
     finish = Finish((1,), 1)
     if pushes_first:
-        talk.tell(1.1, PUSH)
-        talk.hears(1.2, finish)
+        talk.handle(1.1, PUSH)
+        talk.receives(1.2, finish)
     else:
-        talk.hears(1.1, finish)
-        talk.tell(1.2, PUSH)
+        talk.receives(1.1, finish)
+        talk.handle(1.2, PUSH)
     assert talk.core.state.is_standing_by
     talk.gets(1.3, 0, 1)
     assert talk.one(Stop).reason.code == "learner-finished"
 
 
-def test_one_who_joins_has_nothing_to_wait_for():
+def test_joining_learner_leaves_immediately():
     talk = LearnerTalk(RARE)
     talk.opens(0.0)
     talk.welcomed(0.1)
-    talk.hears(0.2, NoPeer(because("peer-new-run"), True))
-    talk.tell(0.3, PUSH)
+    talk.receives(0.2, NoPeer(because("peer-new-run"), True))
+    talk.handle(0.3, PUSH)
     assert talk.one(Stop).reason.code == "learner-left"

@@ -16,7 +16,7 @@ def accepted(learner: int, incarnation: int, tokens: int, trained: int, dropped:
     return AcceptedContribution(learner, incarnation, 1, 1, tokens, trained, dropped, 1.0)
 
 
-def test_a_line_is_balanced_when_every_token_is_somewhere():
+def test_ledger_line_is_balanced_if_every_token_is_counted():
     assert LedgerLine(100, 60, 30, {"left": 10}).is_balanced()
     assert not LedgerLine(100, 60, 30, {}).is_balanced()
     assert not LedgerLine(100, 110, -10, {}).is_balanced(), "nothing is pending less than nothing"
@@ -25,28 +25,28 @@ def test_a_line_is_balanced_when_every_token_is_somewhere():
 def test_tokens_are_pending_until_they_are_merged():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 1)
-    books.tell(1, 300)
+    books.record_trained(1, 300)
     books.merge(0, accepted(1, 1, tokens=200, trained=200))
     assert books.line(0) == LedgerLine(300, 200, 100, {})
     assert books.line(1) == LedgerLine(300, 0, 300, {}), "a token settles once in each fragment"
 
 
-def test_what_a_learner_tells_never_falls():
+def test_trained_tokens_never_decrease():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 1)
-    books.tell(1, 300)
-    books.tell(1, 200)
+    books.record_trained(1, 300)
+    books.record_trained(1, 200)
     assert books.trained == 300
 
 
-def test_a_contribution_tells_of_tokens_whose_report_was_lost():
+def test_contribution_counts_tokens_of_a_lost_report():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 1)
     books.merge(0, accepted(1, 1, tokens=200, trained=200))
     assert books.line(0) == LedgerLine(200, 200, 0, {})
 
 
-def test_what_adopting_threw_away_is_dropped_with_that_reason():
+def test_tokens_dropped_by_adopting_have_that_cause():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 1)
     books.merge(0, accepted(1, 1, tokens=100, trained=100))
@@ -54,10 +54,10 @@ def test_what_adopting_threw_away_is_dropped_with_that_reason():
     assert books.line(0) == LedgerLine(200, 150, 0, {"overwritten-on-adopt": 50})
 
 
-def test_what_an_incarnation_had_not_merged_is_dropped_when_it_is_gone_for_good():
+def test_unmerged_tokens_of_an_ended_incarnation_are_dropped():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 1)
-    books.tell(1, 300)
+    books.record_trained(1, 300)
     books.merge(0, accepted(1, 1, tokens=200, trained=200))
     books.close(1, "left")
     assert books.line(0) == LedgerLine(300, 200, 0, {"left": 100})
@@ -68,10 +68,10 @@ def test_what_an_incarnation_had_not_merged_is_dropped_when_it_is_gone_for_good(
 def test_a_contribution_that_becomes_durable_after_its_incarnation_was_replaced_is_merged_after_all():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 1)
-    books.tell(1, 300)
+    books.record_trained(1, 300)
     books.close(1, "superseded")
     books.open(1, 2)
-    books.tell(1, 10)
+    books.record_trained(1, 10)
     books.merge(0, accepted(1, 1, tokens=200, trained=200))
     assert books.line(0) == LedgerLine(310, 200, 10, {"superseded": 100})
 
@@ -83,20 +83,20 @@ def test_a_learner_has_one_open_account():
         books.open(1, 2)
 
 
-def test_after_a_restart_an_account_takes_up_where_its_mark_stands():
+def test_restart_restores_accounts_from_merged_up_to():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 2)
     mark = MergedUpTo(incarnation=2, base=3, copied_at=9, trained=400, dropped=100)
-    books.restore(closed_trained=50, merged={0: 330, 1: 0}, marks={0: {1: mark}, 1: {}})
+    books.restore(closed_trained=50, merged={0: 330, 1: 0}, merged_up_to={0: {1: mark}, 1: {}})
     assert books.line(0) == LedgerLine(450, 330, 0, {"before-restart": 20, "overwritten-on-adopt": 100})
     assert books.line(1) == LedgerLine(450, 0, 400, {"before-restart": 50})
 
 
-def test_a_mark_of_an_older_incarnation_is_no_part_of_the_new_account():
+def test_merged_up_to_of_an_older_incarnation_is_not_in_the_new_account():
     books = SyncerLedger(FRAGMENTS)
     books.open(1, 3)
     mark = MergedUpTo(incarnation=2, base=3, copied_at=9, trained=400, dropped=0)
-    books.restore(closed_trained=500, merged={0: 400, 1: 0}, marks={0: {1: mark}, 1: {}})
+    books.restore(closed_trained=500, merged={0: 400, 1: 0}, merged_up_to={0: {1: mark}, 1: {}})
     assert books.line(0) == LedgerLine(500, 400, 0, {"before-restart": 100})
 
 
@@ -140,7 +140,7 @@ def play(script: list[Step]) -> tuple[SyncerLedger, dict[int, Learner], dict[int
         if what == "train":
             learner.trained += tokens
         elif what == "report":
-            books.tell(i, learner.trained)
+            books.record_trained(i, learner.trained)
         elif what == "drop":
             learner.dropped[p] += learner.trained - learner.settled[p]
             learner.settled[p] = learner.trained
@@ -152,7 +152,7 @@ def play(script: list[Step]) -> tuple[SyncerLedger, dict[int, Learner], dict[int
             body = accepted(
                 i, learner.incarnation, learner.trained - learner.settled[p], learner.trained, learner.dropped[p]
             )
-            books.tell(i, learner.trained)
+            books.record_trained(i, learner.trained)
             learner.settled[p] = learner.trained
             waiting[(i, p)] = body
         if what in ("merge", "durable") and (i, p) in waiting:
@@ -163,7 +163,7 @@ def play(script: list[Step]) -> tuple[SyncerLedger, dict[int, Learner], dict[int
 
 
 @given(steps)
-def test_the_books_are_balanced_at_every_moment(script):
+def test_token_ledger_is_balanced_at_every_moment(script):
     books, _, merged = play(script)
     for p in FRAGMENTS:
         line = books.line(p)
@@ -175,7 +175,7 @@ def test_the_books_are_balanced_at_every_moment(script):
 
 @given(steps)
 def test_a_restart_changes_nothing_that_matters(script):
-    """What is durable: marks, merged totals, tokens of closed accounts. Reports since then are told again."""
+    """Restore durable totals; later reports are repeated."""
     books, learners, merged = play(script)
     marks: dict[int, dict[int, MergedUpTo]] = {p: {} for p in FRAGMENTS}
     again = SyncerLedger(FRAGMENTS)
@@ -188,7 +188,7 @@ def test_a_restart_changes_nothing_that_matters(script):
                 marks[p][i] = MergedUpTo(learner.incarnation, 0, 1, settled, account.dropped[p])
     again.restore(books.closed_trained, merged, marks)
     for i, account in books.accounts.items():
-        again.tell(i, account.trained)
+        again.record_trained(i, account.trained)
     for p in FRAGMENTS:
         before, after = books.line(p), again.line(p)
         assert after.is_balanced(), after

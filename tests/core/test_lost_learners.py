@@ -1,4 +1,4 @@
-"""A learner that is away for too long is lost for good: its samples and its books go on without it, and it may not."""
+"""A learner that is disconnected for too long is lost for good, and its samples are leased again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = RunConfig(
 
 
 def _leased(talk: SyncerTalk, voice: Voice, at: float) -> None:
-    voice.says(at, LeaseRequest(len(voice.leases), voice.taken))
+    voice.delivers(at, LeaseRequest(len(voice.leases), voice.taken))
     if talk.of(Persist):
         talk.persisted(at, "LeaseRecord")
 
@@ -47,7 +47,7 @@ def _two_with_leases() -> SyncerTalk:
     one.acknowledges(2.3)
     two.acknowledges(2.3)
     one.reports(3.0, step=3)
-    talk.tell(10.0, LearnerDisconnected(1, 1, 1, "the host is gone"))
+    talk.handle(10.0, LearnerDisconnected(1, 1, 1, "the host is gone"))
     return talk
 
 
@@ -57,7 +57,7 @@ def _awake(talk: SyncerTalk, until: float) -> None:
     while now < until:
         now = min(now + 5.0, until)
         talk.fires(now)
-        talk.voices[2].says(now, LeaseRequest(2, 0))
+        talk.voices[2].delivers(now, LeaseRequest(2, 0))
         if talk.member(1).state == "lost":
             return
 
@@ -73,9 +73,9 @@ def _sums(talk: SyncerTalk) -> tuple[int, int, int, int]:
     return tuple(talk.core.view().leases)
 
 
-def test_a_learner_that_is_away_for_too_long_is_lost_with_a_reason_of_its_own():
+def test_learner_that_is_disconnected_for_too_long_is_lost():
     talk = _given_up()
-    assert "away for 100 s, the limit is 100 s: incarnation 1 is lost for good" in talk.sentences
+    assert "disconnected for 100 s, the limit is 100 s; incarnation 1 is lost for good" in talk.sentences
     record = next(e.record for e in talk.awaited if isinstance(e, Persist))
     assert record == MembersRecord(3, ((1, 1), (2, 1)), left=(1,), retired_tokens=300, lost=(1,))
     line = talk.core.view().ledger[0]
@@ -89,15 +89,15 @@ def test_its_samples_are_leased_again_once_its_loss_is_durable_and_not_before():
     assert _sums(talk) == (40, 0, 36, 4)
     talk.fires(talk.now + 5.0)
     talk.persisted(talk.now, "MembersRecord")
-    assert "16 samples of incarnation 1 are in no version: they are leased again, before any new ones" in talk.sentences
+    assert "16 samples of incarnation 1 are in no version; they are leased again before new samples" in talk.sentences
     assert _sums(talk) == (40, 16, 20, 4)
     two = talk.voices[2]
-    two.says(talk.now, LeaseRequest(2, 20))
+    two.delivers(talk.now, LeaseRequest(2, 20))
     talk.persisted(talk.now, "LeaseRecord")
     assert (talk.bodies(Lease)[0][1].begin, talk.bodies(Lease)[0][1].end) == (4, 14)
 
 
-def test_whoever_comes_back_in_time_goes_on_as_what_it_was():
+def test_learner_that_returns_in_time_continues_as_the_same_incarnation():
     talk = _two_with_leases()
     _awake(talk, 9.0 + LIMIT_S)
     one = talk.voices[1]
@@ -110,7 +110,7 @@ def test_whoever_comes_back_in_time_goes_on_as_what_it_was():
     assert talk.core.view().ledger[0].pending == 100
 
 
-def test_the_time_away_is_counted_anew_after_every_return():
+def test_disconnected_time_restarts_after_every_return():
     talk = _two_with_leases()
     one = talk.voices[1]
     for session in (2, 3, 4):
@@ -118,14 +118,14 @@ def test_the_time_away_is_counted_anew_after_every_return():
         one.session = session
         one.hello(talk.now, training=True)
         assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
-        talk.tell(talk.now, LearnerDisconnected(1, 1, session, "the host is gone"))
+        talk.handle(talk.now, LearnerDisconnected(1, 1, session, "the host is gone"))
     _awake(talk, talk.now + 0.9 * LIMIT_S)
     assert talk.member(1).state == "disconnected"
     _awake(talk, talk.now + 0.2 * LIMIT_S)
     assert talk.member(1).state == "lost"
 
 
-def test_one_that_was_given_up_is_refused_and_a_new_incarnation_is_welcome():
+def test_lost_incarnation_is_refused_and_a_new_one_is_admitted():
     talk = _given_up()
     one = talk.voices[1]
     one.session = 2
@@ -139,15 +139,15 @@ def test_one_that_was_given_up_is_refused_and_a_new_incarnation_is_welcome():
     assert talk.core.view().ledger[0].dropped == {"lost": 100}
 
 
-def test_a_learner_that_is_refused_as_lost_stops_and_knows_which_number_to_come_back_above():
+def test_learner_refused_as_lost_stops_and_knows_the_current_incarnation():
     talk = LearnerTalk(CONFIG)
     talk.opens(1.0)
-    talk.hears(1.1, Refuse(because("refused-lost", 1), 1, True))
+    talk.receives(1.1, Refuse(because("refused-lost", 1), 1, True))
     assert talk.core.state.refused_incarnation == 1
-    assert "restart the learner to come back" in str(talk.one(Stop).reason)
+    assert "restart the learner to join again" in str(talk.one(Stop).reason)
 
 
-def test_a_syncer_that_starts_again_knows_who_is_lost():
+def test_restarted_syncer_knows_lost_learners():
     talk = _given_up()
     talk.persisted(talk.now, "MembersRecord")
     again = talk.restarted()
@@ -167,9 +167,9 @@ def test_a_syncer_that_starts_again_counts_absences_from_there():
     assert again.member(1).state == "lost"
 
 
-def test_while_the_syncer_stood_still_nobody_was_away():
+def test_stall_of_the_syncer_does_not_count_as_absence():
     talk = _two_with_leases()
-    talk.tell(11.0 + LIMIT_S, LearnerDisconnected(9, 1, 1, "no timer fired for a hundred seconds"))
+    talk.handle(11.0 + LIMIT_S, LearnerDisconnected(9, 1, 1, "no timer fired for a hundred seconds"))
     assert "syncer-stalled" in talk.codes()
     assert talk.member(1).state == "disconnected"
 
@@ -179,7 +179,7 @@ def test_a_quarantined_learner_that_never_starts_again_is_lost_too():
     one, _ = talk.joined(1), talk.joined(2)
     _leased(talk, one, 0.5)
     for serial in range(3):
-        one.says(1.0 + serial, LeaseRequest(99, 0))
+        one.delivers(1.0 + serial, LeaseRequest(99, 0))
     assert talk.member(1).state == "quarantined"
     _awake(talk, 10.0 + LIMIT_S)
     assert talk.member(1).state == "lost"
@@ -194,7 +194,7 @@ def test_neither_an_absent_nor_a_lost_learner_keeps_the_run_from_ending(lost):
         talk.persisted(talk.now, "MembersRecord")
     two = talk.voices[2]
     two.reports(talk.now, step=two.step + 1)
-    talk.tell(talk.now, FinishRequested())
+    talk.handle(talk.now, FinishRequested())
     for _ in range(20):
         if 0 in two.pulls:
             two.contributes(talk.now)
@@ -211,11 +211,11 @@ def test_neither_an_absent_nor_a_lost_learner_keeps_the_run_from_ending(lost):
     assert any(isinstance(effect, Halt) for effect in talk.done)
     leases = talk.core.view().leases
     assert leases.is_balanced()
-    assert (leases.pool > 0) is lost, "what it held is in the books, with it or in the pool"
+    assert (leases.pool > 0) is lost, "its samples are in the ledger, held or in the pool"
     assert all(line.is_balanced() for line in talk.core.view().ledger)
 
 
-def test_the_history_of_the_data_tells_the_lost_from_those_who_left():
+def test_ledger_distinguishes_lost_from_left_learners():
     history = DataHistory(CONFIG)
     history._durable(MembersRecord(1, ((1, 1), (2, 1)), (1, 2), 0, (2,)))
     history._durable(MembersRecord(2, ((1, 1), (2, 2)), (1,), 0, ()))

@@ -88,7 +88,7 @@ def test_backoff_doubles_until_it_is_capped(tries, spread):
     assert base <= backoff_s(tries, spread, limits) < base * 1.25
 
 
-def test_learners_do_not_all_come_back_at_once():
+def test_backoff_differs_by_learner():
     waits = {backoff_s(3, learner, Limits()) for learner in range(1, 33)}
     assert len(waits) == 32
 
@@ -106,7 +106,7 @@ def test_eq_3_worked_out_by_hand():
 
 
 @pytest.mark.parametrize(("awaited_s", "window_s"), [(0.0, 2.0), (1.5, 2.0), (4.0, 4.0), (1e9, 9.0)])
-def test_grace_is_capped_by_one_step_of_those_who_are_awaited_and_by_the_slack(awaited_s, window_s):
+def test_grace_is_capped_by_the_longest_awaited_step_and_by_the_slack(awaited_s, window_s):
     grace = compute_grace_window(RunConfig(overlap_steps=10), 1, 2.0, awaited_s, [], measured(1.0), measured(1.0))
     assert grace.window_s == window_s
 
@@ -144,7 +144,7 @@ def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, step_s,
     assert 0 <= window <= min(bound, config.limits.max_wait_s) * (1 + 1e-12)
 
 
-def test_a_round_that_lasts_longer_than_tau_steps_may_last_until_its_fragment_is_ripe_again():
+def test_round_longer_than_tau_steps_may_last_until_its_fragment_is_due():
     """slack = 24 * 1.0 - 5.0 = 19.0; grace = min(0.5 * 19.0, 1.0) = 1.0. Eq. 3 would merge the first alone."""
     config = RunConfig(every_steps=24, overlap_steps=2)
     assert compute_grace_window(config, 1, 1.0, 0.0, [], measured(3.0), measured(2.0)).window_s == 1.0
@@ -165,7 +165,7 @@ def test_a_round_that_lasts_longer_than_tau_steps_may_last_until_its_fragment_is
         ([-1.0], 0.75, "grace-waiting"),  # it should have been here
     ],
 )
-def test_who_missed_the_last_merge_is_waited_for_as_far_as_the_fragment_is_not_ripe_again(missed, window_s, code):
+def test_grace_waits_for_learners_that_missed_the_last_merge_until_the_fragment_is_due(missed, window_s, code):
     config = RunConfig(every_steps=24, overlap_steps=2)
     grace = compute_grace_window(config, 1, 1.0, 0.0, missed, measured(0.25), measured(0.25))
     assert (grace.window_s, grace.reason.code) == (window_s, code)
@@ -249,5 +249,5 @@ def test_twice_the_tokens_in_twice_the_steps_weigh_twice(tokens, steps, times):
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, -math.inf, math.nan])
-def test_what_is_no_weight(weight):
+def test_is_positive(weight):
     assert not is_positive(weight)

@@ -51,10 +51,10 @@ def test_a_report_has_the_local_step_the_counters_and_the_step_time_and_no_tenso
     talk.expect(talk.sends(Report(1, 128, 0.9)))
 
 
-def test_a_pull_is_answered_with_the_fragment_as_it_stands_at_the_step_boundary():
+def test_pull_is_answered_with_the_fragment_at_the_step_boundary():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.steps(1.0)
-    talk.hears(1.5, Pull(FIRST))
+    talk.receives(1.5, Pull(FIRST))
     talk.expect()
     talk.steps(2.0)
     talk.expect(
@@ -66,17 +66,17 @@ def test_a_pull_is_answered_with_the_fragment_as_it_stands_at_the_step_boundary(
 
 def test_a_pull_that_is_repeated_is_answered_with_the_same_copy():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
+    talk.receives(0.5, Pull(FIRST))
     talk.steps(1.0)
     talk.steps(2.0)
-    talk.hears(2.5, Pull(FIRST))
+    talk.receives(2.5, Pull(FIRST))
     talk.expect(talk.sends(Contribution(FIRST, copied_at=1, steps=1, tokens=100, trained=100, dropped=0)))
 
 
 def test_a_pull_on_a_version_that_has_not_arrived_waits_for_that_version():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     ahead = RoundId(0, 1, 1, 1)
-    talk.hears(0.5, Pull(ahead))
+    talk.receives(0.5, Pull(ahead))
     talk.steps(1.0)
     assert talk.of(CopyFragment) == []
     talk.gets(1.5, 0, 1, base=0)
@@ -90,7 +90,7 @@ def test_a_pull_on_a_version_that_is_history_is_not_answered():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.gets(0.5, 0, 1, base=0)
     talk.steps(1.0)
-    talk.hears(1.5, Pull(FIRST))
+    talk.receives(1.5, Pull(FIRST))
     talk.steps(2.0)
     assert talk.of(CopyFragment) == []
     assert talk.core.view().pulls == ()
@@ -118,16 +118,16 @@ def test_a_short_stall_needs_nothing_pending_updates_are_adopted_at_the_next_ste
     assert talk.one(AdoptFragment).version == 3
 
 
-def test_a_learner_stops_when_the_syncer_says_that_the_run_is_finished_and_not_by_its_own_budget():
+def test_learner_stops_on_finish_and_not_by_its_own_budget():
     talk = LearnerTalk(RunConfig(fragments=1, budget_tokens=100, budget_merges=1)).trains()
     talk.steps(1.0, tokens=1_000)
     assert talk.core.training, "the budget is global, never local"
 
 
-def test_the_syncer_being_gone_changes_nothing_in_the_steps():
+def test_steps_do_not_depend_on_the_syncer():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
-    talk.tell(0.6, ConnectionClosed(1, "connection reset by peer"))
+    talk.receives(0.5, Pull(FIRST))
+    talk.handle(0.6, ConnectionClosed(1, "connection reset by peer"))
     for step in range(1, 5):
         talk.steps(float(step))
         assert talk.of(Send) == []
@@ -174,7 +174,7 @@ def test_a_round_opens_when_k_live_learners_have_taken_h_steps_since_its_last_op
 
 
 def _run_first_round(talk: SyncerTalk, *voices: Voice) -> None:
-    """Opened by whose report makes it ripe; the others are in the middle of their second step then."""
+    """The report that makes it due opens it; the others are within their second step then."""
     for voice in voices:
         voice.reports(1.0, step=1)
     for voice in voices:
@@ -220,7 +220,7 @@ def test_a_step_that_was_under_way_when_the_round_opened_does_not_count_as_taken
     assert [learner for learner, _ in talk.bodies(Pull)] == [1]
 
 
-def test_every_live_learner_with_at_least_one_step_on_the_fragment_is_asked_and_no_other():
+def test_exactly_the_live_learners_with_a_step_on_the_fragment_are_pulled():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4))
     one, two, three = (talk.joined(i) for i in (1, 2, 3))
     talk.voice(4).hello(0.0)  # admitted, still joining
@@ -250,7 +250,7 @@ def test_there_are_at_most_tau_rounds_in_flight():
     one.contributes(1.5, fragment=1)
     talk.merges_and_persists(1.6)
     assert [pull.round.fragment for _, pull in talk.bodies(Pull)] == [2], "a place is free"
-    assert talk.fragment(3).reason == "ripe; 2 rounds in flight, the limit is 2"
+    assert talk.fragment(3).reason == "due; 2 rounds in flight, the limit is 2"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -275,8 +275,8 @@ def test_a_learner_is_in_a_merge_at_most_once():
     one.reports(1.0, step=1)
     two.reports(1.0, step=1)
     again = MessageArrived(one.envelope(one.contribution()))
-    talk.tell(1.2, again)
-    talk.tell(1.3, again)
+    talk.handle(1.2, again)
+    talk.handle(1.3, again)
     talk.expect()
     assert talk.core.view().ignored == {"duplicate-contribution": 1}
     two.contributes(1.4)
@@ -293,7 +293,7 @@ def test_grace_is_zero_until_all_three_averages_are_known():
     assert talk.one(OpenGrace).reason == because("grace-unmeasured", 1)
     assert talk.one(OpenGrace).window_s == 0.0
     talk.merges_and_persists(2.0)
-    assert one.step == 0, "nobody else was asked"
+    assert one.step == 0, "no other learner was pulled"
 
 
 def _asked(talk: SyncerTalk) -> tuple[RoundId | None, list[int]]:
@@ -336,7 +336,7 @@ def test_the_grace_window_never_exceeds_one_step():
     assert talk.one(OpenGrace).window_s == pytest.approx(1.0)
 
 
-def test_the_grace_window_is_long_enough_for_the_slowest_who_is_awaited():
+def test_grace_window_is_long_enough_for_the_slowest_awaited_learner():
     """slack = 8 * 1.0 - 1.0 = 7.0; xi_awaited = 1 + (5 - 1) / 8 = 1.5; grace = min(0.5 * 7.0, 1.5) = 1.5."""
     talk = _measured(tau=8, gamma=0.5)
     talk.voices[2].reports(10.1, step=3, step_time_s=5.0)
@@ -347,7 +347,7 @@ def test_the_grace_window_is_long_enough_for_the_slowest_who_is_awaited():
 
 
 def test_there_is_no_grace_without_slack():
-    """slack = H * 1.0 - (1.6 + 0.5) < 0: such a round lasts until its fragment is ripe again."""
+    """slack = H * 1.0 - (1.6 + 0.5) < 0: such a round lasts until its fragment is due again."""
     talk = _measured(tau=1, gamma=0.5, quorum_s=1.6)
     talk.voices[1].contributes(10.25)
     grace = talk.one(OpenGrace)
@@ -366,7 +366,7 @@ def test_grace_ends_when_its_window_has_passed():
     talk = _measured(tau=8, gamma=0.5)
     talk.voices[1].contributes(10.25)
     assert talk.core.next_deadline() == pytest.approx(11.25)
-    talk.tell(11.0, TimerFired())
+    talk.handle(11.0, TimerFired())
     assert talk.of(MergeRound) == []
     talk.fires(11.25)
     merge = talk.one(MergeRound)
@@ -374,7 +374,7 @@ def test_grace_ends_when_its_window_has_passed():
     assert [a.learner for a in merge.contributions] == [1]
 
 
-def test_grace_ends_when_all_who_were_asked_have_answered():
+def test_grace_ends_when_all_pulled_learners_have_contributed():
     talk = _measured(tau=8, gamma=0.5)
     talk.voices[1].contributes(10.25)
     talk.voices[2].contributes(10.5)
@@ -383,10 +383,10 @@ def test_grace_ends_when_all_who_were_asked_have_answered():
     assert [a.learner for a in merge.contributions] == [1, 2]
 
 
-def test_grace_ends_when_nobody_is_left_to_wait_for():
+def test_grace_ends_when_no_learner_is_left_to_wait_for():
     talk = _measured(tau=8, gamma=0.5)
     talk.voices[1].contributes(10.25)
-    talk.tell(10.5, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
+    talk.handle(10.5, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
     assert [a.learner for a in talk.one(MergeRound).contributions] == [1]
 
 
@@ -401,9 +401,9 @@ def test_a_contribution_after_the_seal_is_refused_and_the_learner_keeps_its_prog
     assert two.marks[0] is None, "nothing of it is merged"
 
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
-    learner.hears(0.5, Pull(FIRST))
+    learner.receives(0.5, Pull(FIRST))
     learner.steps(1.0)
-    learner.hears(1.5, RefuseContribution(FIRST, because("contribution-late")))
+    learner.receives(1.5, RefuseContribution(FIRST, because("contribution-late")))
     learner.expect()
     learner.gets(1.6, 0, 1, base=0)
     learner.steps(2.0)
@@ -424,7 +424,7 @@ def test_a_contribution_after_the_round_is_refused_with_a_reason():
     talk.expect(talk.to(2, RefuseContribution(FIRST, because("contribution-stale-round", 1, 1, 0))))
 
 
-def test_a_contribution_of_a_learner_that_was_not_asked_is_refused():
+def test_contribution_without_a_pull_is_refused():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=2))
     voices = [talk.joined(i) for i in (1, 2, 3)]
     for voice in voices:
@@ -456,9 +456,9 @@ def test_no_steps_no_contribution(counters):
     assert talk.member(1).strikes == 0, "nothing to merge is no offence"
 
 
-def test_a_learner_without_a_step_on_the_fragment_holds_its_answer_until_it_has_one():
+def test_learner_answers_a_pull_after_its_first_step_on_the_fragment():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
+    talk.receives(0.5, Pull(FIRST))
     assert talk.of(Send) == []
     talk.steps(1.0)
     assert talk.one(CopyFragment).copied_at == 1
@@ -486,13 +486,13 @@ def test_a_round_without_quorum_at_its_deadline_is_abandoned_and_nothing_is_merg
     assert talk.core.view().ledger[0].merged == 0
 
 
-def test_an_abandoned_round_becomes_ripe_again_as_a_new_attempt():
+def test_abandoned_round_is_due_again_as_a_new_attempt():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4, quorum=2))
     one, two = talk.joined(1), talk.joined(2)
     one.reports(1.0, step=1)
     two.reports(1.0, step=1)
-    talk.tell(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
-    talk.tell(1.3, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
+    talk.handle(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
+    talk.handle(1.3, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
     assert talk.core.view().rounds_in_flight == 0
     for voice in (one, two):
         voice.session = 2
@@ -503,13 +503,13 @@ def test_an_abandoned_round_becomes_ripe_again_as_a_new_attempt():
     assert _asked(talk) == (RoundId(0, 0, 1, 2), [1, 2])
 
 
-def test_a_round_is_abandoned_as_soon_as_nobody_is_left_to_answer():
+def test_round_is_abandoned_when_no_pulled_learner_is_left():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4, quorum=2))
     one, two = talk.joined(1), talk.joined(2)
     one.reports(1.0, step=1)
     two.reports(1.0, step=1)
     one.contributes(1.1)
-    talk.tell(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
+    talk.handle(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
     assert talk.one(DiscardRound).reason == because("round-quorum-lost", 1, 2)
 
 
@@ -518,14 +518,14 @@ def test_the_answer_to_an_attempt_that_was_abandoned_is_refused():
     one = talk.joined(1)
     one.reports(1.0, step=1)
     late = one.contribution()
-    talk.tell(1.2, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
+    talk.handle(1.2, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
     one.session = 2
     one.hello(1.5, training=True)
-    one.says(1.6, late)
+    one.delivers(1.6, late)
     talk.expect(talk.to(1, RefuseContribution(FIRST, because("contribution-no-round", 0))))
     one.reports(2.0, step=2)
     assert one.pulls[0] == RoundId(0, 0, 1, 2)
-    one.says(2.1, late)
+    one.delivers(2.1, late)
     assert talk.codes() == ["contribution-stale-round"]
 
 
@@ -544,7 +544,7 @@ def test_a_merge_that_fails_leaves_every_learner_its_progress():
     assert talk.one(MergeRound).contributions[0].tokens == 200
 
 
-def test_a_learner_that_comes_back_is_asked_again_for_the_round_that_is_still_open():
+def test_reconnected_learner_is_pulled_again_for_the_open_round():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4, quorum=2))
     voices = [talk.joined(i) for i in (1, 2, 3)]
     for at, voice in enumerate(voices):
@@ -552,13 +552,13 @@ def test_a_learner_that_comes_back_is_asked_again_for_the_round_that_is_still_op
     talk.fires(1.0)
     round_id, asked = voices[0].pulls[0], {i for i, v in talk.voices.items() if 0 in v.pulls}
     assert asked == {1, 2, 3}
-    talk.tell(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
+    talk.handle(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
     voices[1].session = 2
     voices[1].hello(1.4, training=True)
     assert [body.round for _, body in talk.bodies(Pull)] == [round_id]
 
 
-def test_whoever_ends_its_first_full_step_while_a_round_waits_is_asked_at_once():
+def test_learner_is_pulled_after_its_first_full_step_while_a_round_waits():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4, quorum=2))
     one, two, three = (talk.joined(i) for i in (1, 2, 3))
     one.reports(1.0, step=1)

@@ -31,8 +31,8 @@ def test_a_tick_counts_the_calls_and_seen_is_the_newest_tick_that_arrived():
     one.hello(1.0)
     talk.persisted(1.1)
     assert {(e.envelope.tick, e.envelope.seen_tick) for e in talk.of(Send)} == {(3, 41)}
-    one.says(1.2, PublishAck(0, 0))
-    one.says(1.3, StateRequest(()), tick=7)
+    one.delivers(1.2, PublishAck(0, 0))
+    one.delivers(1.3, StateRequest(()), tick=7)
     assert [(e.envelope.tick, e.envelope.seen_tick) for e in talk.of(Send)] == [(5, 42)], "seen never falls"
 
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
@@ -42,7 +42,7 @@ def test_a_tick_counts_the_calls_and_seen_is_the_newest_tick_that_arrived():
 
 
 @pytest.mark.parametrize("back_s", [0.5, 1e3, 1e9])
-def test_a_clock_that_goes_back_stands_still_instead(back_s):
+def test_clock_that_goes_back_is_clamped(back_s):
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1, at=1_000.0)
     one.reports(1_001.0, step=1)
@@ -58,24 +58,24 @@ def test_a_clock_that_goes_back_stands_still_instead(back_s):
     assert learner.core.training
 
 
-def test_a_syncer_that_stood_still_counts_nobodys_silence():
+def test_stalled_syncer_excuses_the_silence_of_learners():
     talk = SyncerTalk(RunConfig(fragments=1, quorum=2))
     one = talk.joined(1)
     for step in range(1, 60):
         one.reports(float(step), step)
-    talk.tell(10_000.0, TimerFired())
+    talk.handle(10_000.0, TimerFired())
     assert talk.codes() == ["syncer-stalled"]
     assert talk.member(1).state == "live"
     talk.fires(10_400.0)
     assert talk.member(1).state == "disconnected", "after that its silence counts as usual"
 
 
-def test_a_syncer_that_hears_of_a_later_one_stops_and_writes_no_other_version():
+def test_syncer_stops_when_a_later_epoch_is_known():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
     one.contributes(1.1)
-    one.says(1.2, Report(2, 200, 1.0), epoch=2)
+    one.delivers(1.2, Report(2, 200, 1.0), epoch=2)
     talk.expect(CloseConnection(1, 1, 1, because("superseded-epoch", 2, 1)), Halt(because("superseded-epoch", 2, 1)))
     talk.merged(1.3)
     talk.expect()
@@ -88,7 +88,7 @@ def test_a_syncer_whose_store_is_taken_over_stops():
     one = talk.voice(1)
     one.hello(1.0)
     talk.take(Persist)
-    talk.tell(1.1, StoreFenced(2))
+    talk.handle(1.1, StoreFenced(2))
     talk.expect(Halt(because("superseded-epoch", 2, 1)))
     one.hello(1.2)
     talk.expect()
@@ -98,12 +98,12 @@ def test_a_learner_never_follows_an_older_syncer_than_the_one_it_has_met():
     talk = LearnerTalk(RunConfig(fragments=1))
     talk.epoch = 3
     talk.trains()
-    talk.tell(1.0, ConnectionClosed(1, "reset"))
+    talk.handle(1.0, ConnectionClosed(1, "reset"))
     talk.opens(2.0)
-    talk.hears(2.1, Welcome((0,), 0.0, 0.0), epoch=2)
+    talk.receives(2.1, Welcome((0,), 0.0, 0.0), epoch=2)
     talk.expect()
     assert talk.core.state.link.value == "handshake"
-    talk.hears(2.2, Welcome((0,), 0.0, 0.0), epoch=4)
+    talk.receives(2.2, Welcome((0,), 0.0, 0.0), epoch=4)
     assert (talk.core.state.link.value, talk.core.state.epoch) == ("up", 4)
 
 
@@ -129,7 +129,7 @@ def test_fragments_are_independent_two_syncers_with_disjoint_fragments_do_what_o
 
 
 def _serve(talk: SyncerTalk, at: float, written: dict[int, list[str]]) -> None:
-    """Everybody who was pulled answers at once, in order; merge thread and disk take no time."""
+    """All pulled learners reply immediately, in order; merge thread and disk take no time."""
     for voice in talk.voices.values():
         for p in sorted(voice.pulls):
             voice.contributes(at, p)

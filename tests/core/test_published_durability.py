@@ -60,7 +60,7 @@ def test_a_version_is_durable_before_any_learner_sees_it():
     assert talk.bodies(Published) == [(1, Published(0, 1, 0, MARK, 0.0))]
 
 
-def test_a_full_disk_publishes_nothing_keeps_what_is_merged_and_tries_again():
+def test_full_disk_publishes_nothing_and_retries_the_merged_version():
     talk = one_round()
     for attempt in range(4):
         talk.persist_failed(talk.now + 0.1)
@@ -74,7 +74,7 @@ def test_a_full_disk_publishes_nothing_keeps_what_is_merged_and_tries_again():
     assert [body.version for _, body in talk.bodies(Published)] == [1]
 
 
-def test_when_the_disk_takes_one_version_again_all_that_wait_are_written_at_once():
+def test_successful_write_retries_all_failed_versions():
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=1, rounds_in_flight=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
@@ -98,10 +98,10 @@ def test_when_the_disk_takes_one_version_again_all_that_wait_are_written_at_once
     until = talk.now + 60.0
     while (due := talk.core.next_deadline()) is not None and due < until:
         talk.fires(due)
-        assert asked() == [1 - left], "it is asked for twice"
+        assert asked() == [1 - left], "it is requested twice"
 
 
-def test_a_version_record_has_the_contributions_and_everybodys_last_mark():
+def test_version_record_has_contributions_and_merged_up_to_of_all_learners():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=1))
     one, two = talk.joined(1), talk.joined(2)
     one.reports(1.0, step=1)
@@ -122,9 +122,9 @@ def test_a_version_record_has_the_contributions_and_everybodys_last_mark():
 # The syncer can be killed at any instant and restarted on its directory
 
 
-def test_killed_between_durable_and_published_no_version_goes_back_and_the_marks_survive():
+def test_kill_between_durable_and_published_loses_no_version_and_no_merged_up_to():
     talk = one_round()
-    talk.written_unheard()
+    talk.written_without_reply()
     again = talk.restarted()
     assert again.fragment(0).version == 1
     assert again.core.view().merges == 1
@@ -140,30 +140,30 @@ def test_killed_between_durable_and_published_no_version_goes_back_and_the_marks
 
 def test_no_contribution_is_merged_twice_across_a_restart():
     """(1) The copy of step 1 is durable in version 1, (2) the syncer dies before it says so, (3) the learner sends the
-    same copy to its successor, which refuses it, (4) and the mark tells the learner that it is in."""
+    same copy to its successor, which refuses it, (4) and `merged_up_to` shows the learner that it is merged."""
     talk = one_round()
-    talk.written_unheard()
+    talk.written_without_reply()
     again = talk.restarted()
     one = again.voice(1, session=2)
     one.step, one.trained = 2, 200
     one.hello(5.0, training=True, received=(0,))
-    one.says(5.1, Contribution(FIRST, 1, 1, 100, 100, 0))
+    one.delivers(5.1, Contribution(FIRST, 1, 1, 100, 100, 0))
     again.expect(again.to(1, RefuseContribution(FIRST, because("contribution-no-round", 0))))
 
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
-    learner.hears(0.5, Pull(FIRST))
+    learner.receives(0.5, Pull(FIRST))
     learner.steps(1.0)
-    learner.tell(1.5, ConnectionClosed(1, "connection reset by peer"))
+    learner.handle(1.5, ConnectionClosed(1, "connection reset by peer"))
     learner.epoch = 2
     learner.opens(2.0)
     learner.welcomed(2.1, versions=(1,))
-    learner.hears(2.2, RefuseContribution(FIRST, because("contribution-no-round", 0)))
+    learner.receives(2.2, RefuseContribution(FIRST, because("contribution-no-round", 0)))
     learner.gets(2.3, 0, 1, MARK, base=0)
     learner.steps(3.0)
     assert learner.one(AdoptFragment) == AdoptFragment(0, 1, "carry", True, 100, 0, 100)
 
 
-def test_killed_before_durable_the_round_never_was_and_the_progress_is_still_the_learners():
+def test_kill_before_durable_leaves_the_progress_with_the_learners():
     talk = one_round()
     again = talk.restarted()
     assert again.fragment(0).version == 0
@@ -179,7 +179,7 @@ def test_killed_before_durable_the_round_never_was_and_the_progress_is_still_the
 
 def test_a_contribution_that_claims_more_than_is_left_after_a_restart_is_refused():
     talk = one_round()
-    talk.written_unheard()
+    talk.written_without_reply()
     again = talk.restarted()
     one = again.voice(1, session=2)
     one.received[0] = 1
@@ -190,7 +190,7 @@ def test_a_contribution_that_claims_more_than_is_left_after_a_restart_is_refused
     assert again.codes() == ["contribution-implausible"]
 
 
-def test_the_books_survive_a_restart():
+def test_ledgers_survive_a_restart():
     talk = one_round()
     talk.persisted(1.3)
     before = talk.core.view().ledger
@@ -224,8 +224,8 @@ def test_an_incarnation_that_was_replaced_is_refused_also_after_a_restart():
 
 def test_learners_train_on_meanwhile_and_an_old_pull_is_not_answered_to_the_new_syncer():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
-    talk.tell(0.6, ConnectionClosed(1, "connection reset by peer"))
+    talk.receives(0.5, Pull(FIRST))
+    talk.handle(0.6, ConnectionClosed(1, "connection reset by peer"))
     talk.steps(1.0)
     talk.epoch = 2
     talk.opens(1.5)
@@ -235,7 +235,7 @@ def test_learners_train_on_meanwhile_and_an_old_pull_is_not_answered_to_the_new_
     talk.expect(talk.sends(Report(2, 200, 1.0)))
 
 
-def test_rounds_of_a_new_epoch_are_told_from_those_of_the_old_one():
+def test_rounds_of_different_epochs_are_distinguished():
     talk = one_round()
     again = talk.restarted()
     one = again.voice(1, session=2)
@@ -243,7 +243,7 @@ def test_rounds_of_a_new_epoch_are_told_from_those_of_the_old_one():
     one.step, one.trained = 1, 100
     one.hello(5.0, training=True)
     one.reports(6.0, step=2)
-    one.says(6.1, Contribution(FIRST, 1, 1, 100, 100, 0))
+    one.delivers(6.1, Contribution(FIRST, 1, 1, 100, 100, 0))
     again.expect(again.to(1, RefuseContribution(FIRST, because("contribution-stale-round", 1, 1, 0))))
 
 
@@ -260,9 +260,9 @@ def two_learners(every_merges: int = 0) -> SyncerTalk:
     return talk
 
 
-def test_the_syncer_starts_a_snapshot_when_asked_and_its_marker_is_on_every_message_from_then_on():
+def test_requested_snapshot_puts_its_marker_on_every_message():
     talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
     talk.expect(
         LogReason(("run", 0), because("snapshot-started", SNAPSHOT, 2)),
         talk.to(1, Marker(SNAPSHOT)),
@@ -271,7 +271,7 @@ def test_the_syncer_starts_a_snapshot_when_asked_and_its_marker_is_on_every_mess
     assert talk.core.state.marker == SNAPSHOT
 
 
-def test_the_syncer_starts_a_snapshot_by_itself_every_so_many_merges():
+def test_syncer_starts_a_snapshot_after_snapshot_every_merges():
     talk = two_learners(every_merges=1)
     talk.voices[1].contributes(1.2)
     talk.voices[2].contributes(1.2)
@@ -282,7 +282,7 @@ def test_the_syncer_starts_a_snapshot_by_itself_every_so_many_merges():
 def test_a_learner_saves_at_the_step_boundary_before_it_adopts_or_sends_anything_newer():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.steps(1.0)
-    talk.hears(1.5, Pull(FIRST))
+    talk.receives(1.5, Pull(FIRST))
     talk.marker = 7
     talk.gets(1.6, 0, 1, base=0)
     assert talk.of(SaveSnapshot) == []
@@ -294,14 +294,14 @@ def test_a_learner_saves_at_the_step_boundary_before_it_adopts_or_sends_anything
     talk.expect(talk.sends(SnapshotPart(7, 2, 200, (0,), ())))
 
 
-def test_what_a_learner_sends_before_its_cut_does_not_carry_the_marker_that_it_has_seen():
+def test_messages_before_the_cut_do_not_carry_the_marker():
     """A copy that is sent again between the marker and the cut was made before the cut: it is in flight."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
+    talk.receives(0.5, Pull(FIRST))
     talk.steps(1.0)
     talk.marker = 7
-    talk.hears(1.5, Marker(7))
-    talk.hears(1.6, Pull(FIRST))
+    talk.receives(1.5, Marker(7))
+    talk.receives(1.6, Pull(FIRST))
     assert [e.envelope.marker for e in talk.effects] == [0]
     talk.steps(2.0)
     assert {e.envelope.marker for e in talk.effects if not isinstance(e, SaveSnapshot)} == {7}
@@ -310,15 +310,15 @@ def test_what_a_learner_sends_before_its_cut_does_not_carry_the_marker_that_it_h
 def test_a_contribution_that_was_sent_before_its_learners_cut_and_arrives_after_ours_is_recorded():
     talk = two_learners()
     one, two = talk.voices[1], talk.voices[2]
-    talk.tell(1.5, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
     one.contributes(1.6)  # its envelope does not carry the marker yet
     assert talk.effects[0] == RecordInFlight(SNAPSHOT, 1, FIRST)
     one.marker = two.marker = SNAPSHOT
-    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), (FIRST,)))
+    one.delivers(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), (FIRST,)))
     two.contributes(2.1)  # made after its cut
     assert talk.of(RecordInFlight) == []
     part = SnapshotPart(SNAPSHOT, 2, 200, (0,), ())
-    two.says(2.2, part)
+    two.delivers(2.2, part)
     first = SnapshotPart(SNAPSHOT, 2, 200, (0,), (FIRST,))
     talk.expect(Persist(SnapshotRecord(SNAPSHOT, (0,), ((1, first), (2, part)), ((1, FIRST),), ())))
     talk.persisted(2.3, "SnapshotRecord")
@@ -329,24 +329,24 @@ def test_a_part_waits_for_the_contributions_that_were_outstanding_at_its_cut():
     """Bulk data may be overtaken: the part arrives before the contribution that was sent before it."""
     talk = two_learners()
     one, two = talk.voices[1], talk.voices[2]
-    talk.tell(1.5, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
     late = one.envelope(one.contribution())
     two.marker = SNAPSHOT
-    two.says(1.8, SnapshotPart(SNAPSHOT, 1, 100, (0,), ()))
+    two.delivers(1.8, SnapshotPart(SNAPSHOT, 1, 100, (0,), ()))
     one.marker = SNAPSHOT
-    one.says(1.9, SnapshotPart(SNAPSHOT, 1, 100, (0,), (FIRST,)))
+    one.delivers(1.9, SnapshotPart(SNAPSHOT, 1, 100, (0,), (FIRST,)))
     assert talk.of(Persist) == [], "its contribution is still on its way"
-    one.says(2.0, late.body, marker=0)
+    one.delivers(2.0, late.body, marker=0)
     assert talk.one(Persist).record.in_flight == ((1, FIRST),)  # type: ignore[union-attr]
 
 
 def test_a_lost_learner_is_left_out_of_the_snapshot():
     talk = two_learners()
     one = talk.voices[1]
-    talk.tell(1.5, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
     one.marker = SNAPSHOT
-    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
-    talk.tell(2.1, LearnerDisconnected(2, 1, 1, "power"))
+    one.delivers(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
+    talk.handle(2.1, LearnerDisconnected(2, 1, 1, "power"))
     assert "snapshot-left-out" in talk.codes()
     assert talk.one(Persist).record.left_out == (2,)  # type: ignore[union-attr]
 
@@ -354,9 +354,9 @@ def test_a_lost_learner_is_left_out_of_the_snapshot():
 def test_a_learner_whose_part_does_not_arrive_in_time_is_left_out():
     talk = two_learners()
     one = talk.voices[1]
-    talk.tell(1.5, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
     one.marker = SNAPSHOT
-    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
+    one.delivers(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
     now, step = 2.0, 2
     while not talk.of(Persist):
         now, step = now + 1.0, step + 1
@@ -371,10 +371,10 @@ def test_a_learner_whose_part_does_not_arrive_in_time_is_left_out():
 
 def test_the_marker_is_sent_again_to_a_learner_that_has_not_answered_and_a_saved_part_is_sent_again():
     talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
     one, two = talk.voices[1], talk.voices[2]
     one.marker = SNAPSHOT
-    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
+    one.delivers(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
     now, step = 2.0, 2
     while not talk.bodies(Marker):
         now, step = now + 1.0, step + 1
@@ -384,17 +384,17 @@ def test_the_marker_is_sent_again_to_a_learner_that_has_not_answered_and_a_saved
 
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
     learner.marker = 7
-    learner.hears(0.5, Marker(7))
+    learner.receives(0.5, Marker(7))
     learner.steps(1.0)
     learner.saved(1.1)
-    learner.hears(5.0, Marker(7))
+    learner.receives(5.0, Marker(7))
     learner.expect(learner.sends(SnapshotPart(7, 1, 100, (0,), ())))
 
 
-def test_a_learner_that_cannot_save_its_part_says_so_and_is_left_out():
+def test_learner_that_cannot_save_its_part_is_left_out():
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
     learner.marker = 7
-    learner.hears(0.5, Marker(7))
+    learner.receives(0.5, Marker(7))
     learner.steps(1.0)
     learner.save_failed(1.1, "no space left on device")
     part = SnapshotPart(7, 1, 100, (0,), (), "no space left on device")
@@ -403,8 +403,8 @@ def test_a_learner_that_cannot_save_its_part_says_so_and_is_left_out():
     )
 
     talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    talk.voices[1].says(2.0, structs.replace(part, snapshot=SNAPSHOT))
+    talk.handle(1.5, SnapshotRequested())
+    talk.voices[1].delivers(2.0, structs.replace(part, snapshot=SNAPSHOT))
     (said,) = [effect.reason for effect in talk.effects if isinstance(effect, LogReason)]
     why = "the learner could not save its part: no space left on device"
     assert said == because("snapshot-left-out", 1, SNAPSHOT, why)
@@ -413,50 +413,50 @@ def test_a_learner_that_cannot_save_its_part_says_so_and_is_left_out():
 def test_learners_without_run_directory_have_snapshots_with_their_counters():
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
     learner.marker = 7
-    learner.hears(0.5, Marker(7))
+    learner.receives(0.5, Marker(7))
     learner.steps(1.0)
     learner.save_failed(1.1, "no run directory")
     part = SnapshotPart(7, 1, 100, (0,), (), "no run directory")
     learner.expect(learner.sends(part))  # and nothing is logged
 
     talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
     part = structs.replace(part, snapshot=SNAPSHOT)
-    talk.voices[1].says(2.0, part)
+    talk.voices[1].delivers(2.0, part)
     talk.expect()
-    talk.voices[2].says(2.0, part)
+    talk.voices[2].delivers(2.0, part)
     talk.expect(Persist(SnapshotRecord(SNAPSHOT, (0,), ((1, part), (2, part)), (), ())))
 
 
-def test_a_snapshot_of_nobody_is_abandoned():
+def test_snapshot_without_learners_is_abandoned():
     talk = SyncerTalk(RunConfig(fragments=1))
-    talk.tell(1.0, SnapshotRequested())
+    talk.handle(1.0, SnapshotRequested())
     assert talk.codes() == ["snapshot-started", "snapshot-abandoned"]
 
 
 def test_one_snapshot_at_a_time():
     talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    talk.tell(1.6, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
+    talk.handle(1.6, SnapshotRequested())
     talk.expect(LogReason(("run", 0), because("snapshot-in-progress")))
 
 
-def test_a_snapshot_that_cannot_be_written_is_abandoned_and_the_next_one_will_do():
+def test_snapshot_that_cannot_be_written_is_abandoned():
     talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
+    talk.handle(1.5, SnapshotRequested())
     for voice in talk.voices.values():
-        voice.says(2.0, SnapshotPart(SNAPSHOT, 1, 100, (0,), ()))
+        voice.delivers(2.0, SnapshotPart(SNAPSHOT, 1, 100, (0,), ()))
     talk.persist_failed(2.1)
     assert talk.codes() == ["snapshot-abandoned"]
-    talk.tell(3.0, SnapshotRequested())
+    talk.handle(3.0, SnapshotRequested())
     assert talk.bodies(Marker) == [(1, Marker(SNAPSHOT + 1)), (2, Marker(SNAPSHOT + 1))]
 
 
 @pytest.mark.parametrize("snapshot", [SNAPSHOT - 1, SNAPSHOT + 1])
 def test_a_part_of_another_snapshot_is_ignored(snapshot):
     talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    talk.voices[1].says(2.0, SnapshotPart(snapshot, 1, 100, (0,), ()))
+    talk.handle(1.5, SnapshotRequested())
+    talk.voices[1].delivers(2.0, SnapshotPart(snapshot, 1, 100, (0,), ()))
     talk.expect()
     assert talk.core.view().ignored == {"snapshot-part-unexpected": 1}
 

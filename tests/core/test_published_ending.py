@@ -30,7 +30,7 @@ from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 
 
 def serve(talk: SyncerTalk, at: float) -> None:
-    """Everybody answers every pull; merge thread and disk take no time."""
+    """All learners answer every pull; merge thread and disk take no time."""
     for voice in talk.voices.values():
         for p in sorted(voice.pulls):
             voice.contributes(at, p)
@@ -70,7 +70,7 @@ def test_the_budget_is_global_in_merges_or_tokens(budget, reason):
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=4, **budget))
     one, two = talk.joined(1), talk.joined(2)
     trained(talk, one, two, until=20)
-    assert f"the budget is reached ({reason}); one last merge of every fragment" in talk.sentences
+    assert f"the budget is used up ({reason}); merging every fragment once more" in talk.sentences
     assert talk.core.view().progress == 1.0
 
 
@@ -90,8 +90,8 @@ def test_at_the_end_every_fragment_is_merged_once_more():
     one = talk.joined(1)
     trained(talk, one, until=2)
     one.reports(3.0, step=3)
-    talk.tell(3.5, FinishRequested())
-    assert {pull.round.fragment for _, pull in talk.bodies(Pull)} == {0, 1, 2}, "all at once: nobody needs the links"
+    talk.handle(3.5, FinishRequested())
+    assert {pull.round.fragment for _, pull in talk.bodies(Pull)} == {0, 1, 2}, "all at once: no later rounds follow"
     before = [f.version for f in talk.core.view().fragments]
     at = to_the_manifest(talk, one, at=3.6)
     after = [f.version for f in talk.core.view().fragments]
@@ -104,7 +104,7 @@ def test_a_round_that_is_open_when_the_budget_is_reached_is_followed_by_the_last
     one = talk.joined(1)
     one.reports(1.0, step=1)
     assert set(one.pulls) == {0}
-    talk.tell(1.1, FinishRequested())
+    talk.handle(1.1, FinishRequested())
     assert talk.bodies(Pull) == []
     one.reports(2.0, step=2)
     serve(talk, 2.1)
@@ -118,12 +118,12 @@ def ended() -> tuple[SyncerTalk, float]:
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=4))
     one, two = talk.joined(1), talk.joined(2)
     trained(talk, one, two, until=3)
-    talk.tell(3.5, FinishRequested())
+    talk.handle(3.5, FinishRequested())
     at = to_the_manifest(talk, one, two, at=4.0)
     return talk, at
 
 
-def test_the_final_manifest_is_durable_before_anybody_is_told():
+def test_final_manifest_is_durable_before_finish_is_sent():
     talk, at = ended()
     assert talk.core.view().stage == "sealing"
     talk.persist_failed(at + 0.1)
@@ -141,9 +141,9 @@ def test_the_final_manifest_is_durable_before_anybody_is_told():
 def test_the_end_is_acknowledged_and_then_the_syncer_has_nothing_more_to_do():
     talk, at = ended()
     talk.persisted(at)
-    talk.voices[1].says(at + 0.1, FinishAck(5))
+    talk.voices[1].delivers(at + 0.1, FinishAck(5))
     assert talk.of(Halt) == []
-    talk.voices[2].says(at + 0.2, FinishAck(5))
+    talk.voices[2].delivers(at + 0.2, FinishAck(5))
     talk.expect(Halt(because("finish-done", 2, 2)))
 
 
@@ -152,29 +152,29 @@ def test_a_dead_learner_never_blocks_the_end():
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=4, quorum=2))
     one, two = talk.joined(1), talk.joined(2)
     trained(talk, one, two, until=3)
-    talk.tell(3.5, LearnerDisconnected(2, 1, 1, "power"))
-    talk.tell(3.6, FinishRequested())
+    talk.handle(3.5, LearnerDisconnected(2, 1, 1, "power"))
+    talk.handle(3.6, FinishRequested())
     at = to_the_manifest(talk, one, at=4.0)
     assert at < 2_000
     talk.persisted(at)
-    one.says(at + 0.1, FinishAck(0))
+    one.delivers(at + 0.1, FinishAck(0))
     talk.expect(Halt(because("finish-done", 1, 2)))
 
 
 def test_a_learner_that_dies_after_the_last_merge_is_left_behind():
     talk, at = ended()
     talk.persisted(at)
-    talk.voices[1].says(at + 0.1, FinishAck(0))
-    talk.tell(at + 0.2, LearnerDisconnected(2, 1, 1, "power"))
+    talk.voices[1].delivers(at + 0.1, FinishAck(0))
+    talk.handle(at + 0.2, LearnerDisconnected(2, 1, 1, "power"))
     assert talk.one(Halt).reason == because("finish-done", 1, 2)
 
 
-def test_the_end_comes_also_when_everybody_is_dead():
+def test_run_ends_without_any_live_learner():
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=4))
     one = talk.joined(1)
     trained(talk, one, until=3)
-    talk.tell(3.5, LearnerDisconnected(1, 1, 1, "power"))
-    talk.tell(3.6, FinishRequested())
+    talk.handle(3.5, LearnerDisconnected(1, 1, 1, "power"))
+    talk.handle(3.6, FinishRequested())
     talk.fires(5_000.0)
     assert talk.codes().count("final-skipped") == 2
     talk.persisted(5_000.0)
@@ -183,7 +183,7 @@ def test_the_end_comes_also_when_everybody_is_dead():
 
 def test_a_learner_that_comes_back_after_the_end_gets_the_final_versions():
     talk, at = ended()
-    talk.tell(at, LearnerDisconnected(2, 1, 1, "power"))
+    talk.handle(at, LearnerDisconnected(2, 1, 1, "power"))
     talk.persisted(at + 0.1)
     two = talk.voices[2]
     two.session = 2
@@ -201,9 +201,9 @@ def test_a_new_learner_is_refused_when_the_run_is_over():
 
 def test_a_learner_stops_once_every_final_version_is_adopted():
     talk = LearnerTalk(RunConfig(fragments=2)).trains()
-    talk.hears(0.2, Pull(RoundId(0, 0, 1, 1)))
+    talk.receives(0.2, Pull(RoundId(0, 0, 1, 1)))
     talk.steps(1.0)
-    talk.hears(1.5, Finish((1, 0), 1))
+    talk.receives(1.5, Finish((1, 0), 1))
     talk.expect()
     assert talk.core.training, "it trains on until the last version is here"
     talk.steps(2.0)
@@ -216,7 +216,7 @@ def test_a_learner_stops_once_every_final_version_is_adopted():
         Stop(because("learner-finished")),
     )
     assert not talk.core.training
-    talk.hears(3.0, Finish((1, 0), 1))
+    talk.receives(3.0, Finish((1, 0), 1))
     talk.expect(talk.sends(FinishAck(1)))
 
 
@@ -224,7 +224,7 @@ def test_a_learner_that_joins_at_the_very_end_takes_no_step():
     talk = LearnerTalk(RunConfig(fragments=1))
     talk.opens(0.0)
     talk.welcomed(0.1, versions=(4,))
-    talk.hears(0.2, Finish((4,), 4))
+    talk.receives(0.2, Finish((4,), 4))
     assert not talk.core.training
     talk.gets(0.3, 0, 4)
     assert talk.one(Stop).reason == because("learner-finished")
@@ -232,14 +232,14 @@ def test_a_learner_that_joins_at_the_very_end_takes_no_step():
 
 def test_a_restart_after_the_manifest_is_still_finished():
     talk, _ = ended()
-    talk.written_unheard()
+    talk.written_without_reply()
     again = talk.restarted()
     assert again.core.view().stage == "finished"
     one = again.voice(1, session=2)
     one.received = dict(enumerate(f.version for f in again.core.view().fragments))
     one.hello(1.0, training=True)
     assert [type(e.envelope.body) for e in again.effects if hasattr(e, "envelope")] == [Welcome, Finish]
-    one.says(1.1, FinishAck(0))
+    one.delivers(1.1, FinishAck(0))
     assert again.one(Halt).reason == because("finish-done", 1, 2)
 
 
@@ -258,28 +258,28 @@ def test_a_restart_before_the_manifest_finds_the_budget_reached_and_ends_again()
 def test_a_snapshot_that_is_being_taken_is_abandoned_when_the_run_ends():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4))
     talk.joined(1)
-    talk.tell(1.0, SnapshotRequested())
-    talk.tell(1.1, FinishRequested())
+    talk.handle(1.0, SnapshotRequested())
+    talk.handle(1.1, FinishRequested())
     assert "snapshot-abandoned" in talk.codes()
-    talk.tell(1.2, SnapshotRequested())
+    talk.handle(1.2, SnapshotRequested())
     talk.expect()
 
 
 def test_finishing_twice_is_finishing_once():
     talk, at = ended()
-    talk.tell(at, FinishRequested())
+    talk.handle(at, FinishRequested())
     talk.expect()
-    talk.tell(at, Started())
+    talk.handle(at, Started())
     talk.expect()
 
 
-def test_the_last_round_of_a_fragment_is_tried_again_and_then_given_up():
+def test_last_round_of_a_fragment_is_retried_and_then_skipped():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4))
     one = talk.joined(1)
     one.reports(1.0, step=1)
     serve(talk, 1.1)
     one.reports(2.0, step=3)
-    talk.tell(2.1, FinishRequested())
+    talk.handle(2.1, FinishRequested())
     skipped: list[str] = []
     discarded = 0
     at = 3.0

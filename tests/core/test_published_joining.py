@@ -73,7 +73,7 @@ def _says(kind: str, number: int, code: str, *args: Scalar) -> LogReason:
     return LogReason((kind, number), because(code, *args))
 
 
-def test_hello_names_the_identity_and_the_fingerprint_and_what_is_held():
+def test_hello_has_the_identity_the_fingerprint_and_received_versions():
     config = RunConfig(run_id="night", fragments=2, fingerprint=MODEL)
     talk = LearnerTalk(config, learner=3, incarnation=5)
     talk.expect(Dial(0.0, 1))
@@ -98,7 +98,7 @@ def test_an_admission_is_durable_before_the_welcome():
     assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
 
 
-def test_whoever_says_hello_while_a_record_is_being_written_waits_for_the_next_one():
+def test_hello_during_a_write_waits_for_the_next_record():
     talk = SyncerTalk(RunConfig(fragments=1))
     talk.voice(1).hello(1.0)
     talk.voice(2).hello(1.0)
@@ -109,7 +109,7 @@ def test_whoever_says_hello_while_a_record_is_being_written_waits_for_the_next_o
     assert [learner for learner, _ in talk.bodies(Welcome)] == [2]
 
 
-def test_a_lost_welcome_is_made_good_by_the_next_hello():
+def test_lost_welcome_is_repeated_after_the_next_hello():
     talk = SyncerTalk(RunConfig(fragments=1))
     one = talk.voice(1)
     one.hello(1.0)
@@ -133,7 +133,7 @@ def test_a_lost_welcome_is_made_good_by_the_next_hello():
         ((*MODEL, "a 8 f32", "plan balanced 2"), "'a' (8 f32), which the run does not have"),
     ],
 )
-def test_a_fingerprint_mismatch_is_refused_with_the_first_differing_name_and_disturbs_nobody_else(theirs, difference):
+def test_fingerprint_mismatch_is_refused_with_the_first_differing_tensor(theirs, difference):
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, fingerprint=MODEL))
     one = talk.joined(1)
     one.reports(1.0, step=1)
@@ -166,11 +166,13 @@ def test_learners_are_numbered_from_1(learner):
     talk.expect(talk.to(learner, Refuse(because("refused-id", learner), 0, True)))
 
 
-def test_a_learner_that_is_refused_for_good_stops_and_says_why():
+def test_finally_refused_learner_stops_with_the_reason():
     talk = LearnerTalk(RunConfig(fragments=1))
     talk.opens(0.1)
-    talk.hears(0.2, Refuse(because("refused-run", "night", "day"), 0, True))
-    talk.expect(Stop(because("learner-refused", "another run: this is 'night', the learner belongs to 'day'")))
+    talk.receives(0.2, Refuse(because("refused-run", "night", "day"), 0, True))
+    talk.expect(
+        Stop(because("learner-refused", "different run: this syncer serves 'night', the learner was started for 'day'"))
+    )
     assert not talk.core.training
 
 
@@ -192,7 +194,7 @@ def test_every_start_is_a_new_incarnation_and_answers_of_an_older_one_are_ignore
     assert talk.core.view().ignored == {"stale-incarnation": 2}
 
 
-def test_an_older_incarnation_that_says_hello_is_refused_and_told_the_current_one():
+def test_hello_of_an_older_incarnation_is_refused_with_the_current_one():
     talk = SyncerTalk(RunConfig(fragments=1))
     talk.joined(1, incarnation=3)
     old = talk.voice(1, incarnation=2)
@@ -203,12 +205,12 @@ def test_an_older_incarnation_that_says_hello_is_refused_and_told_the_current_on
 def test_a_refused_incarnation_remembers_which_one_is_current_so_that_its_driver_can_take_a_higher_one():
     talk = LearnerTalk(RunConfig(fragments=1), incarnation=2)
     talk.opens(0.1)
-    talk.hears(0.2, Refuse(because("refused-incarnation", 2, 7), 7, True))
+    talk.receives(0.2, Refuse(because("refused-incarnation", 2, 7), 7, True))
     assert talk.one(Stop).reason.code == "learner-refused"
     assert talk.core.state.refused_incarnation == 7
 
 
-def test_what_an_older_incarnation_has_contributed_stays_in_its_round():
+def test_contribution_of_a_replaced_incarnation_stays_in_its_round():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=2))
     one, two = talk.joined(1), talk.joined(2)
     one.reports(1.0, step=1)
@@ -234,7 +236,7 @@ def test_tokens_of_a_replaced_incarnation_that_were_not_merged_are_dropped_with_
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Inner state from a peer
+# Optimizer state from a peer
 
 
 def _with_a_peer() -> SyncerTalk:
@@ -247,25 +249,25 @@ def _with_a_peer() -> SyncerTalk:
     return talk
 
 
-def test_inner_state_comes_from_a_peer_that_has_seen_at_least_the_same_versions():
+def test_optimizer_state_comes_from_a_peer_with_at_least_the_same_versions():
     talk = _with_a_peer()
     two = talk.voice(2)
     two.hello(2.0)
     talk.persisted(2.1)
-    two.says(2.2, StateRequest(()))
+    two.delivers(2.2, StateRequest(()))
     talk.expect(
         _says("learner", 2, "peer-chosen", 1, 2),
         talk.to(2, PeerChosen(1)),
         talk.to(1, ProvideState(2, 1, (1,))),
     )
     state = OptimizerState(1, 2, 1, step=3, versions=(1,))
-    talk.voices[1].says(3.0, state)
+    talk.voices[1].delivers(3.0, state)
     talk.expect(talk.to(2, state))
 
 
-def test_the_peer_keeps_training_and_gives_its_state_once_it_has_adopted_those_versions():
+def test_peer_trains_on_and_sends_its_state_once_it_has_adopted_those_versions():
     peer = LearnerTalk(RunConfig(fragments=1)).trains()
-    peer.hears(0.5, ProvideState(2, 1, (1,)))
+    peer.receives(0.5, ProvideState(2, 1, (1,)))
     peer.expect()
     peer.steps(1.0)
     assert peer.bodies(OptimizerState) == [], "version 1 is not here yet"
@@ -290,9 +292,9 @@ def test_the_peer_that_lags_least_behind_is_chosen_then_the_lowest_id():
     four = talk.voice(4)
     four.hello(2.0)
     talk.persisted(2.1)
-    four.says(2.2, StateRequest(()))
+    four.delivers(2.2, StateRequest(()))
     assert talk.bodies(PeerChosen) == [(4, PeerChosen(2))]
-    four.says(2.3, StateRequest((2,)))
+    four.delivers(2.3, StateRequest((2,)))
     assert talk.bodies(PeerChosen) == [(4, PeerChosen(3))]
 
 
@@ -306,8 +308,8 @@ def test_updates_that_arrive_while_joining_are_buffered_and_replayed():
     talk.gets(0.4, 0, 5, base=4)
     talk.expect(talk.sends(PublishAck(0, 5)))
     assert not talk.core.training
-    talk.hears(0.5, PeerChosen(3))
-    talk.hears(2.0, OptimizerState(3, 1, 1, step=90, versions=(5, 6)))
+    talk.receives(0.5, PeerChosen(3))
+    talk.receives(2.0, OptimizerState(3, 1, 1, step=90, versions=(5, 6)))
     talk.expect(
         AdoptFragment(0, 5, "overwrite", False, 0, 0, 0),
         AdoptFragment(1, 6, "overwrite", False, 0, 0, 0),
@@ -321,7 +323,7 @@ def test_training_starts_only_when_every_fragment_is_here():
     talk = LearnerTalk(RunConfig(fragments=2))
     talk.opens(0.0)
     talk.welcomed(0.1, versions=(4, 6))
-    talk.hears(0.2, OptimizerState(3, 1, 1, step=90, versions=(4, 6)))
+    talk.receives(0.2, OptimizerState(3, 1, 1, step=90, versions=(4, 6)))
     talk.gets(0.3, 0, 4)
     assert talk.of(StartTraining) == []
     talk.gets(0.4, 1, 5)
@@ -330,37 +332,40 @@ def test_training_starts_only_when_every_fragment_is_here():
     assert talk.one(StartTraining).warmup_steps == 0
 
 
-def test_without_a_peer_a_learner_starts_with_fresh_moments_and_a_short_warm_up_and_says_so():
+def test_learner_without_a_peer_starts_with_fresh_optimizer_state_and_warm_up():
     talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=50))
     talk.opens(0.0)
     talk.welcomed(0.1, versions=(4,))
     talk.gets(0.2, 0, 4)
-    talk.hears(0.3, NoPeer(because("peer-none"), False))
-    moments = because("state-fresh", 50, "no healthy peer has inner state to give")
+    talk.receives(0.3, NoPeer(because("peer-none"), False))
+    moments = because("state-fresh", 50, "no healthy learner can send optimizer state")
     talk.expect(
         AdoptFragment(0, 4, "overwrite", False, 0, 0, 0),
         StartTraining(moments, 50),
         talk.sends(Ready(moments)),
     )
-    assert talk.core.view().reason == "fresh inner moments, 50 warm-up steps: no healthy peer has inner state to give"
+    assert (
+        talk.core.view().reason
+        == "fresh optimizer state, 50 warm-up steps: no healthy learner can send optimizer state"
+    )
 
 
 @pytest.mark.parametrize("answer", [NoPeer(because("peer-none"), False), NoPeer(because("peer-new-run"), True)])
-def test_without_a_peer_a_learner_starts_from_its_saved_part_and_says_so(answer):
+def test_learner_without_a_peer_starts_from_its_saved_part(answer):
     talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=50))
     talk.opens(0.0)
     talk.welcomed(0.1, versions=(4,))
     talk.gets(0.2, 0, 4)
-    talk.tell(0.3, SavedStateFound(2, 1_000_004))
+    talk.handle(0.3, SavedStateFound(2, 1_000_004))
     assert talk.of(StartTraining) == [], "a peer's are newer: they are waited for"
-    talk.hears(0.4, answer)
+    talk.receives(0.4, answer)
     moments = because("state-from-snapshot", 2, 1_000_004)
     talk.expect(
         AdoptFragment(0, 4, "overwrite", False, 0, 0, 0),
         StartTraining(moments, 0),
         talk.sends(Ready(moments)),
     )
-    assert talk.core.view().reason == "inner state from the part that learner 2 saved in snapshot 1000004"
+    assert talk.core.view().reason == "optimizer state that learner 2 saved in snapshot 1000004"
 
 
 def test_a_peer_goes_before_a_saved_part():
@@ -368,35 +373,35 @@ def test_a_peer_goes_before_a_saved_part():
     talk.opens(0.0)
     talk.welcomed(0.1, versions=(4,))
     talk.gets(0.2, 0, 4)
-    talk.tell(0.3, SavedStateFound(1, 1_000_004))
-    talk.hears(0.4, OptimizerState(3, 1, 1, step=90, versions=(4,)))
+    talk.handle(0.3, SavedStateFound(1, 1_000_004))
+    talk.receives(0.4, OptimizerState(3, 1, 1, step=90, versions=(4,)))
     assert talk.one(StartTraining) == StartTraining(because("state-from-peer", 3), 0)
 
 
-def test_in_a_new_run_nobody_has_inner_state_and_nobody_warms_up():
+def test_new_run_has_no_optimizer_state_and_no_warm_up():
     talk = SyncerTalk(RunConfig(fragments=1))
     one = talk.voice(1)
     one.hello(1.0)
     talk.persisted(1.0)
-    one.says(1.1, StateRequest(()))
+    one.delivers(1.1, StateRequest(()))
     talk.expect(talk.to(1, NoPeer(because("peer-new-run"), True)))
 
 
-def test_after_the_first_merge_a_lonely_learner_is_told_that_there_is_no_peer():
+def test_no_peer_is_sent_to_a_single_learner_after_the_first_merge():
     talk = _with_a_peer()
-    talk.tell(1.5, LearnerDisconnected(1, 1, 1, "power"))
+    talk.handle(1.5, LearnerDisconnected(1, 1, 1, "power"))
     two = talk.voice(2)
     two.hello(2.0)
     talk.persisted(2.1)
-    two.says(2.2, StateRequest(()))
+    two.delivers(2.2, StateRequest(()))
     talk.expect(talk.to(2, NoPeer(because("peer-none"), False)))
 
 
-def test_waiting_for_a_peer_is_bounded_by_h_steps_of_the_run_and_then_the_next_peer_is_asked():
+def test_next_peer_is_tried_after_h_steps_of_the_run():
     talk = LearnerTalk(RunConfig(fragments=1, every_steps=10))
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(4,), step_time_s=2.0)
-    talk.hears(0.1, PeerChosen(3))
+    talk.receives(0.1, PeerChosen(3))
     talk.fires(19.9)
     assert talk.bodies(StateRequest) == []
     talk.fires(20.0)
@@ -404,22 +409,24 @@ def test_waiting_for_a_peer_is_bounded_by_h_steps_of_the_run_and_then_the_next_p
     assert talk.codes() == ["state-timeout"]
 
 
-def test_a_peer_that_cannot_give_its_state_is_followed_by_the_next_at_once():
+def test_next_peer_is_tried_immediately_after_a_rejection():
     talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=50, limits=Limits(max_state_peers=2)))
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(4,), step_time_s=2.0)
     talk.gets(0.1, 0, 4)
-    talk.hears(0.1, PeerChosen(3))
-    talk.tell(0.2, StateRejected(3, "out of memory"))
+    talk.receives(0.1, PeerChosen(3))
+    talk.handle(0.2, StateRejected(3, "out of memory"))
     assert talk.codes() == ["state-rejected"]
     assert talk.bodies(StateRequest) == [(1, StateRequest((3,)))]
-    talk.hears(0.3, PeerChosen(5))
-    talk.tell(0.4, StateRejected(3, "out of memory"))  # a second answer of the first peer: the other one is waited for
+    talk.receives(0.3, PeerChosen(5))
+    talk.handle(
+        0.4, StateRejected(3, "out of memory")
+    )  # a second answer of the first peer: the other one is waited for
     talk.expect()
-    talk.tell(0.5, StateRejected(5, "the inner state is of SGD"))
-    moments = because("state-fresh", 50, "2 peers were asked for inner state, none delivered")
+    talk.handle(0.5, StateRejected(5, "the optimizer state is of SGD"))
+    moments = because("state-fresh", 50, "requested optimizer state from 2 learners, received none")
     assert talk.one(StartTraining) == StartTraining(moments, 50)
-    talk.tell(0.6, StateRejected(6, "too late"))
+    talk.handle(0.6, StateRejected(6, "too late"))
     talk.expect()
 
 
@@ -428,25 +435,25 @@ def test_rejected_state_is_followed_by_saved_state():
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(4,))
     talk.gets(0.1, 0, 4)
-    talk.tell(0.2, SavedStateFound(1, 1_000_004))
-    talk.tell(0.3, StateRejected(3, "out of memory"))
+    talk.handle(0.2, SavedStateFound(1, 1_000_004))
+    talk.handle(0.3, StateRejected(3, "out of memory"))
     assert talk.one(StartTraining) == StartTraining(because("state-from-snapshot", 1, 1_000_004), 0)
 
 
-def test_state_that_is_rejected_while_the_link_is_away_has_the_next_peer_asked_with_the_next_welcome():
+def test_next_peer_is_tried_after_the_welcome_if_state_is_rejected_while_disconnected():
     talk = LearnerTalk(RunConfig(fragments=1))
     talk.opens(0.0)
     talk.welcomed(0.0, versions=(4,))
-    talk.hears(0.1, PeerChosen(3))
-    talk.tell(0.2, ConnectionClosed(1, "power"))
-    talk.tell(0.3, StateRejected(3, "out of memory"))
+    talk.receives(0.1, PeerChosen(3))
+    talk.handle(0.2, ConnectionClosed(1, "power"))
+    talk.handle(0.3, StateRejected(3, "out of memory"))
     assert talk.bodies(StateRequest) == []
     talk.opens(0.4)
     talk.welcomed(0.5, versions=(4,))
     assert talk.bodies(StateRequest) == [(1, StateRequest((3,)))]
 
 
-def test_a_joining_learner_is_neither_asked_nor_counted():
+def test_joining_learner_is_neither_pulled_nor_counted():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     talk.voice(1).hello(0.0)
     talk.persisted(0.1)
@@ -458,9 +465,9 @@ def test_a_joining_learner_is_neither_asked_nor_counted():
 # Leaving, silence, coming back
 
 
-def test_a_learner_that_leaves_says_so_and_is_not_waited_for():
+def test_leaving_learner_sends_left_and_is_not_awaited():
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
-    learner.tell(1.0, LeaveRequested("the operator said so"))
+    learner.handle(1.0, LeaveRequested("the operator said so"))
     learner.expect(learner.sends(Left("the operator said so")), Stop(because("learner-left", "the operator said so")))
 
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=1))
@@ -471,7 +478,7 @@ def test_a_learner_that_leaves_says_so_and_is_not_waited_for():
     two.reports(1.8, step=2)
     one.reports(2.0, step=3)
     assert len(talk.bodies(Pull)) == 2
-    one.says(2.2, Left("the operator said so"))
+    one.delivers(2.2, Left("the operator said so"))
     assert talk.member(1).state == "left"
     assert talk.fragment(0).waiting_for == (2,)
     two.contributes(2.3)
@@ -482,7 +489,7 @@ def test_a_learner_that_has_left_is_not_waited_for_after_a_restart_and_may_start
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    one.says(1.1, Left("the operator said so"))
+    one.delivers(1.1, Left("the operator said so"))
     talk.persisted(1.2)
     again = talk.restarted()
     assert again.member(1).state == "left"
@@ -493,7 +500,7 @@ def test_a_learner_that_has_left_is_not_waited_for_after_a_restart_and_may_start
     assert again.member(1).state == "live"
 
 
-def test_silence_makes_a_learner_suspect_and_then_lost_and_one_word_makes_it_live_again():
+def test_silent_learner_is_suspected_then_disconnected_and_a_message_recovers_it():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=99))
     one, two = talk.joined(1), talk.joined(2)
     for step in range(1, 8):
@@ -516,7 +523,7 @@ def test_silence_makes_a_learner_suspect_and_then_lost_and_one_word_makes_it_liv
     assert talk.one(CloseConnection).reason.code == "member-timed-out"
 
 
-def test_nobody_waits_for_a_suspect():
+def test_rounds_do_not_wait_for_a_suspected_learner():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=99, quorum=2))
     one, two, three = (talk.joined(i) for i in (1, 2, 3))
     for step in range(1, 6):
@@ -532,10 +539,10 @@ def test_nobody_waits_for_a_suspect():
     assert 2 not in talk.fragment(0).waiting_for
 
 
-def test_a_learner_redials_by_itself_and_carries_its_progress_over():
+def test_learner_reconnects_and_keeps_its_progress():
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     talk.steps(1.0)
-    talk.tell(1.5, ConnectionClosed(1, "connection reset by peer"))
+    talk.handle(1.5, ConnectionClosed(1, "connection reset by peer"))
     assert talk.one(Dial).attempt == 1
     talk.steps(2.0)
     talk.opens(2.5)
@@ -549,7 +556,7 @@ def test_a_learner_redials_by_itself_and_carries_its_progress_over():
 def test_a_learner_that_resumes_gets_what_it_missed():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one, two = talk.joined(1), talk.joined(2)
-    talk.tell(0.5, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
+    talk.handle(0.5, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
     one.reports(1.0, step=1)
     one.contributes(1.1)
     talk.merges_and_persists(1.2)
@@ -568,38 +575,38 @@ def test_messages_of_an_older_link_are_dropped():
     one = talk.joined(1)
     one.session = 2
     one.hello(1.0, training=True)
-    one.says(1.1, Report(5, 500, 1.0), session=1)
+    one.delivers(1.1, Report(5, 500, 1.0), session=1)
     talk.expect()
     assert talk.member(1).step == 0
-    talk.tell(1.2, LearnerDisconnected(1, 1, 1, "the old link"))
+    talk.handle(1.2, LearnerDisconnected(1, 1, 1, "the old link"))
     assert talk.member(1).state == "live", "the end of a link that was replaced is no loss"
 
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
-    learner.tell(1.0, ConnectionClosed(1, "reset"))
+    learner.handle(1.0, ConnectionClosed(1, "reset"))
     learner.opens(2.0)
     learner.welcomed(2.1)
     learner.gets(2.2, 0, 1, base=0)
     assert learner.of(Send) != []
-    learner.hears(2.3, Pull(RoundId(0, 1, 1, 1)), session=1)
+    learner.receives(2.3, Pull(RoundId(0, 1, 1, 1)), session=1)
     learner.steps(3.0)
     assert learner.bodies(Contribution) == []
 
 
 def test_joining_or_dying_never_changes_any_other_learners_steps():
-    """The other learner hears nothing at all of a join, of a loss and of a fresh start."""
+    """The other learner receives no message about a join, a loss or a fresh start."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=99))
     talk.joined(1)
     told: list[int] = []
     for event in ("join", "loss", "again"):
         if event == "loss":
-            talk.tell(2.0, LearnerDisconnected(2, 1, 1, "power"))
+            talk.handle(2.0, LearnerDisconnected(2, 1, 1, "power"))
         else:
             talk.joined(2, at=1.0 if event == "join" else 3.0, incarnation=1 if event == "join" else 2)
         told += [effect.envelope.learner for effect in talk.of(Send)]
     assert 1 not in told
 
 
-def test_a_suspect_that_is_heard_in_time_is_still_in_the_round():
+def test_suspected_learner_that_recovers_in_time_is_still_in_the_round():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=99, quorum=2))
     one, two, three = (talk.joined(i) for i in (1, 2, 3))
     for step in range(1, 6):
@@ -622,6 +629,6 @@ def test_a_suspect_that_is_heard_in_time_is_still_in_the_round():
 def test_an_envelope_of_a_stranger_is_ignored():
     talk = SyncerTalk(RunConfig(fragments=1))
     talk.joined(1)
-    talk.tell(1.0, MessageArrived(Envelope(9, 1, 1, 1, 1, 0, 0, Report(5, 500, 1.0))))
+    talk.handle(1.0, MessageArrived(Envelope(9, 1, 1, 1, 1, 0, 0, Report(5, 500, 1.0))))
     talk.expect()
     assert talk.core.view().trained == 0

@@ -21,7 +21,7 @@ def test_the_scenario_holds(path: Path, pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_scenario_says_what_it_shows(path: Path) -> None:
+def test_scenario_describes_itself(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith("# ")
     assert len(first) > 30
@@ -72,7 +72,7 @@ def test_a_scenario_that_is_right_holds():
         ("reports step 2\nnothing\n", "reports step 2\nto learner 1: pong serial 1\n", 7),
     ],
 )
-def test_a_changed_expectation_fails_and_names_its_line(right, wrong, line):
+def test_changed_expectation_fails_with_its_line(right, wrong, line):
     assert right in TALK
     planted = TALK.replace(right, wrong)
     with pytest.raises(AssertionError, match=f"planted, line {line}: expected"):
@@ -99,13 +99,13 @@ def test_every_expected_effect_is_compared(path: Path) -> None:
         ("core bystander", "a core is a syncer or a learner, not a bystander"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named(line, complaint):
+def test_invalid_scenario_line_is_named(line, complaint):
     text = "core syncer fragments=1\n> quietly at 0 learner 1 joins\n" + line + "\n"
     with pytest.raises(ScenarioError, match="scenario, line 3: ") as caught:
         Scenario(text).played()
     assert complaint in str(caught.value)
 
 
-def test_a_scenario_says_first_which_core_it_is():
+def test_scenario_starts_with_its_core():
     with pytest.raises(ScenarioError, match="say first which core it is"):
         Scenario("> at 1 learner 1 joins\n").played()

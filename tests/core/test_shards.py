@@ -39,7 +39,7 @@ from atoll.tape.story import build_story
 from tests.core.conversation import SyncerTalk, Voice
 
 TWO = RunConfig(fragments=2, every_steps=2, grace_margin=0.0, rounds_in_flight=2)
-"""Fragment 0 is ripe after one step, fragment 1 after two. In what follows each has a shard of its own."""
+"""Fragment 0 is due after one step, fragment 1 after two. Each has its own shard in these tests."""
 
 
 def pulling(config: RunConfig = TWO) -> tuple[SyncerTalk, Voice]:
@@ -72,7 +72,7 @@ def test_a_round_ends_with_its_shard_and_every_learner_keeps_its_progress():
         LogReason(("fragment", 0), because("shard-lost", "connection reset by peer")),
     )
     assert talk.fragment(0).phase == "idle"
-    assert talk.fragment(0).reason == "its shard is away: connection reset by peer"
+    assert talk.fragment(0).reason == "its shard is unavailable: connection reset by peer"
     assert talk.core.state.ledger.line(0).pending == 100
 
 
@@ -100,7 +100,7 @@ def test_a_round_that_is_not_merged_ends_in_whatever_phase_it_is(phase):
 
 
 def test_the_place_of_a_round_that_was_lost_goes_to_no_fragment_of_the_same_shard():
-    """(1) The shard of 0 and 1 is lost, (2) the round of 0 ends, (3) the round of 1, which is ripe, must not open."""
+    """(1) The shard of 0 and 1 is lost, (2) the round of 0 ends, (3) the round of 1, which is due, must not open."""
     talk, one = pulling(RunConfig(fragments=2, every_steps=2, grace_margin=0.0, rounds_in_flight=1))
     one.reports(2.0, step=2)
     assert talk.fragment(1).phase == "idle"
@@ -116,7 +116,7 @@ def test_another_shard_goes_in_its_place():
     assert talk.bodies(Pull) == [(1, Pull(RoundId(1, 0, 1, 1)))]
 
 
-def test_other_fragments_go_on_while_a_shard_is_away():
+def test_other_fragments_continue_while_a_shard_is_unavailable():
     talk, one = pulling()
     talk.shard_lost(1.1, 0)
     for step in range(2, 12):
@@ -137,7 +137,7 @@ def test_a_version_that_only_a_shard_knows_of_takes_nobodys_place():
     assert talk.bodies(Pull) == [(1, Pull(RoundId(1, 0, 1, 1)))]
 
 
-def test_a_loss_that_is_told_twice_is_said_once():
+def test_repeated_shard_loss_is_logged_once():
     talk, _ = pulling()
     talk.shard_lost(1.1, 0)
     talk.shard_lost(1.2, 0)
@@ -154,44 +154,46 @@ def test_a_loss_that_is_told_twice_is_said_once():
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_what_a_shard_says_while_it_is_away_is_ignored(late):
+def test_events_of_an_unavailable_shard_are_ignored(late):
     talk, _ = saving()
     talk.shard_lost(1.3, 0)
-    talk.tell(1.4, late)
+    talk.handle(1.4, late)
     talk.expect()
     assert talk.core.view().ignored == {"shard-unavailable": 1}
     talk.shard_back(2.0, (0, 1))
     assert talk.fragment(0).version == 1
 
 
-def test_a_write_that_failed_is_not_tried_again_while_its_shard_is_away():
+def test_failed_write_is_not_retried_while_its_shard_is_unavailable():
     talk, _ = saving()
     talk.persist_failed(1.3)
     talk.shard_lost(1.4, 0)
     assert [effect for effect in talk.fires(500.0) if isinstance(effect, Persist)] == []
     talk.shard_back(500.0, (0, 0))
-    assert "its shard came back without version 1, which was merged and not durable" in talk.sentences
+    assert "its shard has reconnected without version 1, which was merged but not durable" in talk.sentences
     assert talk.fragment(0).version == 0
 
 
-def test_without_a_word_of_the_core_a_driver_that_answers_for_an_old_process_is_found_out():
+def test_unexpected_reply_of_a_driver_for_an_old_process_is_detected():
     """After `ShardBack` the contract holds again: the key of a version that is merged anew is that of the lost one."""
     talk, _ = saving()
     talk.shard_lost(1.3, 0)
     talk.shard_back(1.4, (0, 0))
-    with pytest.raises(AssertionError, match="unasked"):
-        talk.tell(1.5, Persisted(RecordKey("version", 0, 1)))
+    with pytest.raises(AssertionError, match="unexpected"):
+        talk.handle(1.5, Persisted(RecordKey("version", 0, 1)))
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Back
 
 
-def test_a_version_that_was_durable_when_its_shard_was_lost_is_published_when_it_is_back():
+def test_version_that_was_durable_at_the_loss_is_published_on_reconnection():
     talk, _ = saving()
     talk.shard_lost(1.3, 0)
     talk.shard_back(9.0, (0, 1))
-    assert "its shard is back, with version 1, which was merged when it was lost and is durable" in talk.sentences
+    assert (
+        "its shard has reconnected with version 1, which was already merged when the shard was lost" in talk.sentences
+    )
     [(learner, published)] = talk.bodies(Published)
     assert (learner, published.version, published.base) == (1, 1, 0)
     assert published.merged_up_to is not None
@@ -200,7 +202,7 @@ def test_a_version_that_was_durable_when_its_shard_was_lost_is_published_when_it
     assert talk.core.view().merges == 1
 
 
-def test_how_long_a_shard_was_away_says_nothing_about_the_links():
+def test_shard_outage_adds_no_link_measurements():
     talk, one = saving()
     talk.shard_lost(1.3, 0)
     talk.shard_back(500.0, (0, 1))
@@ -223,26 +225,26 @@ def test_a_version_that_was_not_durable_is_merged_anew():
 
 
 @pytest.mark.parametrize("version", [0, 2])
-def test_a_shard_with_another_version_than_the_newest_stays_away(version):
+def test_shard_with_another_version_stays_unavailable(version):
     talk, _ = saving()
     talk.persisted(1.3)
     talk.shard_lost(1.4, 0)
     talk.shard_back(1.5, (0, version))
-    sentence = f"its shard came back with version {version}, the newest is 1: a directory of another time or run"
-    assert talk.fragment(0).reason == sentence
+    sentence = f"its shard has reconnected with version {version}, the newest is 1;"
+    assert talk.fragment(0).reason == f"{sentence} check that its directory belongs to this run"
     assert talk.bodies(Published) == []
     talk.shard_back(1.6, (0, 1))
     assert [published.version for _, published in talk.bodies(Published)] == [1]
 
 
-def test_a_shard_that_was_never_away_changes_nothing():
+def test_reconnection_of_an_available_shard_changes_nothing():
     talk, _ = pulling()
     talk.shard_back(1.1, (0, 0), (1, 0))
     talk.expect()
     assert talk.core.view().ignored == {"shard-was-available": 2}
 
 
-def test_a_version_that_makes_the_budget_ends_the_run_also_by_the_word_of_a_shard():
+def test_version_recovered_from_a_shard_can_end_the_run():
     talk, _ = saving(RunConfig(fragments=2, every_steps=2, grace_margin=0.0, rounds_in_flight=2, budget_merges=1))
     talk.shard_lost(1.3, 0)
     talk.shard_back(1.4, (0, 1))
@@ -253,7 +255,7 @@ def test_a_version_that_makes_the_budget_ends_the_run_also_by_the_word_of_a_shar
 # What learners are owed
 
 
-def test_a_version_that_was_on_its_way_is_sent_again_when_its_shard_is_back_and_not_before():
+def test_unacked_version_is_sent_again_when_its_shard_reconnects():
     talk, _ = saving()
     talk.persisted(1.3)
     assert [p.version for _, p in talk.bodies(Published)] == [1]
@@ -273,7 +275,7 @@ def test_after_that_it_is_sent_until_it_is_acknowledged_as_ever():
     assert [hangup.reason.code for hangup in done][:1] == ["member-publish-unacked"]
 
 
-def test_an_acknowledgement_of_what_was_sent_twice_is_no_sample():
+def test_ack_of_a_retransmission_is_no_sample():
     talk, one = saving()
     talk.persisted(1.3)
     measured = talk.core.state.members[1].ack_time.count
@@ -283,7 +285,7 @@ def test_an_acknowledgement_of_what_was_sent_twice_is_no_sample():
     assert talk.core.state.members[1].ack_time.count == measured
 
 
-def test_who_joins_gets_the_fragments_of_a_shard_that_is_away_when_it_is_back():
+def test_joining_learner_gets_fragments_of_a_shard_when_it_reconnects():
     talk, _ = pulling()
     talk.shard_lost(1.1, 0)
     two = talk.voice(2)
@@ -293,15 +295,15 @@ def test_who_joins_gets_the_fragments_of_a_shard_that_is_away_when_it_is_back():
     talk.shard_back(3.0, (0, 0))
     assert [(to, p.fragment, p.version) for to, p in talk.bodies(Published)] == [(2, 0, 0)]
     two.acknowledges(3.1)
-    two.says(3.2, Ready(because("state-kept")))
+    two.delivers(3.2, Ready(because("state-kept")))
     assert talk.member(2).state == "live"
 
 
-def test_a_damaged_version_of_a_shard_that_is_away_comes_whole_when_it_is_back():
+def test_resync_of_an_unavailable_shard_is_answered_when_it_reconnects():
     talk, one = saving()
     talk.persisted(1.3)
     talk.shard_lost(1.4, 0)
-    one.says(1.5, Resync(0, 0))
+    one.delivers(1.5, Resync(0, 0))
     talk.expect()
     talk.shard_back(1.6, (0, 1))
     assert [(p.version, p.base) for _, p in talk.bodies(Published)] == [(1, None)]
@@ -311,12 +313,12 @@ def test_a_damaged_version_of_a_shard_that_is_away_comes_whole_when_it_is_back()
 # Snapshots, leases, the pause
 
 
-def test_a_snapshot_does_not_wait_for_what_was_on_its_way_to_a_shard_that_is_away():
+def test_snapshot_does_not_wait_for_contributions_to_an_unavailable_shard():
     talk, one = pulling()
-    talk.tell(1.1, SnapshotRequested())
+    talk.handle(1.1, SnapshotRequested())
     marker = talk.core.state.marker
     one.marker = marker
-    one.says(1.2, SnapshotPart(marker, 1, 100, (0, 0), (RoundId(0, 0, 1, 1),)))
+    one.delivers(1.2, SnapshotPart(marker, 1, 100, (0, 0), (RoundId(0, 0, 1, 1),)))
     assert talk.of(Persist) == []
     talk.shard_lost(1.3, 0)
     [saved] = [effect.record for effect in talk.of(Persist)]
@@ -325,7 +327,7 @@ def test_a_snapshot_does_not_wait_for_what_was_on_its_way_to_a_shard_that_is_awa
     assert saved.left_out == ()
 
 
-def test_leases_of_one_that_is_gone_wait_for_the_word_of_a_shard():
+def test_leases_of_an_ended_incarnation_wait_for_its_shard():
     """What is in a version that may be durable is neither merged nor free: its successor gets no lease before."""
     config = RunConfig(fragments=2, every_steps=2, grace_margin=0.0, lease_samples=4, leases_ahead=1)
     talk = SyncerTalk(config)
@@ -333,9 +335,9 @@ def test_leases_of_one_that_is_gone_wait_for_the_word_of_a_shard():
     one.hello(0.0)
     talk.persisted(0.0)
     one.acknowledges(0.1)
-    one.says(0.2, LeaseRequest(0, 0))
+    one.delivers(0.2, LeaseRequest(0, 0))
     talk.persisted(0.3)
-    one.says(0.4, Ready(because("peer-new-run")))
+    one.delivers(0.4, Ready(because("peer-new-run")))
     one.taken = 3
     one.reports(1.0, step=1)
     one.contributes(1.1, consumed_samples=3)
@@ -344,15 +346,15 @@ def test_leases_of_one_that_is_gone_wait_for_the_word_of_a_shard():
     again = talk.voice(1, 2)
     again.hello(2.0)
     talk.persisted(2.1)
-    again.says(2.2, LeaseRequest(0, 0))
+    again.delivers(2.2, LeaseRequest(0, 0))
     assert "leases-returned" not in talk.core.state.reason_counts
     talk.shard_back(3.0, (0, 1))
-    assert "5 samples of incarnation 1 are in no version: they are leased again, before any new ones" in talk.sentences
+    assert "5 samples of incarnation 1 are in no version; they are leased again before new samples" in talk.sentences
     talk.persisted(3.1)
     assert again.leases[0].begin == 3
 
 
-def test_a_shard_that_is_back_opens_nothing_while_the_run_is_paused():
+def test_reconnected_shard_opens_no_round_while_paused():
     talk, one = pulling()
     talk.core.state.paused = True
     talk.shard_lost(1.1, 0)
@@ -374,7 +376,7 @@ QUICK = RunConfig(
 
 def finishes(talk: SyncerTalk, one: Voice, at: float) -> None:
     """The other fragment has its last merge, and every timer that the end may wait for has passed."""
-    talk.tell(at, FinishRequested())
+    talk.handle(at, FinishRequested())
     one.reports(at + 1, step=one.step + 1)
     one.reports(at + 2, step=one.step + 1)
     one.contributes(at + 2.1, fragment=1)
@@ -384,22 +386,22 @@ def finishes(talk: SyncerTalk, one: Voice, at: float) -> None:
     talk.fires(at + 40.0)
 
 
-def test_the_run_ends_without_a_shard_that_does_not_come_back():
+def test_run_ends_without_a_lost_shard():
     talk, one = pulling(QUICK)
     talk.shard_lost(1.1, 0)
     finishes(talk, one, 2.0)
-    assert "no last merge of fragment 0: its shard is away: connection reset by peer" in talk.sentences
+    assert "no last merge of fragment 0: its shard is unavailable: connection reset by peer" in talk.sentences
     assert talk.core.state.stage.value == "sealing"
     talk.persisted(42.0)
     assert talk.bodies(Finish) == [(1, Finish((0, 1), 1))]
-    one.says(42.1, FinishAck(1))
+    one.delivers(42.1, FinishAck(1))
     talk.one(Halt)
 
 
-def test_a_shard_that_is_back_in_time_has_its_last_merge():
+def test_shard_that_reconnects_in_time_has_its_last_merge():
     talk, one = pulling(QUICK)
     talk.shard_lost(1.1, 0)
-    talk.tell(2.0, FinishRequested())
+    talk.handle(2.0, FinishRequested())
     one.reports(3.0, step=2)
     one.reports(4.0, step=3)
     talk.shard_back(4.1, (0, 0))
@@ -407,7 +409,7 @@ def test_a_shard_that_is_back_in_time_has_its_last_merge():
     assert talk.core.state.fragments[0].round_is_final
 
 
-def test_the_end_does_not_wait_for_the_word_of_a_shard_about_a_version():
+def test_end_does_not_wait_for_a_version_with_unknown_durability():
     talk, one = saving(QUICK)
     talk.shard_lost(1.3, 0)
     finishes(talk, one, 2.0)
@@ -416,13 +418,13 @@ def test_the_end_does_not_wait_for_the_word_of_a_shard_about_a_version():
     assert talk.core.state.manifest.versions == (0, 1)
 
 
-def test_the_word_comes_in_time_until_the_manifest_is_written():
+def test_shard_may_recover_a_version_until_the_manifest_is_written():
     talk, one = saving(QUICK)
     talk.shard_lost(1.3, 0)
-    talk.tell(2.0, FinishRequested())
+    talk.handle(2.0, FinishRequested())
     one.contributes(2.1, fragment=1)
     talk.fires(30.0)
-    assert "no last merge of fragment 0: its shard is away: connection reset by peer" in talk.sentences
+    assert "no last merge of fragment 0: its shard is unavailable: connection reset by peer" in talk.sentences
     talk.shard_back(30.0, (0, 1))
     assert talk.fragment(0).version == 1
     talk.merges_and_persists(30.1)
@@ -443,11 +445,11 @@ def test_a_version_that_the_manifest_does_not_name_is_of_no_run():
     assert talk.fragment(0).phase == "idle"
 
 
-def test_a_final_that_was_given_up_is_said_once():
+def test_skipped_final_is_logged_once():
     talk, one = saving(QUICK)
     talk.persisted(1.3)
     one.acknowledges(1.4)
-    talk.tell(2.0, FinishRequested())
+    talk.handle(2.0, FinishRequested())
     one.reports(3.0, step=2)
     one.reports(4.0, step=3)
     one.contributes(4.1)
@@ -461,7 +463,7 @@ def test_a_final_that_was_given_up_is_said_once():
     assert len([s for s in talk.sentences if s.startswith("no last merge of fragment 0")]) == 1
 
 
-def test_learners_get_the_final_versions_when_a_shard_is_back_after_the_end():
+def test_learners_get_final_versions_when_a_shard_reconnects_after_the_end():
     talk, one = saving(QUICK)
     talk.persisted(1.3)
     talk.shard_lost(1.4, 0)
@@ -486,10 +488,10 @@ def test_the_story_of_the_run_tells_of_a_shard_and_that_of_a_fragment_of_what_be
     )
     entries = [Entry(at, Actor(0, 1), at + 1, event, tuple(core.handle(at, event))) for at, event in enumerate(events)]
     assert [line.sentence for line in build_story(entries, ("run", 0))][1:] == [
-        "the shard of fragments 0, 1 is away: connection reset by peer",
+        "the shard of fragments 0, 1 is unavailable: connection reset by peer",
         "the shard of fragment 0 is back",
     ]
     assert [line.sentence for line in build_story(entries, ("fragment", 0))][1:] == [
-        "its shard is away: connection reset by peer",
-        "its shard is back, with version 0",
+        "its shard is unavailable: connection reset by peer",
+        "its shard has reconnected with version 0",
     ]

@@ -97,7 +97,7 @@ class AdoptsTheOlder(LearnerRounds):
             {"parts": LearnerComponents(rounds=AdoptsTheOlder)},
             LearnerMachine,
             QuietLearner,
-            "is not newer|arrivals are wrong|adopted before it arrived",
+            "is not newer|arrivals do not match|adopted before it arrived",
         ),
     ],
 )

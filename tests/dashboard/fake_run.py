@@ -91,7 +91,7 @@ class FakeRun:
         who, at = f"learner {number}", draw.uniform(0.2, 1.5)
         island.bands = [(0.0, "recovering"), (at, "training")]
         island.starts = [0.0]
-        self._mark(at, who, "joined", "trains, inner moments: the run is new")
+        self._mark(at, who, "joined", "trains; optimizer state: the run is new")
         trouble = draw.randrange(3) if self.learners > 8 else (1 if number == 3 else 0)
         at = self.horizon * (0.28 if self.learners <= 8 else draw.uniform(0.05, 0.3))
         for _ in range(trouble):
@@ -105,10 +105,10 @@ class FakeRun:
         rare = number % 16 if self.learners > 8 else {2: 5, 4: 11}.get(number)
         after = max(at, self.horizon * 0.42)
         if rare == 5 and after < self.horizon * 0.9:
-            self._mark(after, who, "suspected", "silent for 3.2 s, the limit is 3 s")
+            self._mark(after, who, "suspected", "no message for 3.2 s, the limit is 3 s")
             island.bands += [(after, "suspected"), (after + self.horizon * 0.015, "training")]
         elif rare == 11 and after < self.horizon * 0.9:
-            self._mark(after, who, "cut", "the link closed: no answer to a ping")
+            self._mark(after, who, "cut", "connection closed: no answer to a ping")
             island.bands += [(after, "alone"), (after + self.horizon * 0.06, "training")]
         elif rare == 15 and after < self.horizon * 0.9:
             self._mark(after, who, "quarantined", "quarantined after 3 bad messages")
@@ -258,11 +258,11 @@ class FakeRun:
                 "gone": gone,
             },
             "reason": {
-                "gone": "the link closed: its process ended",
-                "recovering": "incarnation 2 is fetching fragments and inner state",
-                "suspected": "silent for 3.2 s, the limit is 3 s",
+                "gone": "connection closed: its process ended",
+                "recovering": "incarnation 2 is downloading fragments and optimizer state",
+                "suspected": "no message for 3.2 s, the limit is 3 s",
                 "alone": "trains without a link; its progress waits for the next round",
-                "quarantined": "quarantined after 3 bad messages, the last: bad values",
+                "quarantined": "quarantined after 3 invalid messages, the last: invalid values",
                 "left": "left: its host is wanted elsewhere",
             }.get(state),
             "log_tail": self.log_tail if state == "gone" else None,
@@ -284,11 +284,11 @@ class FakeRun:
             "pulled": len(training) if waits else 0,
             "contributions": max(len(training) - 1, 0) if waits else 0,
             "waiting_for": training[-1:] if waits else [],
-            "reason": "its shard is away: connection reset by peer"
+            "reason": "its shard is unavailable: connection reset by peer"
             if number in self.unavailable
             else {
                 "idle": "2 of 4 learners have taken 24 steps since the last round",
-                "pulling": f"{max(len(training) - 1, 0)} of {self.quorum} contributions for the quorum; asked 1 times",
+                "pulling": f"{max(len(training) - 1, 0)} of {self.quorum} contributions for the quorum; 1 pull attempts",
                 "grace": f"quorum {self.quorum} of {len(training)}; waiting 0.8 s more, slack 1.6 s",
                 "merging": f"merging {len(training)} contributions",
             }[phase],

@@ -59,12 +59,12 @@ def test_fragments_that_are_away_with_their_shard(tmp_path):
     picture = pictured(run.run_until(120.0).save(tmp_path))
     shown = view_at(picture, 99.0)
     assert [each["unavailable"] for each in shown["fragments"]] == [True, False, True]
-    assert shown["fragments"][0]["reason"] == "its shard is away: connection reset by peer"
+    assert shown["fragments"][0]["reason"] == "its shard is unavailable: connection reset by peer"
     assert shown["fragments"][1]["age_s"] < 10.0, "the others go on"
     assert rules_of(picture, 99.0) == {("shard-unavailable", "fragment 0")}
     (alert,) = shown["alerts"]
     assert alert["text"].startswith("no merge of fragments 0, 2 for 8")
-    assert alert["text"].endswith("its shard is away: connection reset by peer")
+    assert alert["text"].endswith("its shard is unavailable: connection reset by peer")
     assert rules_of(picture, 60.0) == set(), "not yet for long"
     assert rules_of(picture) == set(), "it is back"
     assert [each["unavailable"] for each in view_at(picture)["fragments"]] == [False] * 3

@@ -83,7 +83,7 @@ def test_an_island_dies_and_training_goes_on(dash, visit):
     dash.change(now=75.0)
     expect(card(page, 3)).to_contain_text("gone")
     expect(card(page, 3).locator(".letter")).to_have_text("G")
-    expect(card(page, 3)).to_contain_text("the link closed: its process ended")
+    expect(card(page, 3)).to_contain_text("connection closed: its process ended")
     expect(card(page, 3).locator(".words")).to_contain_text("SIGKILL: step 151")
     expect(card(page, 1)).to_contain_text("training")
     expect(page.locator(".notice[data-kind=alert]")).to_contain_text("learner 3 is gone")
@@ -268,7 +268,7 @@ def test_a_fragment_that_is_away_with_its_shard_says_so_and_why(serve, visit):
     for number in (3, 7):
         cell = page.locator("#fragments-0 .fragment").nth(number)
         expect(cell.locator(".phase")).to_have_text("× unavailable")
-        expect(cell.locator(".reason")).to_have_text("its shard is away: connection reset by peer")
+        expect(cell.locator(".reason")).to_have_text("its shard is unavailable: connection reset by peer")
     expect(page.locator('#fragments-0 .fragment[data-phase="unavailable"]')).to_have_count(2)
 
 

@@ -20,7 +20,7 @@ WAIT_S = 300.0
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rules", "{rules}"], "--rules means nothing without --dash"),
+        (["--rules", "{rules}"], "--rules has no effect without --dash"),
         (["--dash", "--rules", "{rules}"], "there is no rule 'gone'"),
     ],
 )

@@ -48,7 +48,7 @@ def test_fragments_that_are_away_are_marked_with_the_reason(tmp_path, capsys, mo
     letters = next(line.split()[-1] for line in lines if line.startswith("fragments"))
     assert (letters[0], letters[2]) == ("×", "×")
     assert letters[1] != "×"
-    assert "× 2 of 3: its shard is away: connection reset by peer" in "\n".join(lines)
+    assert "× 2 of 3: its shard is unavailable: connection reset by peer" in "\n".join(lines)
 
 
 def test_json_is_the_picture_of_the_page(run, capsys):

@@ -223,7 +223,7 @@ def test_weights_and_biases_gets_an_offline_run_and_dials_nobody(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "say where to"),
+        ([], "no format is given"),
         (["--csv", "{full}"], "is not empty"),
         (["--tensorboard", "{full}"], "is not empty"),
     ],

@@ -1,4 +1,4 @@
-"""What tests of the frameworks share."""
+"""Fixtures for the tests of the frameworks."""
 
 from __future__ import annotations
 

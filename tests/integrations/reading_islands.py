@@ -1,4 +1,4 @@
-"""Islands that write down what they read, as processes of a run: for tests of data that goes on where it was."""
+"""Learner processes that record the samples that they read, for tests of resumed data."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ def reading_child(directory: Path, address: str, number: int, kind: str, log: Pa
                     if learner.finished:
                         break
         pipe.send(("ended", learner.stats().repeated_steps))
-    except BaseException as wrong:
+    except BaseException as error:
         traceback.print_exc()
-        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+        pipe.send(("failed", type(error).__name__, str(error)))
 
 
 def start(run: Run, number: int, kind: str) -> Child:

@@ -31,7 +31,7 @@ SHOWN = (12, 7, 5)
 
 @pytest.fixture
 def accelerate_anew() -> Iterator[None]:
-    """accelerate keeps its settings for the whole process: those of a Trainer before, and ours for whoever comes."""
+    """Reset accelerate before and after a test: its settings are global to the process."""
     _forget_settings()
     yield
     _forget_settings()
@@ -43,7 +43,7 @@ def _forget_settings() -> None:
 
 
 class Prepared:
-    """What a script with accelerate has."""
+    """Objects of a script with accelerate."""
 
     def __init__(self, accumulated: int = 1, seed: int = 1) -> None:
         self.accelerator = Accelerator(gradient_accumulation_steps=accumulated, cpu=True, mixed_precision="bf16")
@@ -78,12 +78,12 @@ def test_a_learner_takes_prepared_objects_and_trains_to_the_end(tmp_path):
                 if learner.finished:
                     break
         assert learner.finished
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         published = load_file(tmp_path / "published.safetensors")
         assert same(published, {name: each.detach() for name, each in named_tensors(job.model).items()})
 
 
-def test_inner_state_is_that_of_the_optimizer_and_not_of_what_is_around_it():
+def test_optimizer_state_is_that_of_the_wrapped_optimizer():
     """An island without accelerate gives its state to one with it, and the other way round."""
     job = Prepared()
     next(job.batches())
@@ -99,8 +99,8 @@ def test_inner_state_is_that_of_the_optimizer_and_not_of_what_is_around_it():
         optimizer_state.unpack(optimizer_state.pack(job.optimizer, job.model), other, plain)
 
 
-def test_a_loop_that_tells_of_a_micro_batch_as_of_a_step_is_refused(tmp_path):
-    """At the first one: before anything of it is told."""
+def test_loop_that_reports_a_micro_batch_as_a_step_is_refused(tmp_path):
+    """It is refused at the first micro-batch, before anything is reported."""
     job = Prepared(accumulated=3)
     with Run(tmp_path, endless()) as run, Learner(job.model, job.optimizer, **place(run)) as learner:
         batch, loss = next(job.batches())
@@ -109,17 +109,17 @@ def test_a_loop_that_tells_of_a_micro_batch_as_of_a_step_is_refused(tmp_path):
         assert learner.stats().steps == learner.stats().tokens == 0
 
 
-def test_tokens_of_all_micro_batches_of_a_step_are_told_as_one_step(tmp_path):
+def test_tokens_of_all_micro_batches_are_reported_as_one_step(tmp_path):
     """12 batches of an epoch in steps of 5, 5 and 2: accelerate lets the optimizer step at the end of the data."""
     job = Prepared(accumulated=5)
-    told: list[tuple[int, int]] = []
+    report: list[tuple[int, int]] = []
     with (
         Run(tmp_path, endless()) as run,
         AcceleratedLearner(job.accelerator, job.model, job.optimizer, **place(run)) as learner,
     ):
         for batch, loss in job.batches(epochs=2):
             learner.step(tokens=count_tokens(batch), loss=loss)
-            told.append((learner.stats().steps, learner.stats().tokens))
+            report.append((learner.stats().steps, learner.stats().tokens))
     counted = [4 * SHOWN[at % 3] for at in range(12)]
     wanted, steps, tokens, waiting = [], 0, 0, 0
     for at in range(24):
@@ -127,14 +127,14 @@ def test_tokens_of_all_micro_batches_of_a_step_are_told_as_one_step(tmp_path):
         if at % 12 in (4, 9, 11):
             steps, tokens, waiting = steps + 1, tokens + waiting, 0
         wanted.append((steps, tokens))
-    assert told == wanted
+    assert report == wanted
     assert steps == 6
 
 
-def test_a_step_that_was_left_out_is_none(tmp_path):
+def test_skipped_step_is_not_reported(tmp_path):
     """With fp16 gradients overflow, and accelerate leaves the step out: nothing was learned from its tokens."""
     job = Prepared()
-    told = []
+    report = []
     with (
         Run(tmp_path, endless()) as run,
         AcceleratedLearner(job.accelerator, job.model, job.optimizer, **place(run)) as learner,
@@ -142,5 +142,5 @@ def test_a_step_that_was_left_out_is_none(tmp_path):
         for number, (batch, loss) in enumerate(job.batches(epochs=1)):
             job.optimizer._is_overflow = number == 1
             learner.step(tokens=torch.tensor(count_tokens(batch)), loss=loss)  # a number that may be on a device
-            told.append(learner.stats().tokens)
-    assert told[:3] == [48, 48, 48 + 20], "the second batch has 28"
+            report.append(learner.stats().tokens)
+    assert report[:3] == [48, 48, 48 + 20], "the second batch has 28"

@@ -1,4 +1,4 @@
-"""What a batch counts for."""
+"""Token counts of batches."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_padding_does_not_count() -> None:
     assert count_tokens({"input_ids": ids(2, 5), "attention_mask": mask}) == 7
 
 
-def test_of_a_batch_of_classes_the_text_counts() -> None:
+def test_text_of_a_classification_batch_counts() -> None:
     """Labels are one for each sample there: they say nothing of how long the text was."""
     assert count_tokens({"input_ids": ids(4, 6), "labels": ids(4)}) == 24
 
@@ -38,7 +38,7 @@ def test_a_mask_that_is_added_to_scores_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bool])
-def test_labels_of_many_classes_are_none_of_tokens(kind: torch.dtype) -> None:
+def test_labels_per_class_are_not_counted_as_tokens(kind: torch.dtype) -> None:
     assert count_tokens({"input_ids": ids(4, 6), "labels": torch.ones(4, 19).to(kind)}) == 24
     assert count_tokens({"pixels": torch.zeros(8, 3, 4, 4), "labels": torch.ones(8, 19).to(kind)}) == 8
 
@@ -54,12 +54,12 @@ def test_bare_ids_count_all_of_them() -> None:
     assert count_tokens([ids(4, 6), ids(4)]) == 24
 
 
-def test_a_step_is_never_nothing() -> None:
+def test_count_is_at_least_one() -> None:
     assert count_tokens({"input_ids": ids(1, 3), "labels": torch.full((1, 3), IGNORE_INDEX)}) == 1
     assert count_tokens(None) == 1
 
 
-def test_on_a_device_nothing_is_read_before_the_step() -> None:
+def test_counts_on_a_device_are_not_read_before_the_step() -> None:
     """Nobody can read a number of the device `meta`."""
     batch = {"input_ids": ids(2, 5).to("meta"), "labels": ids(2, 5).to("meta")}
     counted = TokenCounter()
@@ -71,7 +71,7 @@ def test_on_a_device_nothing_is_read_before_the_step() -> None:
     assert counted.pop_total() == 0
 
 
-def test_counts_of_a_step_are_added_up_wherever_they_are() -> None:
+def test_counts_are_added_up_on_host_and_device() -> None:
     counted = TokenCounter(lambda batch: batch)
     for count in (torch.tensor(5), 3, torch.tensor(7)):
         counted.add(count)

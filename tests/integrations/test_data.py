@@ -1,4 +1,4 @@
-"""Data that goes on where it was: places of loaders, leased samples, and processes that are killed in between."""
+"""Resumed data: positions of loaders, leased samples, and processes that are killed in between."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from tests.learner.runs import Run, endless
 # Places
 
 
-def test_a_place_is_json_and_comes_back_as_it_was() -> None:
+def test_position_is_json_and_round_trips() -> None:
     place: dict[Any, Any] = {
         "plain": [None, True, 3, -1.5, "text"],
-        "bytes": b"\x00\xff pickled by somebody else",
+        "bytes": b"\x00\xff pickled elsewhere",
         "drawn": torch.get_rng_state(),
         "half": torch.ones(2, 3, dtype=torch.bfloat16),
         "empty": torch.zeros(0, 4, dtype=torch.int16),
@@ -68,23 +68,23 @@ def test_a_place_is_json_and_comes_back_as_it_was() -> None:
     assert math.isnan(decode_state(encode_state(math.nan)))
 
 
-def test_what_has_no_place_or_cannot_be_kept_is_said() -> None:
-    with pytest.raises(ValueError, match=r"a DataLoader does not know its place.*StatefulDataLoader"):
+def test_loader_without_position_or_unknown_value_raises_value_error() -> None:
+    with pytest.raises(ValueError, match=r"a DataLoader cannot save its position.*StatefulDataLoader"):
         loader_position(DataLoader(Rows()))
-    with pytest.raises(ValueError, match=r"the place\['deep'\]\[1\] is a object"):
-        encode_state({"deep": [1, object()]}, "the place")
+    with pytest.raises(ValueError, match=r"the position\['deep'\]\[1\] is a object"):
+        encode_state({"deep": [1, object()]}, "the position")
     with pytest.raises(ValueError, match="was not written by loader_position"):
         decode_state(["what", 1])
 
 
-def test_epochs_of_a_generator_end_with_a_sentence_instead_of_a_hang() -> None:
+def test_epochs_of_a_generator_raise_value_error_instead_of_a_hang() -> None:
     batches = epochs(number for number in range(3))
     assert list(itertools.islice(batches, 3)) == [0, 1, 2]
-    with pytest.raises(ValueError, match="this generator has no batch any more: give a loader"):
+    with pytest.raises(ValueError, match="this generator has no more batches: pass a loader"):
         next(batches)
 
 
-def test_an_iterable_of_datasets_goes_on_and_its_epochs_must_be_numbered() -> None:
+def test_iterable_dataset_resumes_and_its_epochs_must_be_numbered() -> None:
     first, again, unnumbered = (loader_of("bare") for _ in range(3))
     batches = epochs(first)
     for _ in range(20):  # five into the second epoch
@@ -119,7 +119,7 @@ def test_orders_differ_by_seed_and_epoch_and_need_no_table() -> None:
         shuffled_index(50, 50, 0, 0)
 
 
-def test_an_order_looks_drawn() -> None:
+def test_order_looks_random() -> None:
     """As often as chance would have it: a sample near its own place, and neighbours that stay neighbours."""
     size = 20_000
     order = [shuffled_index(place, size, 1, 0) for place in range(size)]
@@ -140,7 +140,7 @@ class Counting:
         return tuple(range(begin, self.next))
 
 
-def test_numbers_become_batches_whoever_holds_the_samples() -> None:
+def test_numbers_become_batches_for_any_dataset() -> None:
     import datasets  # type: ignore[import-untyped]
 
     rows = list(leased_batches(Rows(), Counting(0, 2 * ROWS), BATCH, SEED))
@@ -164,57 +164,57 @@ LEASE = 20 * BATCH
 
 def ledger_of(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     main(["ledger", str(run), "--json"])
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
-def merged_numbers(told: dict[str, Any]) -> Counter[int]:
-    merged = [each for each in told["ranges"] if each["place"] == "merged"]
+def merged_numbers(report: dict[str, Any]) -> Counter[int]:
+    merged = [each for each in report["ranges"] if each["place"] == "merged"]
     return Counter(number for each in merged for number in range(each["begin"], each["end"]))
 
 
-def wrongly_read(told: dict[str, Any], read_by: dict[tuple[int, int], Counter[int]]) -> list[str]:
-    """What the ledger says of each number that is merged, against what the islands have really read."""
-    wrong = [f"{number} is merged {times} times" for number, times in merged_numbers(told).items() if times != 1]
-    for each in told["ranges"]:
-        for stay in each["history"]:
-            if stay["fate"] == "merged":
-                read_here = read_by[stay["learner"], stay["incarnation"]]
+def wrongly_read(report: dict[str, Any], read_by: dict[tuple[int, int], Counter[int]]) -> list[str]:
+    """Compare the merged numbers of the ledger with what the learners have read. Return the differences."""
+    invalid = [f"{number} is merged {times} times" for number, times in merged_numbers(report).items() if times != 1]
+    for each in report["ranges"]:
+        for lease in each["history"]:
+            if lease["outcome"] == "merged":
+                read_here = read_by[lease["learner"], lease["incarnation"]]
                 numbers = range(each["begin"], each["end"])
-                wrong += [f"{n} is merged and was read {read_here[n]} times" for n in numbers if read_here[n] != 1]
-    return wrong
+                invalid += [f"{n} is merged and was read {read_here[n]} times" for n in numbers if read_here[n] != 1]
+    return invalid
 
 
 @pytest.mark.parametrize("kind", ["leases", "planted"])
-def test_an_island_is_killed_and_every_sample_is_merged_once(tmp_path, capsys, kind):
+def test_every_sample_is_merged_once_when_a_learner_is_killed(tmp_path, capsys, kind):
     """The planted one reads the rows in its own order, whatever the run gives to it."""
     with Run(tmp_path, endless(quorum=1, lease_samples=LEASE, leases_ahead=3)) as run:
         one, two = start(run, 1, "leases"), start(run, 2, kind)
-        assert one.hear("joined") is two.hear("joined") is None
+        assert one.expect("joined") is two.expect("joined") is None
         run.until(lambda status: all(each["step"] > 20 for each in status["learners"]), "both train")
         two.kill()
         leased_by_then = run.status()["leases"]["leased"]
         again = start(run, 2, kind)
-        again.hear("joined")
+        again.expect("joined")
         everything = set(range(leased_by_then))
         run.until(lambda status: status["leases"]["merged"] >= leased_by_then, "as many are merged as were leased")
         run.until(
             lambda _: everything <= merged_numbers(ledger_of(tmp_path, capsys)).keys(), "and these are among them"
         )
         run.end()
-        one.hear("ended")
-        again.hear("ended")
-        assert run.syncer.hear("ended") is True
-    told = ledger_of(tmp_path, capsys)
-    assert told["balanced"]
-    assert told["problems"] == []
-    returned = [each for each in told["ranges"] if any(stay["fate"] == "returned" for stay in each["history"])]
+        one.expect("ended")
+        again.expect("ended")
+        assert run.syncer.expect("ended") is True
+    report = ledger_of(tmp_path, capsys)
+    assert report["balanced"]
+    assert report["problems"] == []
+    returned = [each for each in report["ranges"] if any(lease["outcome"] == "returned" for lease in each["history"])]
     assert returned, "the island that was killed had samples"
-    wrong = wrongly_read(told, numbers_read(tmp_path))
-    assert bool(wrong) is (kind == "planted"), wrong[:5]
+    invalid = wrongly_read(report, numbers_read(tmp_path))
+    assert bool(invalid) is (kind == "planted"), invalid[:5]
     line = leased_batches(Rows(), Counting(0, 1), BATCH, SEED)
     epochs = leased_by_then // ROWS
-    rows = Counter(line.sample_index(number) for number in merged_numbers(told) if number < epochs * ROWS)
+    rows = Counter(line.sample_index(number) for number in merged_numbers(report) if number < epochs * ROWS)
     assert rows == dict.fromkeys(range(ROWS), epochs), "each row once in every epoch"
 
 
@@ -223,11 +223,11 @@ def test_an_island_is_killed_and_every_sample_is_merged_once(tmp_path, capsys, k
 
 
 @pytest.mark.parametrize("kind", ["stateful", pytest.param("datasets", marks=pytest.mark.long), "plain"])
-def test_a_run_that_is_resumed_reads_on_at_the_right_place(tmp_path, kind):
+def test_resumed_run_reads_on_at_the_stored_position(tmp_path, kind):
     """Everybody is killed, islands and syncer; the island starts from its own part. A loader without state repeats."""
     with Run(tmp_path, endless(quorum=1)) as run:
         island = start(run, 1, kind)
-        assert island.hear("joined") is None
+        assert island.expect("joined") is None
         run.until(run.merges(8), "the run is under way")
         run.until(PartWanted(run), "the part is written")
         written_by = read_file(tmp_path, 1, 1)
@@ -237,11 +237,11 @@ def test_a_run_that_is_resumed_reads_on_at_the_right_place(tmp_path, kind):
         run.syncer.kill()
         run.start_syncer()
         island = start(run, 1, kind)
-        steps = island.hear("joined")
+        steps = island.expect("joined")
         again = read_file(tmp_path, 1, 2)
         run.until(lambda _: again.exists() and len(lines_of(again)) > ROWS // BATCH, "it reads on")
         run.end()
-        island.hear("ended")
+        island.expect("ended")
     first, then = ([step.rows for step in lines_of(path)] for path in (written_by, again))
     assert 0 < steps < len(first)
     followed = first[steps:]

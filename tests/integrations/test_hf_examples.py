@@ -26,7 +26,7 @@ def syncer_of(processes: Processes, place: Path, quorum: int, merges: int) -> tu
 
 
 def last_words(child: subprocess.Popen[str]) -> tuple[int, int]:
-    """Steps and tokens, as it says at its end."""
+    """Return steps and tokens, as logged at the end."""
     said = finished(child)
     assert any("eval_loss" in line or "of the published model" in line for line in said), said
     found = re.search(r"(\d+) steps here, (\d+) tokens; held-out loss \d", "\n".join(said))
@@ -61,11 +61,11 @@ def test_the_loop_of_accelerate_trains_to_the_end(processes: Processes, tmp_path
 
 
 @pytest.mark.long
-def test_of_lora_the_adapter_travels(processes: Processes, tmp_path: Path) -> None:
+def test_only_the_lora_adapter_is_merged(processes: Processes, tmp_path: Path) -> None:
     syncer, address = syncer_of(processes, tmp_path, quorum=1, merges=16)
     script = (EXAMPLES / "with_lora.py", "--syncer", address, "--learner", 1, "--out", "adapter")
     said = finished(processes.start(*script, cwd=tmp_path))
-    assert any("of 128768 numbers 8192 travelled" in line for line in said), said
+    assert any("8192 of 128768 parameters were synchronized" in line for line in said), said
     finished(syncer)
     adapter = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert sum(each.numel() for each in adapter.values()) == 8192

@@ -35,7 +35,7 @@ from tests.learner.runs import LIMIT_S, Run, config, endless
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("nothing_is_left")]
 
 ROWS, BATCH = 40, 4
-STEPS = 20_000  # nobody needs so many: where what should end a training never comes, the test fails
+STEPS = 20_000  # far more than needed: if training is not ended as expected, the test fails
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ class EndlessRows(IterableDataset[Tensor]):
 class Small(LightningModule):
     """Remembers which rows it has seen, and what it was when it was validated. `wrong` is done at batch `at`."""
 
-    def __init__(self, wrong: Callable[[], Any] | None = None, at: int = 5) -> None:
+    def __init__(self, invalid: Callable[[], Any] | None = None, at: int = 5) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
-        self.wrong = wrong
+        self.invalid = invalid
         self.wrong_at = at
         self.seen: list[list[int]] = []
         self.losses: list[float] = []
@@ -92,8 +92,8 @@ class Small(LightningModule):
 
     def training_step(self, batch: Tensor) -> Tensor:
         self.seen.append([int(row) for row in batch[:, 0]])
-        if self.wrong is not None and len(self.seen) == self.wrong_at:
-            self.wrong()
+        if self.invalid is not None and len(self.seen) == self.wrong_at:
+            self.invalid()
         loss: Tensor = (self.layers(batch[:, 1:]) - batch[:, 1:5]).float().square().mean()
         self.losses.append(float(loss.detach()))
         return loss
@@ -113,7 +113,7 @@ class Small(LightningModule):
 
 
 class Watch(Callback):
-    """What the test wants to see; `at` is called after every batch, behind the island."""
+    """Records what a test checks. `at` is called after every batch, after the Atoll callback."""
 
     def __init__(self, island: AtollCallback, at: Callable[[Trainer, Small], None] | None = None) -> None:
         self.island = island
@@ -190,7 +190,7 @@ def test_a_trainer_trains_until_the_run_is_over_and_has_the_published_model(tmp_
         trainer = trainer_of(island, watch, accumulate_grad_batches=3, precision="bf16-mixed", gradient_clip_val=0.1)
         trainer.fit(module, loader())
         assert island.learner.finished
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert same(values(module), load_file(tmp_path / "published.safetensors"))
     assert_counted(module, trainer, watch)
     for rate, wanted in watch.rates:
@@ -199,7 +199,7 @@ def test_a_trainer_trains_until_the_run_is_over_and_has_the_published_model(tmp_
     assert max(module.norms) <= 0.1 + 1e-4, "clipped"
 
 
-def test_a_callback_that_counts_batches_as_steps_would_be_seen(tmp_path):
+def test_planted_callback_that_counts_batches_as_steps_is_found(tmp_path):
     with Run(tmp_path, config()) as run:
         module, island = Small(), island_of(run, EveryBatch)
         watch = Watch(island)
@@ -264,7 +264,7 @@ class Overflowing(Small):
         return loss * float("inf") if len(self.seen) == 5 else loss
 
 
-def test_a_step_that_was_left_out_is_none(tmp_path):
+def test_skipped_step_is_not_reported(tmp_path):
     """With fp16 gradients overflow. The trainer counts the step; nothing was learned from its tokens."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with Run(tmp_path, endless()) as run:
@@ -280,7 +280,7 @@ def test_a_step_that_was_left_out_is_none(tmp_path):
     assert max(loss for _, loss in watch.shown) < float("inf")
 
 
-def test_a_trainer_under_its_older_name_will_do(tmp_path):
+def test_trainer_of_pytorch_lightning_works(tmp_path):
     import pytorch_lightning
 
     class Older(pytorch_lightning.LightningModule):
@@ -302,7 +302,7 @@ def test_a_trainer_under_its_older_name_will_do(tmp_path):
         assert island.learner.finished
 
 
-def test_the_run_deals_out_the_samples(tmp_path):
+def test_trainer_trains_on_leased_samples(tmp_path):
     """As a loader of the trainer's: it does not read ahead, or steps would count samples that are trained later."""
     # Of 12 merges some come within ten steps where steps are slow, and an epoch has ten batches.
     with Run(tmp_path, config(budget_merges=36, lease_samples=3 * BATCH + 1, leases_ahead=3)) as run:
@@ -401,7 +401,7 @@ def test_checkpoints_hold_the_published_model_and_the_run_wins_when_one_is_loade
             return watch, trainer
 
         watch, trainer = resumed()
-        assert watch.moments == 6, "nobody else has any"
+        assert watch.moments == 6, "no other learner has any"
         assert same(watch.began, watch.published)
         assert not same(watch.began, published[6]), "the run is ahead of the checkpoint"
         assert trainer.global_step == 9
@@ -411,9 +411,9 @@ def test_checkpoints_hold_the_published_model_and_the_run_wins_when_one_is_loade
         assert watch.island.restored_state == {"step": watch.moments}
 
 
-@pytest.mark.parametrize("wrong", [None, broken])
-def test_what_is_saved_when_training_has_ended_is_the_published_model_too(tmp_path, wrong):
-    """By then the island has left."""
+@pytest.mark.parametrize("invalid", [None, broken])
+def test_what_is_saved_when_training_has_ended_is_the_published_model_too(tmp_path, invalid):
+    """The learner has left by then."""
     seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
     island: AtollCallback
 
@@ -426,14 +426,14 @@ def test_what_is_saved_when_training_has_ended_is_the_published_model_too(tmp_pa
     with Run(tmp_path, endless()) as run:
         island = island_of(run)
         trainer = trainer_of(island, Watch(island, look), last, enable_checkpointing=True, max_steps=8)
-        with pytest.raises(ArithmeticError) if wrong is not None else contextlib.nullcontext():
-            trainer.fit(Small(wrong), loader())
+        with pytest.raises(ArithmeticError) if invalid is not None else contextlib.nullcontext():
+            trainer.fit(Small(invalid), loader())
     published, own = seen[-1]
     held = torch.load(tmp_path / "last.ckpt")["state_dict"]
     assert same(held, published)
     assert not same(held, own), "the test shows nothing"
-    if wrong is None:
-        assert same(trainer.strategy.lightning_module_state_dict(), own), "afterwards it saves what it is asked to"
+    if invalid is None:
+        assert same(trainer.strategy.lightning_module_state_dict(), own), "afterwards it saves its own values"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def test_what_is_saved_when_training_has_ended_is_the_published_model_too(tmp_pa
 
 
 class Beginning:
-    """Where a second life of an island begins, seen from what both lives have trained."""
+    """Return where the second incarnation begins, from the samples that both have trained."""
 
     def __init__(self, run: Run, made: Callable[[], DataLoader[Tensor]]) -> None:
         first, wanted, self.last = Small(), PartWanted(run), 0
@@ -476,14 +476,14 @@ def endless_loader() -> DataLoader[Tensor]:
     [(loader, True), (endless_loader, True), (lambda: loader(DataLoader), False)],
     ids=["of known length", "read ahead", "planted: without a place"],
 )
-def test_a_loader_goes_on_at_its_place(tmp_path, made, is_right):
+def test_loader_resumes_at_its_position(tmp_path, made, is_right):
     with Run(tmp_path, endless()) as run:
         found = Beginning(run, made)
     assert found.is_right is is_right, (found.followed, found.again)
 
 
 @pytest.mark.parametrize(("is_told", "batches"), [(True, 14), (False, 16)], ids=["", "of a part without the number"])
-def test_the_last_step_of_an_epoch_in_which_it_goes_on_is_taken(tmp_path, is_told, batches):
+def test_last_step_of_a_resumed_epoch_is_taken(tmp_path, is_told, batches):
     """Ten batches in steps of three, three, three and one; it goes on after six of them. Where the trainer cannot know
     that the tenth is the last, its gradients come to nothing, and its tokens are not counted."""
     kept: dict[str, Any] = {}
@@ -522,14 +522,14 @@ def interrupted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "raised", "why"),
+    ("invalid", "raised", "why"),
     [(broken, ArithmeticError, "ArithmeticError"), (interrupted, SystemExit, "KeyboardInterrupt")],
 )
-def test_an_island_that_fails_or_is_interrupted_leaves_the_run(tmp_path, wrong, raised, why):
+def test_an_island_that_fails_or_is_interrupted_leaves_the_run(tmp_path, invalid, raised, why):
     with Run(tmp_path, endless()) as run:
         island = island_of(run)
         with pytest.raises(raised):
-            trainer_of(island).fit(Small(wrong), loader())
+            trainer_of(island).fit(Small(invalid), loader())
         assert len(run.log_lines(run.syncer, f"its loop ended with {why}")) == 1, run.syncer.logged()
         assert not island.learner.finished
 
@@ -546,7 +546,7 @@ class Fails(AtollCallback):
 
 
 @pytest.mark.parametrize(("kind", "at", "lost"), [(AtollCallback, 7, 0), (AtollCallback, 8, 0), (Fails, 7, 3)])
-def test_a_notice_is_heeded_in_a_batch_that_steps_and_in_one_that_does_not(tmp_path, kind, at, lost):
+def test_notice_is_handled_in_batches_with_and_without_a_step(tmp_path, kind, at, lost):
     """Every second batch steps; nothing is merged in time, so that all of them are to be merged after the notice."""
     with Run(tmp_path, endless(every_steps=100)) as run:
         island = island_of(run, kind, notice_s=LIMIT_S)
@@ -580,15 +580,15 @@ class Two(Small):
 
 
 class FSDPStrategy(SingleDeviceStrategy):
-    """By its name; the real one wants accelerators."""
+    """Stand-in, found by its name: the real one requires accelerators."""
 
 
-def test_what_cannot_be_shared_is_refused_with_what_to_do(tmp_path):
+def test_unsupported_trainers_are_refused_with_advice(tmp_path):
     with pytest.raises(ValueError, match=r"no setting 'learners'; there are .*learner, "):
         AtollCallback(learners=3)
     with pytest.raises(ValueError, match="has not joined yet"):
         AtollCallback().take(3)
     with pytest.raises(ValueError, match="has 2 optimizers, and the callback takes one: return one optimizer, with"):
         trainer_of(AtollCallback("127.0.0.1:9")).fit(Two(), loader())
-    with pytest.raises(ValueError, match=r'flat buffers of its own.*use strategy="ddp"'):
+    with pytest.raises(ValueError, match=r'its own flat buffers.*use strategy="ddp"'):
         trainer_of(AtollCallback("127.0.0.1:9"), strategy=FSDPStrategy()).fit(Small(), loader())

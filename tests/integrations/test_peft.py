@@ -37,7 +37,7 @@ def callback(run: Run, number: int) -> AtollCallback:
     return AtollCallback(run.address, learner=number, join_timeout_s=LIMIT_S)
 
 
-def test_only_adapters_travel_and_the_base_is_untouched_to_the_last_bit(tmp_path):
+def test_only_adapters_are_merged_and_the_base_is_bitwise_unchanged(tmp_path):
     model = with_lora(gpt2())
     base, adapters = values(model, False), values(model, True)
     assert len(adapters) == 4
@@ -100,7 +100,7 @@ def test_adapter_added_after_joining_is_an_error(tmp_path):
             learner.step(tokens=1)
 
 
-def test_buffers_beside_frozen_parameters_stay_at_home_too():
+def test_buffers_of_frozen_modules_are_not_merged():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3))
     model[1].requires_grad_(False)
     kinds = {info.name: info.kind for info in describe_tensors(model)}

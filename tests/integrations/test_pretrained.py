@@ -27,7 +27,7 @@ from tests.learner.test_published import same
 pytestmark = pytest.mark.usefixtures("no_leaked_threads", "one_thread")
 
 
-def told(capsys: Any, *words: object) -> dict[str, Any]:
+def report(capsys: Any, *words: object) -> dict[str, Any]:
     assert main([*map(str, words), "--json"]) == 0, capsys.readouterr().err
     found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1] or "{}")
     return found
@@ -50,7 +50,7 @@ def trained(place: Path, model: Any, **settings: Any) -> Any:
         callback = AtollCallback(run.address, learner=1, join_timeout_s=LIMIT_S)
         trainer(place / "out", callback, model=model, **settings).train()
         assert callback.learner.finished
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
     return model
 
 
@@ -61,23 +61,23 @@ def test_from_pretrained_loads_what_was_published_with_its_head_still_tied(tmp_p
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["GPT2LMHeadModel"]}))
     for place, given in enumerate((path, path.parent)):
         out = tmp_path / f"exported-{place}"
-        told(capsys, "export", tmp_path / "run", "--to", "transformers", "--config", given, "--out", out)
+        report(capsys, "export", tmp_path / "run", "--to", "transformers", "--config", given, "--out", out)
         loaded: Any = AutoModelForCausalLM.from_pretrained(out)
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
         assert torch.equal(outputs(model), outputs(loaded))
         with safe_open(out / "model.safetensors", framework="pt") as file:
             assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - it is no dictionary; tied: written once
-    assert "is there already" in complaint(
+    assert "exists and is not overwritten" in complaint(
         capsys, "export", tmp_path / "run", "--to", "transformers", "--config", path, "--out", tmp_path / "exported-0"
     )
 
 
-def test_a_pretrained_model_founds_a_run_with_its_values(tmp_path, capsys):
+def test_pretrained_model_provides_the_initial_weights(tmp_path, capsys):
     """Also where its files call the tied head otherwise: it is named as the model's class names it."""
     model = gpt2(5).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "pretrained")
     start = tmp_path / "start.safetensors"
-    shown = told(capsys, "import", "--from", "transformers", tmp_path / "pretrained", "--out", start)
+    shown = report(capsys, "import", "--from", "transformers", tmp_path / "pretrained", "--out", start)
     found = load_file(start)
     assert same(found, {name: each.detach() for name, each in named_tensors(model).items()})
     assert shown["tensors"] == len(found)
@@ -101,17 +101,17 @@ def test_what_was_frozen_comes_from_the_directory_that_the_islands_have_loaded(t
     model.transformer.h[0].requires_grad_(False)
     trained(tmp_path, model)
     export = ("export", tmp_path / "run", "--to", "transformers", "--out", tmp_path / "exported", "--config")
-    told(capsys, *export, tmp_path / "pretrained")
+    report(capsys, *export, tmp_path / "pretrained")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert torch.equal(outputs(model), outputs(loaded))
     assert not torch.equal(outputs(base), outputs(loaded))
     gpt2(4).save_pretrained(tmp_path / "another")
     said = complaint(capsys, *export[:-2], tmp_path / "other", "--config", tmp_path / "another")
-    assert "is not as it was in the run" in said
+    assert "and differs from the run" in said
     (tmp_path / "alone").mkdir()
     (tmp_path / "pretrained/config.json").rename(tmp_path / "alone/config.json")
     said = complaint(capsys, *export[:-2], tmp_path / "other", "--config", tmp_path / "alone")
-    assert "it was frozen, and never travelled" in said
+    assert "because it was frozen" in said
 
 
 def small_resnet() -> Any:
@@ -142,7 +142,7 @@ def test_frozen_norms_keep_their_buffers_whatever_dtype_the_islands_have_loaded(
     wanted = trained | {name: held[name].detach() for name in (*frozen, *at_home)}
     assert same({name: each.detach().to(dtype) for name, each in loaded.items()}, wanted)
     small_resnet().save_pretrained(tmp_path / "another")
-    with pytest.raises(ValueError, match="is not as it was in the run, where it was"):
+    with pytest.raises(ValueError, match="and differs from the run, where it was"):
         export_pretrained(trained, frozen, tmp_path / "another", tmp_path / "other")
 
 
@@ -151,16 +151,16 @@ def test_a_run_that_trained_an_adapter_gives_the_adapter(tmp_path, capsys):
     model.save_pretrained(tmp_path / "untrained")
     trained(tmp_path, model)
     export = ("export", tmp_path / "run", "--to", "transformers", "--out", tmp_path / "adapter", "--config")
-    told(capsys, *export, tmp_path / "untrained")
+    report(capsys, *export, tmp_path / "untrained")
     loaded = PeftModel.from_pretrained(gpt2(), tmp_path / "adapter")
     assert torch.equal(outputs(model), outputs(loaded))
     assert not torch.equal(outputs(gpt2()), outputs(loaded))
     gpt2().config.save_pretrained(tmp_path / "config")
     said = complaint(capsys, *export[:-2], tmp_path / "other", "--config", tmp_path / "config")
-    assert "give as --config its adapter_config.json" in said
+    assert "pass as --config its adapter_config.json" in said
 
 
-def test_mistakes_are_told_in_a_sentence(tmp_path, capsys):
+def test_mistakes_raise_an_error_in_one_sentence(tmp_path, capsys):
     trained(tmp_path, gpt2())
     larger = gpt2(n_embd=32)
     larger.save_pretrained(tmp_path / "larger")
@@ -169,15 +169,15 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": None}))
     export = ("export", tmp_path / "run", "--out", tmp_path / "other")
     for words, why in [
-        (("--to", "transformers"), "--to transformers wants --config"),
+        (("--to", "transformers"), "--to transformers needs --config"),
         (("--to", "dcp", "--config", tmp_path / "larger"), "--config is for --to transformers"),
         (("--to", "transformers", "--config", tmp_path / "larger"), "in the run and"),
         (("--to", "transformers", "--config", tmp_path / "unnamed"), "names no class"),
-        (("--to", "transformers", "--config", tmp_path / "nowhere.json"), "there is no such file"),
+        (("--to", "transformers", "--config", tmp_path / "nowhere.json"), "does not exist"),
     ]:
         assert why in complaint(capsys, *export, *words)
     read = ("import", tmp_path / "larger", "--out", tmp_path / "start.safetensors", "--from")
-    assert "only transformers is named" in complaint(capsys, *read, "keras")
+    assert "--from keras is unknown" in complaint(capsys, *read, "keras")
     assert "leave out --prefix" in complaint(capsys, *read, "transformers", "--prefix", "x")
     unnamed = ("import", tmp_path / "unnamed", "--out", tmp_path / "start.safetensors", "--from", "transformers")
-    assert "holds none of" in complaint(capsys, *unnamed)
+    assert "contains none of" in complaint(capsys, *unnamed)

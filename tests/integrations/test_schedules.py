@@ -29,7 +29,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def test_the_rate_is_that_of_the_run_and_not_of_the_steps_taken_here() -> None:
+def test_rate_follows_the_run_and_not_local_steps() -> None:
     optimizer = adam()
     learner = At(0.5, lr_scale=0.5)
     scheduler = progress_schedule(optimizer, linear(end=0.0))
@@ -48,13 +48,13 @@ def test_the_rate_is_that_of_the_run_and_not_of_the_steps_taken_here() -> None:
     assert rates(optimizer) == scheduler.get_last_lr() == [0.0, 0.0]
 
 
-def test_a_checkpoint_neither_keeps_a_rate_nor_brings_one_back() -> None:
+def test_checkpoint_neither_stores_nor_restores_a_rate() -> None:
     optimizer = adam()
     early = optimizer.state_dict()
     scheduler = progress_schedule(optimizer, linear(end=0.0), At(0.5))
     assert scheduler.state_dict() == {}
     optimizer.load_state_dict(early)
-    assert rates(optimizer) == [0.5, 0.25], "as it was saved, and wrong"
+    assert rates(optimizer) == [0.5, 0.25], "as it was saved, and not as the run requires"
     scheduler.load_state_dict({})
     assert rates(optimizer) == [0.25, 0.125]
 
@@ -79,7 +79,7 @@ def test_shapes_rise_from_a_tenth_and_fall_to_their_end(made) -> None:
         made(warmup=1.0)
 
 
-def test_a_schedule_that_counts_steps_stands_where_the_run_is() -> None:
+def test_step_schedule_follows_the_progress_of_the_run() -> None:
     optimizer = adam()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10 if n < 10 else 1.0 - (n - 10) / 90)
     learner = At(0.0)

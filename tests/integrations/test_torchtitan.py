@@ -1,5 +1,5 @@
-"""torchtitan's Trainer on an island. torchtitan is not installed here: this is a stand-in of the shape of its Trainer,
-with the same methods, called in the same order with the same arguments, and nothing else of it."""
+"""torchtitan's Trainer as a learner. torchtitan is not installed here: this is a stand-in with the same methods,
+called in the same order with the same arguments."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_trainer_of_that_shape_trains_until_the_run_is_over(tmp_path):
         assert learner is not None
         assert learner.finished
         stats = learner.stats()
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert same(values(trainer.model_parts[0]), load_file(tmp_path / "published.safetensors"))
     assert trainer.step > 8
     assert trainer.step - stats.steps in (0, 1), "the one at which the run was found to be over is not counted"
@@ -251,7 +251,7 @@ class Forgetful(Keeping):
 
 
 @pytest.mark.parametrize("kind", [Keeping, Forgetful])
-def test_a_checkpoint_is_loaded_before_and_the_run_wins_and_data_goes_on_where_it_was(tmp_path, kind):
+def test_run_overrides_a_checkpoint_and_data_resumes(tmp_path, kind):
     with Run(tmp_path, endless()) as run:
         first = kind(run)
         first.train()
@@ -268,9 +268,9 @@ def test_a_checkpoint_is_loaded_before_and_the_run_wins_and_data_goes_on_where_i
     assert (again.read[0] == first.read[0]) is (kind is Forgetful)
 
 
-def test_what_cannot_be_an_island_is_refused(tmp_path):
+def test_unsupported_trainers_are_refused(tmp_path):
     with Run(tmp_path, endless()) as run:
-        with pytest.raises(ValueError, match="has 2 parts of the model: stages of a pipeline cannot be an island yet"):
+        with pytest.raises(ValueError, match="has 2 parts of the model: pipeline stages are not supported yet"):
             Islander(run, parts=2).train()
         with pytest.raises(ValueError, match="has 3 optimizers, and this trainer takes one: leave early_step"):
             Islander(run, in_backward=True).train()
@@ -286,6 +286,6 @@ class Method(AtollTrainerMixin):
 
 
 @pytest.mark.parametrize("kind", [Islander, Plain, Method])
-def test_a_schedule_may_be_written_in_the_class_as_one_likes(kind):
+def test_schedule_may_be_a_function_or_staticmethod_of_the_class(kind):
     trainer = object.__new__(kind)
     assert _unbound_curve(trainer.atoll_schedule)(1.0) == 0.5

@@ -1,4 +1,4 @@
-"""`AtollCallback`: a transformers.Trainer as an island, with everything that a Trainer does beside training."""
+"""`AtollCallback`: a transformers.Trainer as a learner, including its evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_a_trainer_trains_to_the_end_of_the_run_and_every_token_in_a_loss_is_cou
         assert atoll_.learner.finished
         assert done.global_step < 1000, "the budget of the run ends it"
         batches = [min(accumulated, 10 - at) for at in range(0, 10, accumulated)]
-        told = [batches[at % len(batches)] * 4 * 7 for at in range(len(steps))]
+        report = [batches[at % len(batches)] * 4 * 7 for at in range(len(steps))]
         total = 0
         for at, tokens in enumerate(steps[:-1]):  # the last one came after the end of the run
-            total += told[at]
+            total += report[at]
             assert tokens == total, f"step {at + 1}"
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         published = load_file(tmp_path / "run/published.safetensors")
         assert same(published, values(island.model))
         assert island.model.lm_head.weight is island.model.transformer.wte.weight, "still tied"
@@ -99,7 +99,7 @@ def weights_after(folder: Path, callbacks: list[Any], **changes: Any) -> dict[st
 
 
 @pytest.mark.long
-def test_where_nothing_is_merged_the_training_is_the_same_to_the_last_bit(tmp_path):
+def test_training_without_merges_is_bitwise_the_same(tmp_path):
     """Mixed precision, clipping, accumulation, decay and a schedule of its own: the callback is in none of them."""
     with Run(tmp_path / "run", endless(quorum=2)) as run:
         alone = weights_after(tmp_path, [], lr_scheduler_type="cosine", warmup_steps=2)
@@ -111,7 +111,7 @@ def test_where_nothing_is_merged_the_training_is_the_same_to_the_last_bit(tmp_pa
         assert not same(alone, other), "the comparison would not see another clipping"
 
 
-def test_the_schedule_goes_by_the_progress_of_the_run(tmp_path):
+def test_schedule_follows_the_progress_of_the_run(tmp_path):
     """A Trainer that could take 100,000 steps: by its own count its cosine would not move."""
     rates: list[tuple[float, float]] = []
     with Run(tmp_path / "run", config(budget_merges=12)) as run:
@@ -131,18 +131,18 @@ def test_the_schedule_goes_by_the_progress_of_the_run(tmp_path):
         assert rate == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * share)))
 
 
-def test_a_step_that_nobody_could_count_is_refused(tmp_path):
+def test_step_without_counted_tokens_is_refused(tmp_path):
     class Odd(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model.transformer(inputs["input_ids"])[0].square().mean()
 
     with Run(tmp_path / "run", endless()) as run, callback(run) as atoll_:
         island = Odd(gpt2(), arguments(tmp_path), train_dataset=texts(64), callbacks=[atoll_])
-        with pytest.raises(ValueError, match="the model's forward was not called"):
+        with pytest.raises(ValueError, match="without a call of the model's forward"):
             island.train()
 
 
-def test_a_setting_that_there_is_not_is_refused_before_anything_is_loaded():
+def test_unknown_setting_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match=r"no setting 'join_timeout'; there are .*join_timeout_s"):
         AtollCallback("head:7400", join_timeout=3)
 
@@ -162,11 +162,11 @@ def test_it_has_no_argument_that_the_trainer_has():
 class ShowsNothing(AtollCallback):
     """A planted bug."""
 
-    def _show(self, control: Any) -> None: ...
+    def _show_published(self, control: Any) -> None: ...
 
 
 @pytest.mark.parametrize("kind", [AtollCallback, ShowsNothing])
-def test_what_is_evaluated_and_saved_is_the_published_model_and_training_goes_on_with_its_own(tmp_path, kind):
+def test_published_model_is_evaluated_and_saved_and_training_continues_with_its_own(tmp_path, kind):
     seen: list[bool] = []
     data = texts(8, seed=5)
     with Run(tmp_path / "run", endless()) as run:
@@ -202,7 +202,7 @@ BEST: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("saved", ["epoch", "best"])
-def test_the_best_model_stays_also_where_training_ends_with_an_evaluation(tmp_path, saved):
+def test_best_model_stays_when_training_ends_with_an_evaluation(tmp_path, saved):
     """The Trainer has no more epochs: it evaluates, loads the best model over what it has evaluated, and ends."""
     with Run(tmp_path / "run", endless()) as run:
         steps = {"eval_strategy": "epoch", "save_strategy": saved, "num_train_epochs": 3, "max_steps": -1}
@@ -222,7 +222,7 @@ def test_the_best_model_that_the_trainer_loads_at_the_end_stays(tmp_path):
         island.train()
         best = load_file(Path(str(island.state.best_model_checkpoint)) / "model.safetensors")
         assert torch.equal(best["transformer.wte.weight"], island.model.lm_head.weight.detach())
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         final = load_file(tmp_path / "run/published.safetensors")
         assert not torch.equal(best["transformer.wte.weight"], final["lm_head.weight"]), "the test shows nothing"
 
@@ -265,7 +265,7 @@ def test_a_trainer_that_resumes_takes_the_model_of_the_run_and_all_else_of_its_c
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Ends that nobody planned
+# Unplanned ends
 
 
 def test_an_exception_leaves_the_run_at_once_in_a_with_block(tmp_path):
@@ -314,7 +314,7 @@ def test_an_exception_that_ends_the_process_leaves_the_run(tmp_path):
         assert run.log_lines(run.syncer, "its loop ended with ArithmeticError")
 
 
-def test_an_operator_who_ends_the_run_stops_the_trainer_with_its_model(tmp_path):
+def test_trainer_stops_with_the_final_model_when_an_operator_ends_the_run(tmp_path):
     with Run(tmp_path / "run", endless()) as run:
         atoll_ = callback(run)
         ask_for_end = Watch(on_step_end=lambda model, state: run.end() if state.global_step == 5 else None)
@@ -322,12 +322,12 @@ def test_an_operator_who_ends_the_run_stops_the_trainer_with_its_model(tmp_path)
         done = island.train()
         assert atoll_.learner.finished
         assert done.global_step < 10_000
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert same(load_file(tmp_path / "run/published.safetensors"), values(island.model))
 
 
 @pytest.mark.long
-def test_a_run_that_is_over_when_the_island_has_joined_gives_its_model_and_nothing_is_trained(tmp_path, monkeypatch):
+def test_finished_run_provides_its_model_and_nothing_is_trained(tmp_path, monkeypatch):
     class JoinsAtTheEnd(atoll.Learner):
         def __enter__(self) -> atoll.Learner:
             super().__enter__()
@@ -345,12 +345,12 @@ def test_a_run_that_is_over_when_the_island_has_joined_gives_its_model_and_nothi
         done = island.train()
         assert begun == [(True, late.learner.stats().steps)]
         assert done.global_step <= 1, "the Trainer looks after its first step"
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert same(load_file(tmp_path / "run/published.safetensors"), values(island.model))
 
 
 class Seen(TrainerCallback):
-    """What a Trainer is told when it begins, by the callbacks before this one."""
+    """Record the control flags that a Trainer gets at its start."""
 
     def __init__(self, look: Any) -> None:
         self._look = look
@@ -359,8 +359,8 @@ class Seen(TrainerCallback):
         self._look(control)
 
 
-def test_a_step_that_was_left_out_is_none(tmp_path):
-    """As where fp16 gradients overflow."""
+def test_skipped_step_is_not_reported(tmp_path):
+    """The step is skipped, as on an overflow of fp16 gradients."""
     with Run(tmp_path / "run", endless()) as run:
         atoll_ = callback(run)
 
@@ -373,7 +373,7 @@ def test_a_step_that_was_left_out_is_none(tmp_path):
         assert atoll_.learner.stats().tokens == 3 * 4 * LENGTH
 
 
-def test_tokens_may_be_counted_otherwise(tmp_path):
+def test_tokens_may_be_counted_by_a_custom_function(tmp_path):
     with Run(tmp_path / "run", endless()) as run:
         atoll_ = callback(run, tokens=lambda batch: 2 * batch["input_ids"].numel())
         trainer(tmp_path, atoll_, max_steps=3).train()

@@ -1,7 +1,7 @@
-"""Islands of several ranks as real processes, beside those of one rank: DDP, FSDP2, tensor parallelism on gloo.
+"""Islands of several ranks as real processes, next to those of one rank: DDP, FSDP2, tensor parallelism on gloo.
 
-Rank 0 of an island hears what the test wants, and all ranks of it do that at the same step. They meet by a file, as
-jobs without a scheduler do.
+Rank 0 of an island receives the commands of the test, and all its ranks execute them at the same step. They meet by a
+file, as jobs without a scheduler do.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class IslandSpec:
     leases: int = 0  # samples of a step of each rank
     pace_s: float = 0.002
     notice_s: float | None = None
-    wrong: str = ""  # what one rank does wrong: "takes", "leaves"
+    misstep: str = ""  # mistake of one rank: "takes", "leaves"
     planted: str = ""  # bugs and faults, on `planted_ranks`
     planted_ranks: tuple[int, ...] = (0,)
     token: str | None = None
@@ -59,7 +59,7 @@ class IslandSpec:
 
 
 class IslandWork:
-    """A model in the shape that was asked for, and its steps: what a user's script has."""
+    """A model of the requested kind, and its training steps, as in a user script."""
 
     def __init__(self, spec: IslandSpec, rank: int) -> None:
         job = work(spec.model, spec.number, spec.dtype)
@@ -149,10 +149,10 @@ def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: 
             extra_state=lambda: {"drawn": drawn[-1:]},
         ) as learner:
             steps = [float(state["step"]) for state in job.optimizer.state.values()]
-            told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(steps, default=0.0)}
-            told |= {"finished": learner.finished, "lr_scale": learner.lr_scale, "restored": learner.restored_state}
+            report = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(steps, default=0.0)}
+            report |= {"finished": learner.finished, "lr_scale": learner.lr_scale, "restored": learner.restored_state}
             save_file(job.inner(), inner_file(directory, spec.number, rank))
-            pipe.send(("joined", told | {"next_drawn": _next_drawn()}))
+            pipe.send(("joined", report | {"next_drawn": _next_drawn()}))
             _train(learner, job, pipe, drawn, directory)
         whole = job.whole()
         own = {name: tensor.clone() for name, tensor in whole.items()}
@@ -160,10 +160,10 @@ def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: 
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")]
         pipe.send(("ended", _standing(learner) | {"threads": threads}))
         dist.destroy_process_group()
-    except BaseException as wrong:
+    except BaseException as error:
         traceback.print_exc()
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")]
-        pipe.send(("failed", type(wrong).__name__, str(wrong), threads))
+        pipe.send(("failed", type(error).__name__, str(error), threads))
 
 
 def _standing(learner: Learner) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _next_drawn() -> float:
 
 
 def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[float], directory: Path) -> None:
-    number, goes, stands = 0, False, False
+    number, goes, is_still = 0, False, False
     taken: list[int] = []
     until = time.monotonic() + LIMIT_S
     while not learner.finished:
@@ -190,7 +190,7 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
         if order == "still":  # at the boundaries that follow the optimizer is as it is now
             save_file(job.inner(), inner_file(directory, job.spec.number, job.rank))
             pipe.send(("still", number))
-        stands = order == "still" or (stands and order not in ("go", "hold"))
+        is_still = order == "still" or (is_still and order not in ("go", "hold"))
         if order == "small files" and job.rank == job.spec.ranks - 1:  # as on a full disk
             most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, most))
@@ -203,20 +203,20 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
         until = time.monotonic() + LIMIT_S
         if job.spec.leases:
             taken += learner.take(job.spec.leases)
-        loss = job.step(number) if not stands else torch.zeros(())
+        loss = job.step(number) if not is_still else torch.zeros(())
         drawn.append(float(torch.rand(1)))
         if order == "raise" and job.rank == job.spec.ranks - 1:
             raise ArithmeticError("a mistake in the user's loop")
-        if job.spec.wrong == "takes" and job.rank == 1 and number == 3:
+        if job.spec.misstep == "takes" and job.rank == 1 and number == 3:
             learner.take(4)
-        if job.spec.wrong == "leaves" and job.rank == 1 and number == 3:
+        if job.spec.misstep == "leaves" and job.rank == 1 and number == 3:
             break
         learner.step(tokens=BATCH, loss=loss)
         number += 1
 
 
 def _show(learner: Learner, job: IslandWork, directory: Path) -> dict[str, Any]:
-    """What this rank has as the published model, in its file; and whether it has its own again afterwards."""
+    """Write this rank's published model to its file, and check that its own model is restored afterwards."""
     own = job.whole()
     with learner.published():
         job.loss(0)  # after a forward pass FSDP holds gathered copies
@@ -230,7 +230,7 @@ def _show(learner: Learner, job: IslandWork, directory: Path) -> dict[str, Any]:
 
 
 def _agreed(job: IslandWork, pipe: Connection) -> str:
-    """What the test has ordered, over the group of the training, as a training of theirs would use it."""
+    """Broadcast the command of the test over the process group of the training."""
     order = torch.zeros(1, dtype=torch.int64)
     if job.rank == 0 and pipe.poll(job.spec.pace_s):
         order[0] = ORDERS.index(pipe.recv()[0])
@@ -263,17 +263,17 @@ class RankedIsland:
             run.children.append(child)
             self.ranks.append(child)
 
-    def hear(self, kind: str, limit_s: float = LIMIT_S) -> list[Any]:
-        return [rank.hear(kind, limit_s) for rank in self.ranks]
+    def expect(self, kind: str, limit_s: float = LIMIT_S) -> list[Any]:
+        return [rank.expect(kind, limit_s) for rank in self.ranks]
 
     def joined(self) -> list[Any]:
-        return self.hear("joined")
+        return self.expect("joined")
 
-    def order(self, order: str) -> None:
-        self.ranks[0].order(order)
+    def command(self, command: str) -> None:
+        self.ranks[0].command(command)
 
     def inner(self, directory: Path) -> dict[str, Tensor]:
-        """The optimizer's state when it joined, or when it was told to stand still: the same on all ranks."""
+        """Return the optimizer state at the join, or after the command "still": the same on all ranks."""
         first, *others = [load_file(inner_file(directory, self.spec.number, rank)) for rank in range(self.spec.ranks)]
         for other in others:
             assert same(first, other), "ranks of one island hold other state"
@@ -281,9 +281,9 @@ class RankedIsland:
 
     def finished(self, directory: Path) -> dict[str, Tensor]:
         """To the end; all ranks have ended with the same model."""
-        for told in self.hear("ended"):
-            assert told["finished"], told
-            assert told["threads"] == [], told
+        for report in self.expect("ended"):
+            assert report["finished"], report
+            assert report["threads"] == [], report
         for rank in self.ranks:
             assert rank.ended() == 0
         first = load_file(model_file(directory, self.spec.number))
@@ -297,10 +297,10 @@ class RankedIsland:
         """All ranks have left the run and ended."""
         for rank in self.ranks:
             rank.expected_to_end = True
-        told = self.hear("ended")
+        report = self.expect("ended")
         for rank in self.ranks:
             assert rank.ended() == 0
-        return told
+        return report
 
     def kill(self, rank: int) -> None:
         """One rank; what becomes of the others is theirs to say."""

@@ -1,4 +1,4 @@
-"""A rank that fetches its rows from a syncer that is wrong, or damages them: ranges are refused as whole values are."""
+"""Row downloads from a syncer that sends invalid or damaged ranges: they are refused as whole values are."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ Spoil = Callable[[FragmentHeader, bytes, int], tuple[FragmentHeader, bytes, int]
 
 
 async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[int, int]], dict[str, Any]]:
-    """What a rank has after it has fetched its rows, and from where to where it was asked for bytes."""
-    asked: list[tuple[int, int]] = []
+    """Download the rows of a rank. Return its fragment, the requested byte ranges, and the result."""
+    requested: list[tuple[int, int]] = []
 
     async def serve(request: web.Request) -> web.Response:
         begin, end = int(request.query["begin"]), int(request.query["end"])
-        asked.append((begin, end))
+        requested.append((begin, end))
         whole = bytes(as_bytes(VALUE))
         header = FragmentHeader(0, 7, None, tensor_digest(VALUE), begin, len(whole))
-        header, payload, damage = spoil(header, whole[begin:end], len(asked))
+        header, payload, damage = spoil(header, whole[begin:end], len(requested))
         encoded = header.encode()
         body = bytearray(encode_frame_head(FrameKind.FRAGMENT, 0, encoded, payload) + encoded + payload)
         if damage:
@@ -79,7 +79,7 @@ async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[
     finally:
         await link.close()
         await runner.cleanup()
-    return fragment, asked, found
+    return fragment, requested, found
 
 
 def sound(header: FragmentHeader, payload: bytes, number: int) -> tuple[FragmentHeader, bytes, int]:
@@ -87,21 +87,21 @@ def sound(header: FragmentHeader, payload: bytes, number: int) -> tuple[Fragment
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_asks_for_its_own_rows_and_for_no_others(rank):
-    fragment, asked, found = asyncio.run(fetched(sound, rank))
+def test_rank_requests_only_its_own_rows(rank):
+    fragment, requested, found = asyncio.run(fetched(sound, rank))
     half = VALUE.nbytes // 2
-    assert asked[0] == (0, 1), "to know in what they are"
-    assert sum(end - begin for begin, end in asked[1:]) == half == found["moved"]
-    assert min(begin for begin, _ in asked[1:]) == rank * half
+    assert requested[0] == (0, 1), "to learn the codec of the rows"
+    assert sum(end - begin for begin, end in requested[1:]) == half == found["moved"]
+    assert min(begin for begin, _ in requested[1:]) == rank * half
     assert found["digest"] == tensor_digest(VALUE)
     value = fragment.pop_fetched(7)
     assert value is not None
     assert torch.equal(value.tensor[: VALUE.numel() // 2], VALUE.chunk(2)[rank])
 
 
-def test_what_is_damaged_on_its_way_is_asked_for_once_more():
-    _, asked, _ = asyncio.run(fetched(lambda header, payload, number: (header, payload, int(number == 2))))
-    assert asked[1] == asked[2]
+def test_damaged_slice_is_requested_again():
+    _, requested, _ = asyncio.run(fetched(lambda header, payload, number: (header, payload, int(number == 2))))
+    assert requested[1] == requested[2]
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_what_is_damaged_on_its_way_is_asked_for_once_more():
     ],
     ids=["damaged", "short", "long", "other size", "other version", "other fragment", "other base", "other place"],
 )
-def test_ranges_that_were_not_asked_for_are_refused(spoil, code):
-    with pytest.raises(WireError) as wrong:
+def test_ranges_that_were_not_requested_are_refused(spoil, code):
+    with pytest.raises(WireError) as error:
         asyncio.run(fetched(spoil))
-    assert wrong.value.code == code
+    assert error.value.code == code
 
 
-def test_a_value_that_becomes_another_one_is_begun_again():
-    """The header of a later slice tells of another value: nothing of both is mixed."""
+def test_download_restarts_when_the_value_changes():
+    """The header of a later slice has another digest: the two values are not mixed."""
     other = "0" * 32
     spoil: Spoil = lambda header, payload, number: (  # noqa: E731
         header._replace(value_digest=other if number > 1 else header.value_digest),

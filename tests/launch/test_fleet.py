@@ -52,10 +52,10 @@ def test_an_island_that_has_left_comes_back_with_up_while_its_run_goes_on(tmp_pa
     fleet = fleet_of(tmp_path)
     up(fleet)
     FakeLauncher.states["a"] = UnitState.ENDED
-    assert up(fleet) == {"syncer": "is running: left alone", "a": "started again", "b": "is running: left alone"}
+    assert up(fleet) == {"syncer": "is running: unchanged", "a": "restarted", "b": "is running: unchanged"}
     FakeLauncher.states["a"] = UnitState.ENDED
     finish(fleet)
-    assert up(fleet)["a"] == "has ended: left alone"
+    assert up(fleet)["a"] == "has ended: unchanged"
 
 
 def test_while_the_model_of_shards_is_gathered_islands_that_have_ended_stay_so(tmp_path):
@@ -64,7 +64,7 @@ def test_while_the_model_of_shards_is_gathered_islands_that_have_ended_stay_so(t
     finish(fleet)
     FakeLauncher.states |= {"a": UnitState.ENDED, "shard-0": UnitState.ENDED}
     said = up(fleet)
-    assert (said["a"], said["shard-0"]) == ("has ended: left alone", "started again")
+    assert (said["a"], said["shard-0"]) == ("has ended: unchanged", "restarted")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
@@ -87,7 +87,7 @@ def test_a_unit_is_written_down_before_a_signal_ends_its_starter(tmp_path, numbe
     assert FakeLauncher.submitted == [("syncer",)]
     assert known_then == [["syncer"]]
     FakeLauncher.on_start.clear()
-    assert up(fleet)["syncer"] == "is running: left alone"
+    assert up(fleet)["syncer"] == "is running: unchanged"
 
 
 def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that(tmp_path):
@@ -111,7 +111,7 @@ def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that
 def test_up_warns_of_an_address_that_leads_nowhere_from_other_machines(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(launchers.LAUNCHERS, "slurm", launchers.LAUNCHERS["fake"])
     run_up(fleet_of(tmp_path, launcher="slurm").file.path, dry_run=True)
-    assert capsys.readouterr().err.startswith("atoll: syncer.address is 127.0.0.1:7400, which every machine takes for")
+    assert capsys.readouterr().err.startswith("atoll: syncer.address is 127.0.0.1:7400, which is a loopback address")
     run_up(fleet_of(tmp_path).file.path, dry_run=True)
     assert capsys.readouterr().err == ""
 
@@ -121,26 +121,24 @@ def test_a_unit_on_a_machine_that_is_gone_for_good_can_be_forgotten(tmp_path, ca
     up(fleet)
     path = fleet.file.path
     FakeLauncher.silent.append("a")
-    how = f"if that is gone for good: atoll down {path} a --forget"
-    assert up(fleet)["a"] == f"cannot be asked: nobody answers; left alone; {how}"
+    how = f"if it is lost for good: atoll down {path} a --forget"
+    assert up(fleet)["a"] == f"no status: nobody answers; unchanged; {how}"
 
     FakeLauncher.silent += ["a", "a"]
     said: dict[str, str] = {}
     assert not fleet.down(["a"], said.__setitem__)
     assert said == {"a": f"cannot be stopped: nobody answers; {how}"}
 
-    with pytest.raises(ValueError, match=r"which units are gone for good\? Name them"):
+    with pytest.raises(ValueError, match=r"--forget needs the names of the lost units"):
         run_down(path, forget=True)
     FakeLauncher.silent.append("a")
     run_down(path, ["a"], forget=True)
-    assert (
-        "a: forgotten: cannot be asked: nobody answers; if it still runs there, end it there" in capsys.readouterr().out
-    )
+    assert "a: forgotten: no status: nobody answers; if it still runs there, stop it there" in capsys.readouterr().out
     assert list(fleet.read_units()) == ["syncer", "b"]
     assert up(fleet)["a"] == "started by launcher fake"
 
     assert not fleet.forget(["b"], said.__setitem__)
-    assert said["b"] == f"is running, and its launcher answers: atoll down {path} b"
+    assert said["b"] == f"is running, and its launcher replies: run atoll down {path} b"
 
 
 def test_an_engine_that_does_not_answer_as_a_run_ends_is_no_failure_of_the_run(tmp_path):

@@ -128,7 +128,7 @@ def test_shards_are_told_where_others_reach_them(tmp_path):
 def test_an_address_of_this_machine_is_not_for_islands_elsewhere(tmp_path):
     for by_place in ("slurm", "ray"):
         warning = find_address_warning(loaded(tmp_path, f'{ISLAND}launcher = "{by_place}"\n')) or ""
-        assert f"what {by_place} puts on another machine than the syncer will not find it" in warning
+        assert f"units that {by_place} starts on another machine cannot reach the syncer" in warning
     assert find_address_warning(loaded(tmp_path, ISLAND)) is None
     assert (
         find_address_warning(loaded(tmp_path, f'[syncer]\naddress = "http://head:1"\n{ISLAND}launcher = "slurm"\n'))
@@ -139,7 +139,7 @@ def test_an_address_of_this_machine_is_not_for_islands_elsewhere(tmp_path):
 def test_secrets_are_named_in_the_file_and_taken_from_whoever_calls(tmp_path, monkeypatch):
     text = '[syncer]\nsecrets = ["A_KEY"]\n[defaults]\nsecrets = ["A_KEY"]\n' + ISLAND + 'secrets = ["B_KEY"]\n'
     monkeypatch.setenv("A_KEY", "hush")
-    with pytest.raises(ValueError, match="a: secrets has B_KEY, which is not set here: export it, and call again"):
+    with pytest.raises(ValueError, match="a: secrets has B_KEY, which is not set here: export it and retry"):
         units(loaded(tmp_path, text))
     monkeypatch.setenv("B_KEY", "hush too")
     made = units(loaded(tmp_path, text))
@@ -176,20 +176,20 @@ environment = { ATOLL_TOKEN = "mine" }
 """,
     )
     for sentence in (
-        "12 things are wrong",
-        "run is 'no spaces': a name has letters, digits and dashes",
+        "12 problems",
+        "run is 'no spaces': use at most 40 letters, digits and dashes",
         "folder is not known: there are run, directory, syncer",
         "syncer.adress is not known: did you mean address?",
         "syncer.launcher is 'slrum': there is no launcher 'slrum'",
         "did you mean 'slurm'?",
-        "syncer.options are those of the launcher, a table; of atoll syncer it is arguments",
-        "syncer.arguments has --out: atoll up gives that by itself",
-        "defaults.restarts is -1: write a whole number of at least 0",
-        "islands.a has no command: say what it runs",
+        "syncer.options is a table for the launcher: write options of atoll syncer in arguments",
+        "syncer.arguments has --out: remove it, atoll up sets it",
+        "defaults.restarts is -1: write an integer of at least 0",
+        "islands.a has no command: add a line",
         "islands.a.notice is 'soon': write a time",
-        "islands.syncer: the name syncer belongs to the syncer",
+        "islands.syncer: the name syncer is reserved for the syncer",
         "islands.syncer.command is empty",
-        "islands.syncer.environment has ATOLL_TOKEN: atoll up sets that by itself",
+        "islands.syncer.environment has ATOLL_TOKEN: remove it, atoll up sets it",
     ):
         assert sentence in said
     assert "\n" not in said
@@ -199,24 +199,24 @@ environment = { ATOLL_TOKEN = "mine" }
     ("text", "sentence"),
     [
         ("[islands.a\n", "is not TOML"),
-        ("", "it names no island: begin one with [islands.NAME]"),
+        ("", "it has no island: add a table [islands.NAME]"),
         ("islands = 3", "islands is 3: write it as a table"),
-        ("[islands]\na = 1", "islands.a is no table"),
-        (ISLAND + 'number = 2\n[islands.b]\ncommand = "x"\nnumber = 2', "b and a have number 2 both"),
-        (ISLAND + 'count = 2\n[islands.a-1]\ncommand = "x"', "islands.a-1 and islands.a both make an island a-1"),
-        (ISLAND + "count = 100000", "at most 10000 islands"),
-        ('[islands.shard]\ncommand = "x"\ncount = 2', "the name shard-2 belongs to the syncer and its shards"),
-        (f'[islands.{"a" * 39}]\ncommand = "x"\ncount = 2', "digits and dashes in it, at most 40"),
-        (ISLAND + 'secrets = "WANDB_API_KEY"', 'write a list of names of variables, as ["WANDB_API_KEY"]'),
-        (ISLAND + 'secrets = ["ATOLL_TOKEN"]', "islands.a.secrets has ATOLL_TOKEN: atoll up sets that by itself"),
-        (ISLAND + 'secrets = ["A"]\nenvironment = { A = "b" }', "has A, and so has environment: leave it out of"),
-        ('[islands.a]\ncommand = "python \\"train.py"', "No closing quotation; write it as a list of words"),
-        ('[islands.a_b]\ncommand = "x"', "a name has letters, digits and dashes"),
-        (ISLAND + "cpus = true", "islands.a.cpus is True: write a whole number"),
+        ("[islands]\na = 1", "islands.a is not a table"),
+        (ISLAND + 'number = 2\n[islands.b]\ncommand = "x"\nnumber = 2', "b and a both have number 2"),
+        (ISLAND + 'count = 2\n[islands.a-1]\ncommand = "x"', "islands.a-1 and islands.a both define an island a-1"),
+        (ISLAND + "count = 100000", "one file may have at most 10000 islands"),
+        ('[islands.shard]\ncommand = "x"\ncount = 2', "the name shard-2 is reserved for the syncer and its shards"),
+        (f'[islands.{"a" * 39}]\ncommand = "x"\ncount = 2', "use at most 40 letters"),
+        (ISLAND + 'secrets = "WANDB_API_KEY"', 'write a list of variable names such as ["WANDB_API_KEY"]'),
+        (ISLAND + 'secrets = ["ATOLL_TOKEN"]', "islands.a.secrets has ATOLL_TOKEN: remove it, atoll up sets it"),
+        (ISLAND + 'secrets = ["A"]\nenvironment = { A = "b" }', "secrets and environment both have A: remove it from"),
+        ('[islands.a]\ncommand = "python \\"train.py"', "No closing quotation; write it as a list of strings"),
+        ('[islands.a_b]\ncommand = "x"', "use at most 40 letters, digits and dashes"),
+        (ISLAND + "cpus = true", "islands.a.cpus is True: write an integer"),
         ('[syncer]\naddress = "head"\n' + ISLAND, "syncer is 'head'; give host:port"),
-        ('[syncer]\naddress = "head:7400"\n' + ISLAND, "head:7400 is another machine, and in plain text everybody"),
-        ('[syncer]\nkeys = "nowhere"\n' + ISLAND, "which is no directory: make it with atoll keys init"),
-        ('[syncer]\ntoken_file = "nowhere"\n' + ISLAND, "which is no file: put the token in it"),
+        ('[syncer]\naddress = "head:7400"\n' + ISLAND, "head:7400 is another machine, and in plain text others"),
+        ('[syncer]\nkeys = "nowhere"\n' + ISLAND, "which is not a directory: create it with atoll keys init"),
+        ('[syncer]\ntoken_file = "nowhere"\n' + ISLAND, "which is not a file: write the token into it"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(tmp_path, text, sentence):
@@ -269,7 +269,7 @@ def test_with_keys_each_island_has_its_own_and_others_may_dial(tmp_path):
     assert made["a"][1].environment["ATOLL_SYNCER"] == "head:7400,other:7400"
     assert made["many-1"][1].environment["ATOLL_KEYS"] == str(tmp_path / "keys/many")
     assert made["a"][1].secret_names == frozenset()
-    with pytest.raises(ValueError, match=r"no key for b: make one with atoll keys add \S+ b$"):
+    with pytest.raises(ValueError, match=r"no key for b: create one with atoll keys add \S+ b$"):
         units(loaded(tmp_path, text + '[islands.b]\ncommand = "x"\n'), None)
 
 

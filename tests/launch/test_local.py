@@ -99,7 +99,7 @@ def test_a_unit_that_fails_comes_back_until_it_has_no_restart_left(tmp_path):
         assert status.restarts == 1
         assert status.cause == "exit code 1 after 1 restarts: no luck"
         assert [path.name for path in unit.launcher.log(unit.handle)] == ["start-0001.log", "start-0002.log"]
-        assert unit.said()[:3] == ["start", "no luck", "[atoll] exit code 1; starting it again in 1 s"]
+        assert unit.said()[:3] == ["start", "no luck", "[atoll] exit code 1; restarting in 1 s"]
         until(lambda: not is_alive(supervisor_of(unit)))
 
 
@@ -110,7 +110,7 @@ def test_a_unit_that_is_killed_comes_back(tmp_path):
         assert send_signal(first, signal.SIGKILL)
         unit.stands(UnitState.RUNNING, restarts=1)
         assert child_of(unit) != first
-        assert any("killed by SIGKILL; starting it again in 1 s" in line for line in unit.said())
+        assert any("killed by SIGKILL; restarting in 1 s" in line for line in unit.said())
 
 
 def test_a_unit_is_told_before_it_is_stopped(tmp_path):
@@ -130,14 +130,14 @@ def test_a_unit_that_does_not_listen_is_killed_after_its_notice(tmp_path):
         unit.launcher.stop(unit.handle)
         status = unit.status()
         assert status.state is UnitState.STOPPED
-        assert status.cause == "did not end within 0.5 s, and was killed"
+        assert status.cause == "did not end within 0.5 s and was killed"
         assert left_of(unit) == []
 
 
 def test_a_unit_that_waits_to_be_started_again_is_stopped_at_once(tmp_path):
     with kept(tmp_path, "raise SystemExit(3)") as unit:
         status = unit.stands(UnitState.WAITING, restarts=1)
-        assert status.cause.startswith("exit code 3; starts again in ")
+        assert status.cause.startswith("exit code 3; restarts in ")
         unit.launcher.stop(unit.handle)
         assert unit.status().state is UnitState.STOPPED
 
@@ -198,7 +198,7 @@ def test_what_is_left_of_a_killed_keeper_ends_before_the_unit_is_started_again(t
         unit.says("here")
         child = child_of(unit)
         send_signal(supervisor_of(unit), signal.SIGKILL)
-        assert unit.stands(UnitState.FAILED).cause == "its supervisor was killed; its command is being ended"
+        assert unit.stands(UnitState.FAILED).cause == "its supervisor was killed; its command is being stopped"
         again = KeptUnit(unit.unit)
         again.stands(UnitState.RUNNING)
         assert not is_alive(child)
@@ -245,7 +245,7 @@ def test_guard_that_is_killed_takes_the_command_and_its_ranks_along(tmp_path):
         send_signal(guard_of(unit), signal.SIGKILL)
         unit.stands(UnitState.RUNNING, restarts=1)
         assert not any(map(is_alive, left))
-        assert "[atoll] its guard was killed; starting it again in 1 s" in unit.said()
+        assert "[atoll] its guard was killed; restarting in 1 s" in unit.said()
 
 
 @pytest.mark.parametrize("written", ["supervisor.json", "start-0001.log"])
@@ -278,7 +278,7 @@ def test_a_unit_outlives_who_started_it(tmp_path):
     supervisor = (read_state(unit.directory) or {})["supervisor"]
     assert LocalLauncher().start(unit) == handle  # nobody has written down that it was started: it is the same one
     assert (read_state(unit.directory) or {})["supervisor"] == supervisor
-    with pytest.raises(ValueError, match=f"a is kept already, as another command, by process {supervisor['pid']}"):
+    with pytest.raises(ValueError, match=f"a runs already with another command, under process {supervisor['pid']}"):
         LocalLauncher().start(Unit("test", "a", python("pass"), unit.directory))
     LocalLauncher().stop(handle)
     assert LocalLauncher().status(handle).state is UnitState.STOPPED
@@ -342,7 +342,7 @@ def test_a_shard_that_left_before_its_syncer_comes_back(tmp_path):
         shard.says("here")
         send_signal(child_of(shard), signal.SIGTERM)
         shard.stands(UnitState.RUNNING, restarts=1)
-        assert shard.said()[1:3] == ["goodbye", "[atoll] it left, and its run goes on; starting it again in 1 s"]
+        assert shard.said()[1:3] == ["goodbye", "[atoll] it left, and its run goes on; restarting in 1 s"]
 
 
 def test_a_unit_that_ends_well_as_it_is_stopped_is_stopped(tmp_path):
@@ -366,11 +366,11 @@ def test_a_damaged_state_is_that_of_a_killed_keeper(tmp_path, damaged):
         supervisor, child = supervisor_of(unit), child_of(unit)
         path = unit.unit.directory / "supervisor.json"
         path.write_text(damaged)
-        with pytest.raises(OSError, match=r"supervisor\.json is damaged, and its supervisor lives: end that"):
+        with pytest.raises(OSError, match=r"supervisor\.json is damaged, and its supervisor runs: stop it"):
             unit.status()
         send_signal(supervisor, signal.SIGKILL)
         until(lambda: not is_alive(supervisor))
-        assert unit.status().cause == "its supervisor was killed; its command is being ended"
+        assert unit.status().cause == "its supervisor was killed; its command is being stopped"
         KeptUnit(unit.unit).stands(UnitState.RUNNING)
         assert not is_alive(child)
 
@@ -407,20 +407,20 @@ def test_devices_are_dealt_out_and_never_twice(tmp_path, monkeypatch):
         with kept(tmp_path, code, name="b", directory=folder / "b", devices=1) as second:
             second.says("has 6")
             third = Unit("test", "c", python(code), folder / "c", devices=1)
-            with pytest.raises(ValueError, match="c wants 1 devices, and 0 of 3 are free"):
+            with pytest.raises(ValueError, match="c needs 1 devices, and 0 of 3 are free"):
                 LocalLauncher().start(third)
         with kept(tmp_path, code, name="d", directory=folder / "d", devices=1) as fourth:
             fourth.says("has 6")  # which b has given back
     launcher = LocalLauncher()
     launcher.check(Unit("test", "a", ("python",), folder / "a", devices=2))
-    with pytest.raises(ValueError, match="want 4 devices together, and this machine has 3"):
+    with pytest.raises(ValueError, match="need 4 devices together, and this machine has 3"):
         launcher.check(Unit("test", "b", ("python",), folder / "b", devices=2))
 
 
 def test_a_unit_of_another_machine_is_not_taken_for_lost(tmp_path):
     handle = {"directory": str(tmp_path), "host": "elsewhere", "notice_s": 1.0}
     for ask in (LocalLauncher().status, LocalLauncher().stop, LocalLauncher().log):
-        with pytest.raises(OSError, match="it is kept on elsewhere"):
+        with pytest.raises(OSError, match="it runs on elsewhere"):
             ask(handle)
     here = {**handle, "host": os.uname().nodename}
     assert LocalLauncher().status(here).state is UnitState.LOST
@@ -430,7 +430,7 @@ def test_a_full_disk_is_said_by_who_starts(tmp_path):
     unit = Unit("test", "a", python("pass"), tmp_path / "units/a")
     unit.directory.mkdir(parents=True)
     (unit.directory / "supervisor.lock").mkdir()  # nobody can open that for writing, whoever asks
-    with pytest.raises(OSError, match=r"a cannot be kept: .*supervisor\.lock"):
+    with pytest.raises(OSError, match=r"a cannot be supervised: .*supervisor\.lock"):
         LocalLauncher().start(unit)
 
 

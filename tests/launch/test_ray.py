@@ -187,7 +187,7 @@ def test_one_that_does_not_stop_is_killed_when_the_notice_is_over(nodes, launche
     script = "trap '' TERM; echo $$; while :; do sleep 1; done"
     started = Started(launcher, unit(nodes, tmp_path, script, notice_s=0.5))
     pid = started.pid()
-    assert started.stop().cause == "did not end within 0.5 s, and was killed"
+    assert started.stop().cause == "did not end within 0.5 s and was killed"
     assert not lives(pid)
 
 

@@ -260,8 +260,7 @@ def test_one_that_is_stopped_leaves_and_stays_away(slurm_nodes, tmp_path):
 def test_one_that_waits_is_stopped_too(slurm_nodes, tmp_path):
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", "echo begun", options={"sbatch": ["--hold"]}))
     assert (
-        slurm_nodes.until(handle, WAITING).cause
-        == f"job {handle['job']} waits until somebody releases it (scontrol release)"
+        slurm_nodes.until(handle, WAITING).cause == f"job {handle['job']} waits until it is released (scontrol release)"
     )
     slurm_nodes.launcher.stop(handle)
     assert slurm_nodes.launcher.status(handle).state is STOPPED
@@ -366,7 +365,7 @@ def test_a_controller_that_cannot_be_asked_is_no_unit_that_is_gone(slurm_nodes, 
     impatient = tmp_path / "slurm.conf"  # commands of Slurm try for ten seconds otherwise
     impatient.write_text(slurm_nodes.slurm.conf.read_text() + "MessageTimeout=2\n")
     slurm_nodes.slurm.stop_controller()
-    with pytest.raises(ConnectionError, match="Slurm cannot be asked: "):
+    with pytest.raises(ConnectionError, match="cannot reach Slurm: "):
         slurm_nodes.launcher.status({**handle, "conf": str(impatient)})
     slurm_nodes.slurm.start_controller()
     assert slurm_nodes.until(handle, RUNNING).restarts == 0

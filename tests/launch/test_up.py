@@ -119,13 +119,15 @@ def test_a_second_up_starts_only_what_is_new_or_has_failed(yard):
 
     yard.write(f"[islands.a]\n{HERE}\ncpus = 2\n[islands.b]\n{HERE}\nnumber = 3\n")
     said = yard.atoll("up", "-d", "a", "b", "syncer", code=1)
-    assert "a: is running as it was, and cpus changed: down it first, then up" in said
-    assert "b: is running: left alone" in said
-    assert "not well: c; what they printed: atoll logs" in said  # it is not in the file any more, and has failed
+    assert "a: is running as before, but cpus changed: run atoll down, then atoll up" in said
+    assert "b: is running: unchanged" in said
+    assert (
+        "units with problems: c; show their output: atoll logs" in said
+    )  # it is not in the file any more, and has failed
     assert yard.child("a") == before
     assert yard.said("a") == ["here"]
 
-    assert "c: is failed, and not in the file any more: down it to forget it" in said
+    assert "c: is failed, but no longer in the file: run atoll down to remove it" in said
     assert "c: stopped" in yard.atoll("down", "c")
     assert list(yard.states()) == ["syncer", "a", "b"]
 
@@ -139,7 +141,7 @@ def test_ctrl_c_detaches_and_kills_nobody(yard):
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
-    assert f"detached; the run goes on: atoll status {yard.file}" in err
+    assert f"detached; the run continues: atoll status {yard.file}" in err
     yard.says("a", "here")
     assert yard.states() == {"syncer": "running", "a": "running"}
     assert "a: running" in yard.atoll("status")
@@ -173,7 +175,7 @@ def test_logs_are_followed_over_restarts(yard):
     assert child.stdout.readline() == "a | here\n"
     killed = until(lambda: yard.child("a"))
     send_signal(killed, signal.SIGKILL)
-    assert child.stdout.readline() == "a | [atoll] killed by SIGKILL; starting it again in 1 s\n"
+    assert child.stdout.readline() == "a | [atoll] killed by SIGKILL; restarting in 1 s\n"
     assert child.stdout.readline() == "a | here\n"
     yard.atoll("down", "a")
     out, err = child.communicate(timeout=PATIENCE_S)
@@ -213,7 +215,7 @@ def test_a_secret_of_the_caller_is_told_to_a_unit_and_to_nobody_else(yard, monke
     shows = "import os, signal; print(len(os.environ['MY_KEY']), flush=True); signal.pause()"
     yard.write(f'[islands.a]\ncommand = ["python", "-c", "{shows}"]\nsecrets = ["MY_KEY"]\n')
     said = yard.atoll("up", "--dry-run", code=2)
-    assert "a: secrets has MY_KEY, which is not set here: export it, and call again" in said
+    assert "a: secrets has MY_KEY, which is not set here: export it and retry" in said
     monkeypatch.setenv("MY_KEY", "seventeen letters")
     assert "MY_KEY='(secret)'" in yard.atoll("up", "--dry-run", "a")
     yard.up()
@@ -253,11 +255,11 @@ def test_an_engine_that_cannot_be_asked_is_no_loss(yard):
     path = yard.run / "fleet/units.json"
     path.write_text(path.read_text().replace(f'"host": "{os.uname().nodename}"', '"host": "elsewhere"', 1))
     said = yard.atoll("status", code=1)
-    assert "syncer: unknown (cannot be asked: it is kept on elsewhere" in said
+    assert "syncer: unknown (no status: it runs on elsewhere" in said
     assert "a: running" in said
     said = yard.atoll("up", "-d", code=1)
-    assert re.search(r"^syncer: cannot be asked: .*left alone; if that is gone for good: ", said, re.MULTILINE)
-    assert "syncer: cannot be stopped: it is kept on elsewhere" in yard.atoll("down", code=1)
+    assert re.search(r"^syncer: no status: .*unchanged; if it is lost for good: ", said, re.MULTILINE)
+    assert "syncer: cannot be stopped: it runs on elsewhere" in yard.atoll("down", code=1)
     path.write_text(path.read_text().replace("elsewhere", os.uname().nodename))
     assert yard.states() == {"syncer": "running", "a": "stopped"}
 
@@ -278,7 +280,7 @@ def test_an_island_that_fails_for_good_is_told_by_the_exit_code(yard):
     yard.write('[islands.a]\ncommand = ["python", "-c", "raise SystemExit(\'out of luck\')"]\nrestarts = 0\n')
     said = yard.atoll("up", code=1)
     assert "a: failed (exit code 1: out of luck)" in said
-    assert f"not well: a; what they printed: atoll logs {yard.file} a" in said
+    assert f"units with problems: a; show their output: atoll logs {yard.file} a" in said
     assert "a: failed" in yard.atoll("status", code=1)
     told = json.loads(yard.atoll("status", "--json", code=1))
     assert told["well"] is False

@@ -1,6 +1,6 @@
-"""Faults and bugs that are planted in a child process, by name. Each is a small change of the real code.
+"""Faults and bugs that are injected into a child process, by name. Each is a small change of the real code.
 
-A fault leaves a file in the directory of the run when it strikes, so that a test can tell that it did.
+A fault that happens leaves a file in the directory of the run, so that a test can see it.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def inject(names: str, directory: Path) -> None:
         INJECTIONS[name](directory)
 
 
-def struck(directory: Path, what: str) -> Path:
-    """The file that a fault leaves."""
-    return directory / f"struck-{what}"
+def fault_marker(directory: Path, what: str) -> Path:
+    """Return the file that a fault leaves."""
+    return directory / f"fault-{what}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Faults, which the real code has to stand
+# Faults that the real code must tolerate
 
 
 def wrong_update(directory: Path) -> None:
-    """Every third update of a fragment leads to another value than the one that was published, on sound frames."""
+    """Make every third update of a fragment give another value than the published one, in valid frames."""
 
     class Wrong(SyncerFragment):
         def merge(self, round_id: RoundId, contributions: int, down: str | None = None) -> None:
@@ -63,40 +63,40 @@ def wrong_update(directory: Path) -> None:
                 update = self.merged.update.clone()
                 update[0] ^= 0x41
                 self.merged = self.merged._replace(update=update)
-                struck(directory, "update").touch()
+                fault_marker(directory, "update").touch()
 
     fragment_executor.SyncerFragment = Wrong  # type: ignore[attr-defined]
 
 
 def hurried_listener(directory: Path) -> None:
-    """Strangers get less time, and there are fewer places for them."""
+    """Give unauthenticated connections less time, and fewer slots."""
     listener.HANDSHAKE_TIMEOUT_S, listener.AUTHENTICATION_TIMEOUT_S, listener.MAX_PENDING = 0.5, 1.0, 40
     auth.KEY_POLL_INTERVAL_S = 0.1
 
 
 def small_slices(directory: Path) -> None:
-    """What is larger than 64 KiB goes in slices of as much, so that models of a test do."""
+    """Send fragments above 64 KiB in slices of 64 KiB, so that test models use slices."""
     http_client.MAX_SINGLE_REQUEST_BYTES = 2**16
     pacing.MIN_SLICE_BYTES = pacing.FIRST_SLICE_BYTES = pacing.MAX_SLICE_BYTES = 2**16
 
 
 def deadly_slice(directory: Path) -> None:
-    """Whoever brings a slice dies in the middle of it, once the file `die` is there."""
+    """Kill the process in the middle of a slice upload, once the file `die` exists."""
 
     def die() -> None:
         if (directory / "die").exists():
-            struck(directory, "slice").touch()
+            fault_marker(directory, "slice").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     _before_slices(die)
 
 
 def held_slice(directory: Path) -> None:
-    """While the pipe `hold` is there, slices wait to be brought until somebody writes into it."""
+    """While the pipe `hold` exists, slice uploads wait until a test writes into it."""
 
     def hold() -> None:
         if (directory / "hold").exists():
-            struck(directory, "slice").touch()
+            fault_marker(directory, "slice").touch()
             (directory / "hold").read_bytes()
 
     _before_slices(hold)
@@ -105,27 +105,27 @@ def held_slice(directory: Path) -> None:
 def _before_slices(strike: Callable[[], None]) -> None:
     put = http_client.FragmentClient.put_frame
 
-    async def struck_put(self: Any, path: str, *args: Any) -> None:
+    async def faulty_put(self: Any, path: str, *args: Any) -> None:
         if path == "/v1/slice":
             await asyncio.get_running_loop().run_in_executor(None, strike)
         await put(self, path, *args)
 
-    http_client.FragmentClient.put_frame = struck_put  # type: ignore[method-assign, assignment]
+    http_client.FragmentClient.put_frame = faulty_put  # type: ignore[method-assign, assignment]
 
 
 def damaged_slice(directory: Path) -> None:
-    """The first slice from here is refused as one whose bytes were damaged on their way."""
+    """Refuse the first slice of this process as damaged in transit."""
 
     def damage() -> None:
-        if not struck(directory, "slice").exists():
-            struck(directory, "slice").touch()
+        if not fault_marker(directory, "slice").exists():
+            fault_marker(directory, "slice").touch()
             raise http_client.SyncerRefusedError(400, "the digest is that of other bytes", "digest")
 
     _before_slices(damage)
 
 
 def lost_way(directory: Path) -> None:
-    """Once the file `cut` is there a rank that is no leader does not reach the syncer; a second of that is too long."""
+    """Cut a follower off from the syncer once the file `cut` exists, with a timeout of one second."""
     row_transfer.RANK_UNREACHABLE_TIMEOUT_S = 1.0
     handle = row_transfer.RankRowTransfer.handle
 
@@ -138,7 +138,7 @@ def lost_way(directory: Path) -> None:
 
 
 def counted_uploads(directory: Path) -> None:
-    """How many contributions were on their way at once, the most so far. None is small."""
+    """Record the highest number of concurrent uploads. No upload counts as small."""
     background.SMALL_UPLOAD_BYTES = 0
     contribute, now, most = http_client.FragmentClient.upload_contribution, [0], [0]
 
@@ -155,7 +155,7 @@ def counted_uploads(directory: Path) -> None:
 
 
 def measured_memory(directory: Path) -> None:
-    """The largest tensor that Atoll's own code makes in this process is written down, in bytes."""
+    """Record the bytes of the largest tensor that Atoll's own code allocates in this process."""
     empty, largest = torch.empty, [0]
 
     def measured(*args: Any, **named: Any) -> torch.Tensor:
@@ -169,7 +169,7 @@ def measured_memory(directory: Path) -> None:
 
 
 def telling(directory: Path) -> None:
-    """Transfers of a test are large enough to say something about a link."""
+    """Measure the bandwidth also with the small transfers of a test."""
     policy.MIN_MEASURED_BYTES = 2**19
 
 
@@ -177,9 +177,11 @@ def seemingly_thin(directory: Path) -> None:
     """A learner's link is measured, and found to carry a tenth of a MB in a second, of fragments of 8 MB."""
 
     class Thin(LinkMeter):
-        def __init__(self, direction: TransferDirection, largest: int, tell: Callable[[LinkMeasured], None]) -> None:
-            super().__init__(direction, largest, tell)
-            self.found = partial(tell, LinkMeasured(direction.name, 100_000, 1.0, 4_000_000))
+        def __init__(
+            self, direction: TransferDirection, largest: int, on_measured: Callable[[LinkMeasured], None]
+        ) -> None:
+            super().__init__(direction, largest, on_measured)
+            self.found = partial(on_measured, LinkMeasured(direction.name, 100_000, 1.0, 4_000_000))
 
         @contextmanager
         def transfer(self, size: Callable[[], int]) -> Iterator[None]:
@@ -191,10 +193,10 @@ def seemingly_thin(directory: Path) -> None:
 
 
 def forgotten_slices(directory: Path) -> None:
-    """A bug: who asks what is missing of a contribution is told all of it, and what had arrived is gone."""
+    """A bug: a request for the missing bytes of a contribution drops what had arrived."""
 
     def missing(self: Any, key: Any, size: int) -> list[tuple[int, int]]:
-        if key in self._begun:
+        if key in self._uploads:
             self._forget(key)
         return [(0, size)]
 
@@ -202,13 +204,13 @@ def forgotten_slices(directory: Path) -> None:
 
 
 def held_disk(directory: Path) -> None:
-    """While the pipe `hold` is there, a version that is being written waits until somebody writes into it."""
+    """While the pipe `hold` exists, the write of a version waits until a test writes into it."""
     write = Store.write
 
     def slowly(self: Store, record: Record, tensors: object = None) -> None:
         hold = directory / "hold"
         if isinstance(record, VersionRecord) and hold.exists():
-            struck(directory, "write").touch()
+            fault_marker(directory, "write").touch()
             hold.read_bytes()
         write(self, record, tensors)  # type: ignore[arg-type]
 
@@ -216,13 +218,13 @@ def held_disk(directory: Path) -> None:
 
 
 def deadly_version(directory: Path) -> None:
-    """Whoever has made a version durable dies before it can say so, once the file `die` is there."""
+    """Kill the process after it has made a version durable and before it reports it, once the file `die` exists."""
     write = Store.write
 
     def die(self: Store, record: Record, tensors: object = None) -> None:
         write(self, record, tensors)  # type: ignore[arg-type]
         if isinstance(record, VersionRecord) and (directory / "die").exists():
-            struck(directory, "version").write_text(f"{record.fragment} {record.version}")
+            fault_marker(directory, "version").write_text(f"{record.fragment} {record.version}")
             os.kill(os.getpid(), signal.SIGKILL)
 
     Store.write = die  # type: ignore[method-assign]
@@ -232,20 +234,20 @@ def deadly_founding(directory: Path) -> None:
     """A syncer dies when its shards hold the model, before it has a record of it."""
 
     def die(self: Store, settings: object) -> None:
-        struck(directory, "founding").touch()
+        fault_marker(directory, "founding").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
     Store.write_settings = die  # type: ignore[method-assign]
 
 
 def deadly_part(directory: Path) -> None:
-    """A learner dies in the middle of writing its part, once the file `die` is there."""
+    """A learner dies in the middle of writing its part, once the file `die` exists."""
     name = os.fsync
 
     def die(file: int) -> None:
         path = os.readlink(f"/proc/self/fd/{file}")
         if "/parts/" in path and path.endswith(files.TEMPORARY_SUFFIX) and (directory / "die").exists():
-            struck(directory, "part").touch()
+            fault_marker(directory, "part").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         name(file)
 
@@ -253,12 +255,12 @@ def deadly_part(directory: Path) -> None:
 
 
 def deadly_shard(directory: Path) -> None:
-    """A rank dies in the middle of writing its own of a part, once the file `die` is there."""
+    """A rank dies in the middle of writing its own of a part, once the file `die` exists."""
     name = os.fsync
 
     def die(file: int) -> None:
         if os.readlink(f"/proc/self/fd/{file}").endswith(".distcp") and (directory / "die").exists():
-            struck(directory, "shard").touch()
+            fault_marker(directory, "shard").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         name(file)
 
@@ -271,7 +273,7 @@ def blind_rank(directory: Path) -> None:
 
     def looks(self: Path) -> bool:
         if directory / "parts" in self.parents:
-            struck(directory, "blind").touch()
+            fault_marker(directory, "blind").touch()
             return False
         return is_dir(self)
 
@@ -279,12 +281,12 @@ def blind_rank(directory: Path) -> None:
 
 
 def deadly_snapshot(directory: Path) -> None:
-    """The syncer dies when a snapshot has its values and is about to get its record, once the file `die` is there."""
+    """The syncer dies when a snapshot has its values and is about to get its record, once the file `die` exists."""
     put = Store._put
 
     def die(self: Store, path: Path, pieces: list[Any], replace: bool = True) -> None:
         if path.name == "record.json" and (directory / "die").exists():
-            struck(directory, "snapshot").touch()
+            fault_marker(directory, "snapshot").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         put(self, path, pieces, replace)
 
@@ -292,13 +294,13 @@ def deadly_snapshot(directory: Path) -> None:
 
 
 def held_parts(directory: Path) -> None:
-    """While the pipe `hold` is there, parts wait to be written until somebody writes into it."""
+    """While the pipe `hold` exists, writes of parts wait until a test writes into it."""
     write = part_writer.write_part  # type: ignore[attr-defined]
 
     def slowly(*args: Any) -> Path:
         hold = directory / "hold"
         if hold.exists():
-            struck(directory, "part").touch()
+            fault_marker(directory, "part").touch()
             hold.read_bytes()
         return write(*args)
 
@@ -318,7 +320,7 @@ def failing_core(directory: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Bugs, which the tests have to find
+# Bugs that the tests must find
 
 
 class _Anything(str):
@@ -336,12 +338,12 @@ class _Anything(str):
 
 
 def collecting(directory: Path) -> None:
-    """A leader that has the rows of all ranks brought to itself, whatever they hold."""
+    """Let the leader transfer the rows of all ranks."""
     leader.is_sharded_by_rows = lambda *_: False  # type: ignore[attr-defined]
 
 
 def believing(directory: Path) -> None:
-    """A leader that believes whatever its ranks have fetched."""
+    """Let a leader skip the digest check of what its ranks have fetched."""
     pass_on = leader.Leader.relay_version
 
     def anything(self: Any, p: int, version: int, own: torch.Tensor, digest: str) -> bool:
@@ -351,7 +353,7 @@ def believing(directory: Path) -> None:
 
 
 def no_digest_check(directory: Path) -> None:
-    """A learner that believes whatever arrives."""
+    """Let a learner skip the digest check."""
 
     def digest(self: IncomingValue) -> str:
         return _Anything()
@@ -360,12 +362,12 @@ def no_digest_check(directory: Path) -> None:
 
 
 def tame(directory: Path) -> None:
-    """A syncer to which nothing is wild."""
+    """Let the syncer accept outliers."""
     robust_merge.OUTLIER_FACTOR = float("inf")
 
 
 def endless_room(directory: Path) -> None:
-    """A port at which any number may stand and say nothing."""
+    """Allow any number of silent connections."""
     listener.MAX_PENDING = 10**9
 
 
@@ -375,7 +377,7 @@ def other_rows(directory: Path) -> None:
 
     def carelessly(self: Any, boxes: Any) -> Any:
         rows = {number: box and box._replace(offset=(0, *box.offset[1:])) for number, box in boxes.items()}
-        struck(directory, "rows").touch()
+        fault_marker(directory, "rows").touch()
         return load(self, rows)
 
     sharded_parts.ShardedTensors.load = carelessly  # type: ignore[method-assign]
@@ -387,7 +389,7 @@ def no_prometheus(directory: Path) -> None:
 
 
 def published_first(directory: Path) -> None:
-    """A syncer that says durable before it is."""
+    """Let the syncer report a version as durable before it is."""
 
     persist = FragmentExecutor.persist
 
@@ -395,23 +397,23 @@ def published_first(directory: Path) -> None:
         if not isinstance(record, VersionRecord):
             persist(self, record)
             return
-        held = self.held[record.fragment]
-        tensors = {name: tensor.clone() for name, tensor in held.stored_state(record.version).items()}
+        fragment = self.fragments[record.fragment]
+        tensors = {name: tensor.clone() for name, tensor in fragment.stored_state(record.version).items()}
         work = self._loop.run_in_executor(self._disk_thread, self.store.write, record, tensors)
-        work.add_done_callback(_look_away)
-        held.mark_durable()
-        self._loop.call_soon(self._host.tell, Persisted(record.key()))
+        work.add_done_callback(_ignore_error)
+        fragment.mark_durable()
+        self._loop.call_soon(self._host.handle_event, Persisted(record.key()))
 
     FragmentExecutor.persist = too_early  # type: ignore[method-assign]
 
 
-def _look_away(done: asyncio.Future[None]) -> None:
+def _ignore_error(done: asyncio.Future[None]) -> None:
     if not done.cancelled():
         done.exception()
 
 
 def shared_buffers(directory: Path) -> None:
-    """A copy that does not hold its buffer until it is made."""
+    """Let a copy not retain its buffers."""
     prepare_copy = FragmentTensors.prepare_copy
 
     def carelessly(self: FragmentTensors, round_id: RoundId, up: str | None = None) -> object:
@@ -429,7 +431,7 @@ def no_room_for_rows(directory: Path) -> None:
 
     def planted_empty(*args: Any, **kwargs: Any) -> Any:
         if getattr(gathering, "now", False):
-            struck(directory, "room").touch()
+            fault_marker(directory, "room").touch()
             raise RuntimeError("can't allocate memory, as planted")
         return empty(*args, **kwargs)
 

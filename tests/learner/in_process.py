@@ -10,7 +10,7 @@ from atoll.learner.leading_rank import LeadingRank
 from tests.learner.runs import LIMIT_S, Run
 from tests.learner.small_models import BATCH, Work
 
-STEPS = 20_000  # nobody needs so many
+STEPS = 20_000  # far more than needed
 
 
 def learner_of(run: Run, job: Work, number: int | None, address: str = "", **settings: Any) -> Learner:

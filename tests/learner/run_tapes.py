@@ -1,4 +1,4 @@
-"""What the tapes of a run tell, for the tests of real processes."""
+"""Content of the tapes of a run, for the tests of real processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def events(run: Run, learner: int, kind: type) -> list[Any]:
     return [entry.event for entry in entries(run, learner) if type(entry.event) is kind]
 
 
-def heard(run: Run, actor: int, kind: type, until: float, learner: int | None = None) -> list[Any]:
-    """What has arrived at somebody, up to a moment of the run's clock. `learner`: from this one only."""
+def received_messages(run: Run, actor: int, kind: type, until: float, learner: int | None = None) -> list[Any]:
+    """Return the messages that have arrived at an actor until this time. `learner`: only from this one."""
     found = []
     for entry in entries(run, actor):
         envelope = getattr(entry.event, "envelope", None)
@@ -33,7 +33,7 @@ def heard(run: Run, actor: int, kind: type, until: float, learner: int | None = 
 
 
 def sent_together(run: Run, learner: int, kind: type) -> list[list[Any]]:
-    """What a learner has sent, by the event that made it."""
+    """Return the messages that a learner has sent, grouped by the event that caused them."""
     found = []
     for entry in entries(run, learner):
         bodies = [getattr(getattr(effect, "envelope", None), "body", None) for effect in entry.effects]

@@ -1,4 +1,4 @@
-"""`atoll.Learner` around real loops: it trains to the end; whatever goes wrong is said and leaves nothing behind."""
+"""`atoll.Learner` around real loops: it trains to the end, and every error is reported and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -85,22 +85,22 @@ def test_two_learners_train_to_the_end_and_all_models_are_the_same_to_the_last_b
     assert any(not torch.equal(one[name], fresh[name]) for name in one), "nothing was learned"
 
 
-def test_the_tape_says_that_every_learner_contributed_and_the_run_ended_by_its_budget(tmp_path):
+def test_tape_records_contributions_of_every_learner_and_end_by_budget(tmp_path):
     with Run(tmp_path, config(quorum=2), extra={"lr": 0.5}) as run:
         one, two = run.joined(1, 2)
         status = run.until(run.learner(2), "learner 2 is shown")
         assert status["incarnation"] == 1
         run.go(one, two)
-        told = one.hear("ended")
-        assert told["stats"]["contributed"] >= 12
-        assert told["stats"]["adopted"] >= 12
-        assert told["stats"]["bytes_up"] > 0
-        assert told["stats"]["boundary_s"] < told["stats"]["training_s"]
-        two.hear("ended")
-        run.syncer.hear("ended")
+        report = one.expect("ended")
+        assert report["stats"]["contributed"] >= 12
+        assert report["stats"]["adopted"] >= 12
+        assert report["stats"]["bytes_up"] > 0
+        assert report["stats"]["boundary_s"] < report["stats"]["training_s"]
+        two.expect("ended")
+        run.syncer.expect("ended")
         run.syncer.ended()
         run.assert_clean()
-        assert run.log_lines(run.syncer, "the budget is reached (12 merges)")
+        assert run.log_lines(run.syncer, "the budget is used up (12 merges)")
 
 
 def test_two_learners_in_threads_of_one_process(tmp_path):
@@ -122,7 +122,7 @@ def test_two_learners_in_threads_of_one_process(tmp_path):
         with ThreadPoolExecutor(2) as pool:
             learners = list(pool.map(island, jobs))
         assert {learner.id for learner in learners} == {1, 2}
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         published = load_file(tmp_path / "published.safetensors")
         for job in jobs:
             for name, value in values(job.model).items():
@@ -130,15 +130,15 @@ def test_two_learners_in_threads_of_one_process(tmp_path):
         run.assert_clean()
 
 
-def test_the_plan_of_fewer_fragments_is_the_plan_of_that_number():
-    """Whoever comes later is told how many fragments there are, and nothing of how the founder came to them."""
+def test_plan_with_fewer_fragments_equals_plan_of_that_number():
+    """A later learner gets the number of fragments, and not how the first learner computed it."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(50, 1))
     differing = 0
     for wanted in range(1, 40):
         settings = RunSettings(config(fragments=wanted), Numerics(plan="rows"))
         plan = plan_for_run(model, settings)
-        told = RunSettings(config(fragments=len(plan.fragments)), Numerics(plan="rows"))
-        assert plan_for_run(model, told) == plan
+        report = RunSettings(config(fragments=len(plan.fragments)), Numerics(plan="rows"))
+        assert plan_for_run(model, report) == plan
         differing += make_plan(describe_tensors(model), wanted, "rows") != plan
     assert differing > 0, "the plans of this model are all stable: they show nothing"
 
@@ -147,7 +147,7 @@ def test_the_plan_of_fewer_fragments_is_the_plan_of_that_number():
 # Wrong use
 
 
-def test_wrong_arguments_are_refused_with_a_sentence(tmp_path):
+def test_invalid_arguments_raise_value_error_with_advice(tmp_path):
     job = work()
     with pytest.raises(ValueError, match="host:port"):
         Learner(job.model, job.optimizer, "somewhere")
@@ -184,15 +184,15 @@ OPTIMIZER = "optimizer must be a torch.optim.Optimizer, got"
 WRONG: dict[str, tuple[Callable[[Work], Any], str]] = {
     "optimizer=None": (
         lambda job: Learner(job.model, None, "head:7400"),  # type: ignore[arg-type]
-        f"{OPTIMIZER} None; give the one that updates the model",
+        f"{OPTIMIZER} None; pass the one that updates the model",
     ),
     "an optimizer class": (
         lambda job: Learner(job.model, torch.optim.AdamW, "head:7400"),  # type: ignore[arg-type]
-        f"{OPTIMIZER} the class AdamW; give",
+        f"{OPTIMIZER} the class AdamW; pass",
     ),
     "a list with something else": (
         lambda job: Learner(job.model, [job.optimizer, 3], "head:7400"),  # type: ignore[list-item]
-        f"{OPTIMIZER} a int; give",
+        f"{OPTIMIZER} a int; pass",
     ),
     "swapped arguments": (
         lambda job: Learner(job.optimizer, job.model, "head:7400"),  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[Callable[[Work], Any], str]] = {
     ),
     "a function as model": (
         lambda job: Learner(job.model.forward, job.optimizer, "head:7400"),  # type: ignore[arg-type]
-        "model must be a torch.nn.Module, got a method; give the module",
+        "model must be a torch.nn.Module, got a method; pass the module",
     ),
     "a port as syncer": (
         lambda job: Learner(job.model, job.optimizer, 7400),  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[Callable[[Work], Any], str]] = {
     "keys=3": (lambda job: given(job, keys=3), "keys is a path, got a int"),
     "extra_state={}": (
         lambda job: given(job, extra_state={}),
-        "extra_state is a function that returns what to keep, got {}",
+        "extra_state is a function that returns a JSON value to store, got {}",
     ),
     "max_rate=500": (lambda job: given(job, max_rate=500), "a rate is a number with a unit, as 2gbit"),
     "max_rate=''": (lambda job: given(job, max_rate=""), "a rate is a number with a unit, as 2gbit"),
@@ -237,17 +237,17 @@ for value in (-1, 0, float("nan"), float("inf"), "soon", True):
     )
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_argument_is_refused_with_one_sentence(wrong):
-    make, sentence = WRONG[wrong]
+@pytest.mark.parametrize("invalid", WRONG)
+def test_invalid_argument_raises_value_error_with_one_sentence(invalid):
+    make, sentence = WRONG[invalid]
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         make(work())
 
 
-def test_a_run_directory_that_is_a_file_is_refused_with_one_sentence(tmp_path):
+def test_run_directory_that_is_a_file_raises_value_error(tmp_path):
     (file := tmp_path / "file").touch()
     for directory in (file, file / "run", str(file)):
-        with pytest.raises(ValueError, match=f"^run_directory is {directory}, but {file} is a file: give a directory"):
+        with pytest.raises(ValueError, match=f"^run_directory is {directory}, but {file} is a file: pass a directory"):
             given(work(), run_directory=directory)
 
 
@@ -259,9 +259,16 @@ def test_integers_of_numpy_and_0_dimensional_tensors_are_accepted(tmp_path):
             assert len(learner.take(numpy.int64(4))) == 4
             learner.step(tokens=tokens, loss=job.step(0))
         assert learner.stats().tokens == 5 * 64
-        for wrong in (numpy.float64(64), torch.tensor(64.0), torch.tensor([64]), torch.tensor(True), numpy.True_, "64"):
+        for invalid in (
+            numpy.float64(64),
+            torch.tensor(64.0),
+            torch.tensor([64]),
+            torch.tensor(True),
+            numpy.True_,
+            "64",
+        ):
             with pytest.raises(ValueError, match="tokens must be a whole number from 1 to"):
-                learner.step(tokens=wrong)  # type: ignore[arg-type]
+                learner.step(tokens=invalid)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_of_another_model_is_refused_before_anything_is_sent(tmp_path):
@@ -272,15 +279,15 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_is_sent(tmp_pa
         assert run.status()["founded"] is False
 
 
-@pytest.mark.parametrize("wrong", ["taller", "other"])
-def test_another_model_is_refused_with_the_first_tensor_that_differs_and_disturbs_nobody(tmp_path, wrong):
+@pytest.mark.parametrize("invalid", ["taller", "other"])
+def test_other_model_is_refused_with_first_differing_tensor_and_run_continues(tmp_path, invalid):
     with Run(tmp_path) as run:
         (good,) = run.joined(1)
-        job = work(wrong)
+        job = work(invalid)
         named = {
             "taller": "'first.bias', 25 at the learner and 24 in the run",
             "other": "'0.bias' (4 float32 weight), which the run does not have",
-        }[wrong]
+        }[invalid]
         with pytest.raises(LearnerRefusedError, match=re.escape(named)), learner_of(run, job, 2):
             pass
         assert run.status()["refused"] == {"refused-fingerprint": 1}
@@ -289,8 +296,8 @@ def test_another_model_is_refused_with_the_first_tensor_that_differs_and_disturb
         assert [line for line in run.log_lines(good, "learner") if "WARNING" in line] == []
 
 
-def test_another_model_that_would_found_the_run_second_is_refused_too(tmp_path):
-    """It has asked for the settings before anybody had founded the run."""
+def test_other_model_that_is_uploaded_second_is_refused(tmp_path):
+    """It has fetched the settings before the run had a model."""
     with Run(tmp_path) as run:
         late = learner_of(run, work("taller"), 2)
         found = late._background.upload_model
@@ -311,7 +318,7 @@ def test_another_model_that_would_found_the_run_second_is_refused_too(tmp_path):
 # Leaving
 
 
-def test_a_loop_that_ends_early_leaves_and_the_others_go_on(tmp_path):
+def test_loop_that_ends_early_leaves_and_other_learners_continue(tmp_path):
     with Run(tmp_path, endless()) as run:
         (other,) = run.joined(2)
         job = work()
@@ -328,7 +335,7 @@ def test_a_loop_that_ends_early_leaves_and_the_others_go_on(tmp_path):
         run.assert_clean()
 
 
-def test_an_exception_in_the_loop_is_the_users_and_the_learner_leaves(tmp_path):
+def test_exception_in_the_loop_is_propagated_and_the_learner_leaves(tmp_path):
     with Run(tmp_path, endless()) as run:
         run.joined(2)
         job = work()
@@ -359,15 +366,15 @@ class InterruptedIsland(SingleRankIsland):
         self.kind = kind
         self.fired = False
 
-    def agree(self, actions: list[Action], told: BoundaryStatus) -> list[Action]:
+    def broadcast_actions(self, actions: list[Action], status: BoundaryStatus) -> list[Action]:
         if any(isinstance(action, self.kind) for action in actions):
             self.fired = True
             raise KeyboardInterrupt
         return actions
 
 
-def test_ctrl_c_between_the_promise_of_a_copy_and_the_copy(tmp_path):
-    """The worst moment: nobody is going to make the copy."""
+def test_ctrl_c_between_the_pull_and_the_copy_does_not_hang(tmp_path):
+    """The worst moment: the copy is never made."""
     with Run(tmp_path, endless()) as run:
         job = work()
         learner = learner_of(run, job, 1)
@@ -398,7 +405,7 @@ def test_ctrl_c_that_leaves_the_lock_locked_does_not_hang(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_inside_of_the_core_is_raised_after_it(tmp_path, number):
-    """The core would be ahead of its tape and could not say goodbye; now the event is whole before anybody hears."""
+    """The core would be ahead of its tape and could not send its leave message. So the event completes first."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -416,7 +423,7 @@ def test_an_interrupt_inside_of_the_core_is_raised_after_it(tmp_path, number):
                 change_core(learner, interrupted)
                 train(learner, job, 5)
                 learner.step(tokens=1)
-                raise AssertionError("nobody heard of the interrupt")
+                raise AssertionError("the interrupt was not raised")
 
         before = signal.signal(number, end)
         try:
@@ -431,7 +438,7 @@ def test_an_interrupt_inside_of_the_core_is_raised_after_it(tmp_path, number):
 
 
 def test_an_error_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
-    """The core is ahead of its tape then: it says nothing more, and the syncer sees the link close."""
+    """The core is ahead of its tape then: it sends nothing more, and the syncer sees the connection close."""
     with Run(tmp_path, endless()) as run:
         job = work()
 
@@ -450,7 +457,7 @@ def test_an_error_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
         with pytest.raises(MemoryError):
             island()
         away = run.until(run.learner(1, standing="disconnected"), "the syncer sees the link close")
-        assert "the link closed" in away["reason"]
+        assert "connection closed" in away["reason"]
         run.verdict()
 
 
@@ -470,7 +477,7 @@ def test_a_learner_that_cannot_join_leaves_too(tmp_path):
 # The background
 
 
-def test_a_failure_in_the_background_is_raised_in_the_next_step(tmp_path, caplog):
+def test_error_in_the_background_thread_is_raised_by_the_next_step(tmp_path, caplog):
     with Run(tmp_path, endless()) as run:
         job = work()
 
@@ -486,11 +493,11 @@ def test_a_failure_in_the_background_is_raised_in_the_next_step(tmp_path, caplog
         with pytest.raises(BackgroundFailedError, match="no memory for it") as caught:
             island()
         assert isinstance(caught.value.__cause__, MemoryError)
-        assert "the background of this learner has failed" in caplog.text
+        assert "the background thread of this learner failed" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [AssertionError, SystemExit])
-def test_a_core_that_fails_on_a_message_is_raised_in_the_next_step(tmp_path, kind):
+def test_core_error_on_a_message_is_raised_by_the_next_step(tmp_path, kind):
     with Run(tmp_path, endless()) as run:
         job = work()
 
@@ -504,12 +511,12 @@ def test_a_core_that_fails_on_a_message_is_raised_in_the_next_step(tmp_path, kin
                 change_core(learner, failing)
                 train(learner, job)
 
-        with pytest.raises(BackgroundFailedError, match="the background of this learner has") as caught:
+        with pytest.raises(BackgroundFailedError, match="the background thread of this learner") as caught:
             island()
         assert isinstance(caught.value.__cause__, kind)
 
 
-def test_a_background_thread_that_ends_is_raised_in_the_next_step_and_cleared_away(tmp_path):
+def test_end_of_the_background_thread_is_raised_by_the_next_step_and_cleaned_up(tmp_path):
     with Run(tmp_path, endless()) as run:
         job = work()
 
@@ -527,7 +534,7 @@ def test_a_background_thread_that_ends_is_raised_in_the_next_step_and_cleared_aw
         run.until(run.learner(1, standing="left"), "it has left")
 
 
-def test_inner_state_that_cannot_travel_does_not_stop_its_giver(tmp_path):
+def test_optimizer_state_that_cannot_be_sent_does_not_stop_its_source(tmp_path):
     """An optimizer may keep whatever it likes; that shows only after its first step."""
 
     class Odd(torch.optim.SGD):
@@ -568,7 +575,7 @@ def test_inner_state_that_cannot_travel_does_not_stop_its_giver(tmp_path):
 
 
 def copied_and_forgotten() -> None:
-    """A pull is answered and a newer version adopted at the same boundary: the copy is made and nobody wants it. In the
+    """A pull is answered and a newer version adopted at the same boundary: the copy is made but not used. In the
     meantime its buffer must not become the one into which the background decodes."""
     model = nn.Linear(4, 4)
     view = ModelView(model, make_plan(describe_tensors(model), 1, "balanced"))
@@ -584,19 +591,19 @@ def copied_and_forgotten() -> None:
     assert torch.equal(other.tensor, torch.full((20,), 7.0))
     fragment.release(*adopting, other)
     again = [fragment.decode_whole(torch.ones(20).view(torch.uint8)).buffer for _ in range(3)]
-    assert copied.buffer in again, "a buffer that nobody holds any more is used again"
+    assert copied.buffer in again, "a released buffer is reused"
 
 
-def test_a_copy_keeps_its_buffer_until_it_is_made_also_when_it_is_forgotten_before():
+def test_copy_retains_its_buffer_until_it_is_made_even_if_dropped_before():
     copied_and_forgotten()
 
 
-def test_the_test_above_finds_a_copy_that_does_not_hold_its_buffer(monkeypatch, tmp_path):
+def test_the_test_above_fails_for_a_copy_that_does_not_retain_its_buffer(monkeypatch, tmp_path):
     monkeypatch.setattr(FragmentTensors, "prepare_copy", FragmentTensors.prepare_copy)  # and back again afterwards
     inject("shared-buffers", tmp_path)
     with pytest.raises(AssertionError):
         copied_and_forgotten()
 
 
-def test_the_package_offers_the_learner():
+def test_package_exports_the_learner():
     assert atoll.Learner is Learner

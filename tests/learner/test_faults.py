@@ -1,4 +1,4 @@
-"""Real faults in real processes. Each test asserts that its fault happened, and that nobody else was hurt by it."""
+"""Real faults in real processes. Each test asserts that its fault happened, and that no other process was affected."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ import torch
 from atoll.core.protocol import OptimizerState, Published
 from atoll.core.types import Limits
 from atoll.tensors.settings import Numerics
-from tests.learner.fault_injection import struck
-from tests.learner.run_tapes import heard, sent_together
+from tests.learner.fault_injection import fault_marker
+from tests.learner.run_tapes import received_messages, sent_together
 from tests.learner.runs import QUICK, Child, LearnerSpec, Run, config, endless, versions_by_epoch
 
 NEVER_TOO_LONG_S = 0.05
-"""Of Atoll's own time between two steps, for a model of this size. Waiting for anybody would take far longer."""
+"""Of Atoll's own time between two steps, for a model of this size. Waiting for another process would take far
+longer."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Learners
 
 
-def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_a_peer(tmp_path):
+def test_killed_learner_rejoins_as_new_incarnation_with_optimizer_state_from_a_peer(tmp_path):
     patient = Limits(initial_wait_s=5.0, min_wait_s=5.0)  # steps of milliseconds are no measure for a busy machine
     with Run(tmp_path, endless(limits=patient)) as run:
         one, two = run.joined(1, 2)
@@ -41,16 +42,16 @@ def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other goes on")
         again = run.start(1)
-        told = again.hear("joined")
-        assert (told["learner"], told["incarnation"]) == (1, 2)
-        assert told["moments"] > 0, "AdamW has counted no steps: its state is fresh"
-        assert told["lr_scale"] == 1.0
-        assert run.log_lines(again, "training starts: inner state from learner 2")
+        report = again.expect("joined")
+        assert (report["learner"], report["incarnation"]) == (1, 2)
+        assert report["moments"] > 0, "AdamW has counted no steps: its state is fresh"
+        assert report["lr_scale"] == 1.0
+        assert run.log_lines(again, "training starts: optimizer state from learner 2")
         ledger = run.status()["ledger"]
         for line in ledger:
             assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
         assert any(line["dropped"].get("superseded", 0) > 0 for line in ledger), ledger
-        again.order("go")
+        again.command("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "both go on")
         run.end()
@@ -58,57 +59,57 @@ def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_
         assert run.verdict().finished
 
 
-def test_one_learner_gives_its_inner_state_to_two_at_the_same_boundary(tmp_path):
+def test_one_learner_sends_its_optimizer_state_to_two_at_the_same_boundary(tmp_path):
     patient = Limits(initial_wait_s=10.0, min_wait_s=10.0)
     with Run(tmp_path, endless(limits=patient)) as run:
         (giver,) = run.joined(1)
         run.go(giver)
         run.until(run.merges(3), "the run is under way")
-        giver.order("hold")
-        giver.hear("held")
+        giver.command("hold")
+        giver.expect("held")
         others = [run.start(2), run.start(3)]
         for number in (2, 3):
-            words = f"learner 1 gives its inner state to learner {number}"
+            words = f"learner 1 sends its optimizer state to learner {number}"
             run.until(lambda _, words=words: run.log_lines(run.syncer, words), words)  # type: ignore[misc]
-        giver.order("go")
+        giver.command("go")
         for other in others:
-            assert other.hear("joined")["moments"] > 0
+            assert other.expect("joined")["moments"] > 0
         run.go(*others)
         run.end()
         run.assert_same(run.finish(giver, *others), 1, 2, 3)
-        given = [[body.to for body in bodies] for bodies in sent_together(run, 1, OptimizerState)]
+        given = [[body.target for body in bodies] for bodies in sent_together(run, 1, OptimizerState)]
         assert [2, 3] in [sorted(each) for each in given], "they were given to one after the other"
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_then_by_fresh_moments(tmp_path):
+def test_peer_that_dies_while_sending_state_is_replaced_by_the_next_and_then_by_fresh_moments(tmp_path):
     patient = Limits(initial_wait_s=5.0, min_wait_s=5.0)
     with Run(tmp_path, endless(limits=patient)) as run:
         peers = dict(zip((1, 2), run.joined(1, 2), strict=True))
         run.go(*peers.values())
         run.until(run.merges(6), "the run is under way")
-        for peer in peers.values():  # whoever is asked gives at its next step, so it is caught before it has given
-            peer.order("hold")
-            peer.hear("held")
+        for peer in peers.values():  # the requested peer sends at its next step, so it is killed before that
+            peer.command("hold")
+            peer.expect("held")
         third = run.start(3)
         _kill_who_gives_to(run, 3, peers)
         ((left, last),) = peers.items()
-        last.order("go")
-        assert third.hear("joined")["moments"] > 0
-        assert run.log_lines(third, f"training starts: inner state from learner {left}")
+        last.command("go")
+        assert third.expect("joined")["moments"] > 0
+        assert run.log_lines(third, f"training starts: optimizer state from learner {left}")
 
-        last.order("hold")
-        last.hear("held")
+        last.command("hold")
+        last.expect("held")
         third.kill()
         run.until(run.learner(3, standing="disconnected"), "the loss is noticed")
         fourth = run.start(4)
         _kill_who_gives_to(run, 4, peers)
-        told = fourth.hear("joined")
-        assert told["moments"] == 0
-        assert told["lr_scale"] < 1.0
-        assert run.log_lines(fourth, "training starts: fresh inner moments")
-        fourth.order("go")
+        report = fourth.expect("joined")
+        assert report["moments"] == 0
+        assert report["lr_scale"] < 1.0
+        assert run.log_lines(fourth, "training starts: fresh optimizer state")
+        fourth.command("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "it goes on from the published model")
         run.end()
@@ -117,34 +118,34 @@ def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_t
 
 
 def _kill_who_gives_to(run: Run, number: int, peers: dict[int, Child]) -> None:
-    def asked() -> list[int]:
-        words = f"gives its inner state to learner {number}"
+    def requested() -> list[int]:
+        words = f"sends its optimizer state to learner {number}"
         return [peer for peer in peers if run.log_lines(run.syncer, f"learner {peer} {words}")]
 
-    run.until(lambda _: asked(), "a peer is asked")
-    peers.pop(asked()[0]).kill()
+    run.until(lambda _: requested(), "a peer receives the request")
+    peers.pop(requested()[0]).kill()
 
 
-def test_an_old_process_that_comes_back_after_its_successor_is_told_and_ends(tmp_path):
-    """A learner that was taken for dead is started again while its first process only stood still."""
+def test_old_process_that_reconnects_after_its_successor_is_refused_and_ends(tmp_path):
+    """A learner that was marked as lost is restarted while its first process was only stalled."""
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(3), "the run is under way")
         one.send(signal.SIGSTOP)
         again = run.start(1)
-        assert again.hear("joined")["incarnation"] == 2
-        again.order("go")
+        assert again.expect("joined")["incarnation"] == 2
+        again.command("go")
         one.send(signal.SIGCONT)
         one.expected_to_end = True
-        kind, sentence, threads = one.hear("failed")
+        kind, sentence, threads = one.expect("failed")
         assert (kind, threads) == ("LearnerRefusedError", [])
         assert "incarnation 1 was replaced by 2" in sentence
         run.end()
         run.assert_same(run.finish(again, two), 1, 2)
 
 
-def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarnation(tmp_path):
+def test_stalled_learner_is_suspected_and_continues_as_the_same_incarnation(tmp_path):
     impatient = Limits(initial_wait_s=1.0, initial_backoff_s=0.05, max_backoff_s=0.5)
     with Run(tmp_path, endless(limits=impatient)) as run:
         one, two = run.joined(1, 2)
@@ -166,7 +167,7 @@ def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarn
 
 
 @pytest.mark.parametrize(("how", "named"), [("signal", "KeyboardInterrupt"), ("order", "ArithmeticError")])
-def test_ctrl_c_and_exceptions_end_a_learner_cleanly_and_the_others_go_on(tmp_path, how, named):
+def test_ctrl_c_and_exceptions_end_a_learner_cleanly_and_others_continue(tmp_path, how, named):
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
@@ -175,8 +176,8 @@ def test_ctrl_c_and_exceptions_end_a_learner_cleanly_and_the_others_go_on(tmp_pa
         if how == "signal":
             one.send(signal.SIGINT)
         else:
-            one.order("raise")
-        kind, _, threads = one.hear("failed")
+            one.command("raise")
+        kind, _, threads = one.expect("failed")
         assert (kind, threads) == (named, [])
         assert one.ended() == 0
         left = run.until(run.learner(1, standing="left"), "it has left")
@@ -194,30 +195,32 @@ def test_ctrl_c_while_a_learner_waits_for_its_syncer(tmp_path):
             free = listening.getsockname()[1]
         one = run.start(LearnerSpec(1, join_timeout_s=None), f"127.0.0.1:{free}")
         one.expected_to_end = True
-        run.until(lambda _: run.log_lines(one, "trying again"), "it waits")
+        run.until(lambda _: run.log_lines(one, "cannot reach syncer at"), "it waits")
         one.send(signal.SIGINT)
-        kind, _, threads = one.hear("failed")
+        kind, _, threads = one.expect("failed")
         assert (kind, threads) == ("KeyboardInterrupt", [])
         assert one.ended() == 0
 
 
-def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(tmp_path):
+def test_nan_contribution_is_refused_with_a_reason_and_quarantined_if_repeated(tmp_path):
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(3), "the run is under way")
         one.expected_to_end = True
-        one.order("poison")
-        kind, sentence, _ = one.hear("failed")
+        one.command("poison")
+        kind, sentence, _ = one.expect("failed")
         assert kind == "LearnerRefusedError"
-        assert sentence.startswith("the syncer refused: quarantined after 3 bad messages, the last: bad values: ")
-        assert "then restart the learner to come back" in sentence
+        assert sentence.startswith(
+            "the syncer refused this learner: quarantined after 3 invalid messages, the last: invalid values: "
+        )
+        assert "then restart the learner to join again" in sentence
         shown = run.until(run.learner(1, standing="quarantined"), "it is quarantined")
         assert shown["strikes"] == 3
-        assert "bad values" in shown["reason"]
+        assert "invalid values" in shown["reason"]
         again = run.start(1)  # restarted, it is welcome
-        assert again.hear("joined")["incarnation"] == 2
-        again.order("go")
+        assert again.expect("joined")["incarnation"] == 2
+        again.command("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "both go on")
         run.end()
@@ -232,7 +235,7 @@ def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(t
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_a_syncer_that_is_killed_at_any_moment_goes_on_from_its_directory(tmp_path, seed):
+def test_syncer_killed_at_any_moment_resumes_from_its_directory(tmp_path, seed):
     rng = random.Random(seed)
     numerics = Numerics(up="int8", down="int4") if seed % 2 else Numerics()
     with Run(tmp_path, endless(quorum=1 + seed % 2), numerics) as run:
@@ -264,7 +267,7 @@ def test_a_syncer_that_is_killed_at_any_moment_goes_on_from_its_directory(tmp_pa
     assert all(epochs[3].get(p, 0) >= version for p, version in epochs[2].items())
 
 
-def test_a_syncer_that_is_told_to_stop_says_so_and_can_be_started_again(tmp_path):
+def test_stopped_syncer_logs_it_and_can_be_restarted(tmp_path):
     with Run(tmp_path, endless()) as run:
         (one,) = run.joined(1)
         run.go(one)
@@ -272,47 +275,47 @@ def test_a_syncer_that_is_told_to_stop_says_so_and_can_be_started_again(tmp_path
         merges = run.status()["merges"]
         run.syncer.expected_to_end = True
         run.syncer.send(signal.SIGTERM)
-        assert run.syncer.hear("ended") is False
+        assert run.syncer.expect("ended") is False
         assert run.syncer.ended() == 0
         run.start_syncer()
         assert run.status()["merges"] >= merges
         run.until(run.merges(merges + 3), "merges go on")
         run.end()
         run.assert_same(run.finish(one), 1)
-        assert run.log_lines(one, "the link closed")
+        assert run.log_lines(one, "connection closed: ")
         run.assert_clean()
 
 
-def test_without_a_syncer_steps_go_on_and_no_step_waits(tmp_path):
+def test_steps_continue_without_waiting_while_the_syncer_is_down(tmp_path):
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(4), "the run is under way")
         for learner in (one, two):
-            learner.order("hold")
-            learner.hear("held")
+            learner.command("hold")
+            learner.expect("held")
         run.syncer.kill()
         learners: list[Child] = [one, two]
         for learner in learners:
-            learner.order("train", 300)
+            learner.command("train", 300)
         for learner in learners:
-            told = learner.hear("trained")
-            assert told["link"] in ("dialing", "down")
+            report = learner.expect("trained")
+            assert report["link"] in ("dialing", "down")
             # On a machine with other work many boundaries are interrupted. A wait for the syncer would be in all.
-            assert sorted(told["boundaries_s"])[150] < NEVER_TOO_LONG_S
+            assert sorted(report["boundaries_s"])[150] < NEVER_TOO_LONG_S
             assert run.log_lines(learner, "WARNING cannot reach syncer at 127.0.0.1")
-            learner.order("break")
-            learner.hear("ended")
+            learner.command("break")
+            learner.expect("ended")
 
 
-def test_a_bug_in_the_syncers_core_ends_it_and_another_one_goes_on(tmp_path):
+def test_error_in_the_syncer_core_ends_it_and_a_restarted_one_continues(tmp_path):
     with Run(tmp_path, endless(), planted="failing-core") as run:
         (one,) = run.joined(1)
         run.go(one)
         run.until(run.merges(3), "the run is under way")
         run.syncer.expected_to_end = True
         (tmp_path / "fail").touch()
-        kind, sentence = run.syncer.hear("failed")
+        kind, sentence = run.syncer.expect("failed")
         assert (kind, sentence) == ("RuntimeError", "the syncer has failed: a planted bug in the core")
         (tmp_path / "fail").unlink()
         run.syncer.ended()
@@ -335,7 +338,7 @@ def held_writes(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        held = struck(directory, "write").exists()
+        held = fault_marker(directory, "write").exists()
         writer = os.open(hold, os.O_RDWR)
         hold.unlink()
         if held:
@@ -344,17 +347,17 @@ def held_writes(directory: Path) -> Iterator[None]:
 
 
 def durable_before_published(directory: Path, planted: str) -> None:
-    """While the disk holds a version back, nobody gets it; afterwards everybody does."""
+    """Assert that no learner gets a version while its write is blocked, and that all get it afterwards."""
     with Run(directory, endless(), planted=planted) as run:
         (one,) = run.joined(1)
         run.go(one)
         run.until(run.merges(3), "the run is under way")
         with held_writes(directory):
-            run.until(lambda _: struck(directory, "write").exists(), "a version is being written")
-            one.order("hold")
-            one.hear("held")
-            one.order("train", 200)
-            one.hear("trained")
+            run.until(lambda _: fault_marker(directory, "write").exists(), "a version is being written")
+            one.command("hold")
+            one.expect("held")
+            one.command("train", 200)
+            one.expect("trained")
             status = run.status()
             on_disk = {int(path.parent.name): 0 for path in (directory / "store").rglob("*.safetensors")}
             for path in (directory / "store" / "fragments").rglob("*.safetensors"):
@@ -363,21 +366,21 @@ def durable_before_published(directory: Path, planted: str) -> None:
             shown = {each["fragment"]: each["version"] for each in status["fragments"]}
             assert all(shown[p] <= on_disk[p] for p in shown), f"{shown} is published, {on_disk} is on disk"
             arrived: dict[int, int] = {}
-            for body in heard(run, 1, Published, until=status["wall_s"]):
+            for body in received_messages(run, 1, Published, until=status["wall_s"]):
                 arrived[body.fragment] = max(arrived.get(body.fragment, 0), body.version)
             assert all(arrived[p] <= on_disk[p] for p in arrived), f"{arrived} has arrived, {on_disk} is on disk"
-        one.order("go")
+        one.command("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "merges go on")
         run.end()
         run.assert_same(run.finish(one), 1)
 
 
-def test_a_version_is_durable_before_anybody_gets_it(tmp_path):
+def test_version_is_durable_before_it_is_published(tmp_path):
     durable_before_published(tmp_path, "held-disk")
 
 
-def test_the_test_above_finds_a_syncer_that_publishes_first(tmp_path):
+def test_the_test_above_fails_for_a_syncer_that_publishes_first(tmp_path):
     with pytest.raises(AssertionError, match="on disk"):
         durable_before_published(tmp_path, "published-first held-disk")
 
@@ -404,15 +407,15 @@ def disk_of_8_mib(folder: Path) -> Iterator[Callable[[], Callable[[], None]]]:
         subprocess.run(["umount", "-l", str(folder)], timeout=300, check=True)
 
 
-def test_a_full_disk_while_the_run_is_founded_is_waited_for(tmp_path):
+def test_learner_waits_while_the_disk_is_full_at_the_start_of_the_run(tmp_path):
     with Run(tmp_path, config(budget_merges=3)) as run:
         free = limited(run.syncer.pid)
         one = run.start(LearnerSpec(1, "tall"))
-        run.until(lambda _: run.log_lines(one, "the syncer cannot write the model: File too large"), "it is told so")
+        run.until(lambda _: run.log_lines(one, "the syncer cannot write the model: File too large"), "it is logged")
         assert run.status()["founded"] is False
         free()
-        one.hear("joined")
-        one.order("go")
+        one.expect("joined")
+        one.command("go")
         run.assert_same(run.finish(one), 1)
         run.assert_clean()
 
@@ -425,7 +428,7 @@ def limited(pid: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("way", [pytest.param("a full disk", marks=pytest.mark.needs_root), "a limit on files"])
-def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, way):
+def test_full_disk_is_reported_and_the_run_continues_when_there_is_space(tmp_path, way):
     """The model is large enough that no version fits into what is left."""
     with disk_of_8_mib(tmp_path / "disk") if way == "a full disk" else nullcontext() as fill:
         directory = tmp_path / "disk" if fill is not None else tmp_path / "run"
@@ -449,13 +452,13 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, w
             run.assert_same(run.finish(one, two), 1, 2)
             run.assert_clean()  # what a full disk held back of the tapes was written later
             if way == "a limit on files":
-                assert run.log_lines(run.syncer, "the tape is written again: nothing of it was lost")
+                assert run.log_lines(run.syncer, "writing to the tape again; no entry was lost")
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Limits of these runs
 
 
-def test_the_quick_limits_differ_from_the_real_ones_only_where_a_test_would_wait():
+def test_quick_limits_differ_from_default_limits_only_in_waiting_times():
     changed = {name for name in Limits.__dataclass_fields__ if getattr(QUICK, name) != getattr(Limits(), name)}
     assert changed == {"initial_wait_s", "initial_backoff_s", "max_backoff_s"}

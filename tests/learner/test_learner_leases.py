@@ -1,4 +1,4 @@
-"""`learner.take`: every number to one island of the run, and all of it can be told from the tapes."""
+"""`learner.take`: every number is leased to one learner of the run, and the tapes record all of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def numbers_of_tape(run: Path, learner: int, incarnation: int = 1) -> list[tuple
     return found
 
 
-def test_no_two_islands_take_the_same_number_and_the_tape_tells_all_of_them(tmp_path, capsys):
+def test_no_sample_is_leased_to_two_learners_and_the_tape_records_all(tmp_path, capsys):
     with Run(tmp_path, config(quorum=2, **LEASES)) as run:
         started = threading.Barrier(2, timeout=LIMIT_S)
 
@@ -62,24 +62,24 @@ def test_no_two_islands_take_the_same_number_and_the_tape_tells_all_of_them(tmp_
 
         with ThreadPoolExecutor(2) as pool:
             islands = list(pool.map(island, (1, 2)))
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         run.assert_clean()
     for learner, taken in islands:
-        told = numbers_of_tape(tmp_path, learner.id)
-        assert len(told) > 10
-        assert told == taken[: len(told)]
+        report = numbers_of_tape(tmp_path, learner.id)
+        assert len(report) > 10
+        assert report == taken[: len(report)]
         stats = learner.stats()
-        assert stats.samples + TAKE * stats.repeated_steps >= TAKE * len(told)
+        assert stats.samples + TAKE * stats.repeated_steps >= TAKE * len(report)
     once = [{n for step in taken for n in step} for _, taken in islands]
     assert once[0].isdisjoint(once[1])
     for (learner, taken), numbers in zip(islands, once, strict=True):
         if not learner.stats().repeated_steps:
             assert len(numbers) == TAKE * len(taken)
     assert main(["ledger", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith("everything balances\n")
+    assert capsys.readouterr().out.endswith("the ledger balances\n")
 
 
-def test_an_island_whose_leases_are_used_up_goes_on_with_its_last_ones_and_never_waits(tmp_path):
+def test_learner_without_leases_repeats_its_last_samples_and_never_waits(tmp_path):
     with Run(tmp_path, endless(**LEASES)) as run:
         job = work("plain", 1)
         with learner_of(run, job, 1, join_timeout_s=LIMIT_S) as learner:
@@ -105,7 +105,7 @@ def test_an_island_whose_leases_are_used_up_goes_on_with_its_last_ones_and_never
             assert newest > max(had), "new samples since the syncer is back, and they are merged"
 
 
-def test_what_take_cannot_do_is_said(tmp_path):
+def test_invalid_calls_of_take_raise_value_error(tmp_path):
     with Run(tmp_path, endless()) as run:
         job = work("plain", 1)
         learner = learner_of(run, job, 1)
@@ -116,8 +116,8 @@ def test_what_take_cannot_do_is_said(tmp_path):
     with Run(tmp_path / "leases", endless(**LEASES)) as run:
         job = work("plain", 1)
         with learner_of(run, job, 1) as learner:
-            for wrong in (0, -1, True, 1.5):
+            for invalid in (0, -1, True, 1.5):
                 with pytest.raises(ValueError, match="count must be a whole number of at least 1"):
-                    learner.take(wrong)  # type: ignore[arg-type]
+                    learner.take(invalid)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="start a new run with `atoll syncer --batch 40`"):
                 learner.take(40)

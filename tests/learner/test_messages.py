@@ -1,4 +1,4 @@
-"""What a learner and an operator read: causes by name, and no warning where there is nothing to do."""
+"""Messages for learners and operators: they name the cause, and warn only if there is something to do."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_layer_too_many_is_refused_with_its_name_and_shape(tmp_path):
         assert "'0.bias', 9 at the learner and 8 in the run" in refusal(run, layers(2, 9), 4)
 
 
-def test_another_model_is_refused_with_the_directory_of_the_run_and_how_to_start_anew(tmp_path):
+def test_other_model_is_refused_with_the_run_directory_and_advice(tmp_path):
     with Run(tmp_path / "the run") as run, learner_of(run, layers(2), 1):
         sentence = refusal(run, layers(3), 2)
         assert f"the model of the run is in {tmp_path / 'the run'} at the syncer" in sentence
@@ -98,13 +98,13 @@ def test_nan_weights_end_in_an_error_that_names_tensor_and_cause(tmp_path, caplo
     job = work()
     with Run(tmp_path, endless(), Numerics(up=up)) as run, caplog.at_level(logging.WARNING):
         sentence = quarantined(run, job, lambda: nn.init.constant_(job.model.get_parameter("first.weight"), math.nan))
-        assert "quarantined after 3 bad messages, the last: bad values: not finite: '" in sentence
+        assert "quarantined after 3 invalid messages, the last: invalid values: not finite: '" in sentence
         assert ("; counted in blocks of 256 values, as int8 encodes them" in sentence) == (up == "int8")
-        assert "correct the cause, then restart the learner to come back" in sentence
+        assert "correct the cause, then restart the learner to join again" in sentence
         held = "'first.bias' (parameter): 24 NaN of 24 values, 'first.weight' (parameter): 192 NaN of 192 values"
         assert f"the model of this process holds {held}" in sentence
         (warned,) = [record.getMessage() for record in caplog.records if record.name == "atoll.learner"]
-        assert "the syncer refused the contribution to fragment" in warned
+        assert "syncer refused contribution to fragment" in warned
         assert "(parameter): " in warned
         warned, *repeated = run.log_lines(run.syncer, "learner 1: contribution to fragment")
         assert "WARNING" in warned
@@ -148,7 +148,7 @@ def test_tensor_that_is_cut_by_rows_is_counted_once():
 # Warnings
 
 
-def test_every_level_is_of_a_reason_that_exists():
+def test_every_log_level_belongs_to_an_existing_reason():
     assert REASONS.keys() >= WARNING_REASONS | REPEATED_REASONS | DEBUG_REASONS | SILENCE_REASONS
 
 
@@ -161,11 +161,11 @@ def test_retries_are_logged_once_and_then_counted(caplog):
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "test"):
         for learner in (1, 1, 2):
-            log.write(because("member-quarantined", 3, "bad values"), ("learner", learner))
+            log.write(because("member-quarantined", 3, "invalid values"), ("learner", learner))
     assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG", "WARNING"]
 
 
-def test_repeated_lines_come_back_with_the_number_left_out():
+def test_repeated_lines_are_logged_again_with_the_suppressed_count():
     repeats = LogRateLimiter(interval_s=0.0)
     assert [repeats.count_suppressed("a"), repeats.count_suppressed("a")] == [0, 0]
     repeats = LogRateLimiter()
@@ -175,7 +175,7 @@ def test_repeated_lines_come_back_with_the_number_left_out():
 
 
 @pytest.mark.parametrize(("silent_s", "level"), [(1.02, "DEBUG"), (29.0, "DEBUG"), (31.0, "INFO")])
-def test_short_silence_is_a_detail(caplog, silent_s, level):
+def test_short_silence_is_logged_at_debug_level(caplog, silent_s, level):
     with caplog.at_level(logging.DEBUG, "test"):
         log = ReasonLogger(logging.getLogger("test"))
         log.write(because("member-suspected", silent_s, 1.0), ("learner", 1))
@@ -195,7 +195,7 @@ def test_ordinary_run_with_a_pause_and_a_killed_learner_logs_no_warning(tmp_path
         run.go(one, two)
         run.until(run.merges(3), "the run is under way")
         one.send(signal.SIGSTOP)  # as silent as it can be
-        run.until(lambda _: run.log_lines(run.syncer, "learner 1: silent for"), "its silence is noticed")
+        run.until(lambda _: run.log_lines(run.syncer, "learner 1: no message for"), "its silence is noticed")
         one.send(signal.SIGCONT)
         run.until(run.learner(1, standing="live"), "it goes on")
         two.kill()
@@ -205,12 +205,12 @@ def test_ordinary_run_with_a_pause_and_a_killed_learner_logs_no_warning(tmp_path
         run.until(run.merges(merges + 3), "all of them go on")
         (returned,) = run.log_lines(run.syncer, "they are leased again")
         assert warnings_of(run) == []
-        told = [line for line in run.syncer.log.read_text().splitlines() if "syncer INFO" in line]
-        assert [line for line in told if "s, the limit is" in line or "leased again" in line] == []
+        report = [line for line in run.syncer.log.read_text().splitlines() if "syncer INFO" in line]
+        assert [line for line in report if "s, the limit is" in line or "leased again" in line] == []
         assert returned.startswith("atoll.syncer DEBUG")
         two.expected_to_end = True
-        two.order("poison")
-        two.hear("failed")
+        two.command("poison")
+        two.expect("failed")
         assert "contribution to fragment" in warnings_of(run)[0]
         run.end()
         run.finish(one)

@@ -52,7 +52,7 @@ def clip(seed: int) -> Work:
     return Work(model, torch.optim.AdamW(model.parameters(), lr=1e-2), seed)
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
+def report(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
     assert main([*map(str, words), "--json"]) == 0, capsys.readouterr().err
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return found
@@ -84,8 +84,8 @@ def test_0_dimensional_parameters_and_buffers_are_saved_exported_and_imported(tm
     assert held["logit_scale"].item() != 1.5
     (run / "model.safetensors").unlink()  # so that the store is read
     for to in ("safetensors", "dcp"):
-        exported = told(capsys, "export", run, "--to", to, "--out", tmp_path / f"model.{to}")
-        imported = told(capsys, "import", tmp_path / f"model.{to}", "--out", tmp_path / f"of-{to}.safetensors")
+        exported = report(capsys, "export", run, "--to", to, "--out", tmp_path / f"model.{to}")
+        imported = report(capsys, "import", tmp_path / f"model.{to}", "--out", tmp_path / f"of-{to}.safetensors")
         assert exported["digest"] == imported["digest"]
     assert torch.equal(load_file(tmp_path / "of-dcp.safetensors")["logit_scale"], held["logit_scale"])
 
@@ -98,7 +98,7 @@ def test_0_dimensional_tensors_are_in_checkpoints_snapshots_and_the_published_mo
         with learner_of(run, job, 1) as learner:
             assert job.model.get_parameter("logit_scale").item() == 3.0
             train(learner, job)
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         published = load_file(tmp_path / "published.safetensors")
         assert torch.equal(published["logit_scale"], job.model.state_dict()["logit_scale"])
         run.assert_clean()
@@ -111,7 +111,7 @@ def test_0_dimensional_tensors_are_in_checkpoints_snapshots_and_the_published_mo
 
 
 class Odd(nn.Module):
-    """One tensor of an odd dtype beside a layer."""
+    """One tensor of an odd dtype next to a layer."""
 
     def __init__(self, tensor: Tensor, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizer state for a learner that joins: what travels, what is logged, and that a giver that has none trains on."""
+"""Optimizer state for a joining learner: what is sent, what is logged, and that a source without state trains on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ODD: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
 
 
 class Island(NamedTuple):
-    """A learner of this process, with optimizers of its own and a log."""
+    """A learner of this process, with its own optimizers and log."""
 
     job: Work
     optimizers: list[Optimizer]
@@ -121,7 +121,7 @@ def training(run: Run, *islands: Island) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_givers_that_cannot_copy_their_state_say_so_and_train_on(tmp_path, name):
+def test_sources_that_cannot_copy_their_state_report_it_and_continue(tmp_path, name):
     make, cause = ODD[name]
     with Run(tmp_path, endless(limits=NEVER)) as run:
         givers = [island(run, number, lambda model: make(model.parameters())) for number in (1, 2)]
@@ -132,16 +132,18 @@ def test_givers_that_cannot_copy_their_state_say_so_and_train_on(tmp_path, name)
                 merges = run.status()["merges"]
                 run.until(run.merges(merges + 2), "the others train on")
         for giver in givers:
-            (line,) = giver.warnings("cannot give inner state to learner 3: ")
+            (line,) = giver.warnings("cannot send optimizer state to learner 3: ")
             assert cause in line
-        refused = [f"no inner state from learner {number}: it has none to give: {cause}" for number in (1, 2)]
+        refused = [
+            f"no optimizer state from learner {number}: the peer has no state to provide: {cause}" for number in (1, 2)
+        ]
         assert all(any(words in line for line in three.lines) for words in refused)
         assert len(three.warnings("no inner state from learner")) == 1, "the second one is a repetition"
         (started,) = [line for line in three.lines if "training starts" in line]
-        assert "fresh inner moments" in started
+        assert "fresh optimizer state" in started
 
 
-def test_a_part_of_a_snapshot_that_cannot_be_taken_does_not_raise_in_the_loop(tmp_path):
+def test_part_that_cannot_be_copied_does_not_raise_in_the_loop(tmp_path):
     make, cause = ODD["keys of two types"]
     with Run(tmp_path, endless()) as run:
         one = island(run, 1, lambda model: make(model.parameters()))
@@ -156,7 +158,7 @@ def test_a_part_of_a_snapshot_that_cannot_be_taken_does_not_raise_in_the_loop(tm
 # What travels, and what is logged
 
 
-def test_counters_in_param_groups_go_to_a_learner_that_joins(tmp_path):
+def test_counters_in_param_groups_are_sent_to_a_joining_learner(tmp_path):
     with Run(tmp_path, endless(limits=NEVER)) as run:
         one = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
         with training(run, one):
@@ -167,10 +169,10 @@ def test_counters_in_param_groups_go_to_a_learner_that_joins(tmp_path):
                 assert group["k"] > 0
                 assert group["weight_sum"] > 0
         (started,) = [line for line in two.lines if "training starts" in line]
-        assert started.endswith("inner state from learner 1: 4 state tensors and 4 counters")
+        assert started.endswith("optimizer state from learner 1: 4 state tensors and 4 counters")
 
 
-def test_counters_in_param_groups_come_back_from_a_part_of_a_snapshot(tmp_path):
+def test_counters_in_param_groups_are_restored_from_a_part(tmp_path):
     with Run(tmp_path, endless()) as run:
         one = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
         with training(run, one):
@@ -191,13 +193,13 @@ def test_a_part_with_no_state_of_a_wrapper_is_followed_by_a_warmup(tmp_path):
         again = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
         with again.learner as joined:
             assert joined.lr_scale < 1
-        assert "pass the list of optimizers" in again.warnings("has no inner state, warming up for")[0]
+        assert "pass the list of optimizers" in again.warnings("has no optimizer state, warmup of")[0]
         assert [
             line for line in again.lines if "saved in snapshot" in line and "0 state tensors and 0 counters" in line
         ]
 
 
-def test_a_list_of_optimizers_gives_all_of_their_state(tmp_path):
+def test_list_of_optimizers_sends_the_state_of_all(tmp_path):
     with Run(tmp_path, endless(limits=NEVER)) as run:
         one = island(run, 1, make_two_optimizers)
         with training(run, one):
@@ -207,10 +209,10 @@ def test_a_list_of_optimizers_gives_all_of_their_state(tmp_path):
                 assert all("momentum_buffer" in sgd.state[parameter] for parameter in sgd.param_groups[0]["params"])
                 assert all(float(adamw.state[parameter]["step"]) > 0 for parameter in adamw.param_groups[0]["params"])
         (started,) = [line for line in two.lines if "training starts" in line]
-        assert started.endswith("inner state from learner 1: 8 state tensors and 0 counters")
+        assert started.endswith("optimizer state from learner 1: 8 state tensors and 0 counters")
 
 
-def test_a_wrapper_whose_state_cannot_be_found_is_not_reported_as_given(tmp_path):
+def test_wrapper_without_findable_state_is_not_reported_as_sent(tmp_path):
     fix = "pass the list of optimizers"
     with Run(tmp_path, endless(limits=NEVER)) as run:
         one = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
@@ -218,23 +220,25 @@ def test_a_wrapper_whose_state_cannot_be_found_is_not_reported_as_given(tmp_path
             two = island(run, 2, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
             with two.learner as joined:
                 assert joined.lr_scale < 1
-        assert fix in one.warnings("cannot give inner state to learner 2: Both holds no optimizer state")[0]
-        assert fix in two.warnings("no inner state from learner 1: ")[0]
+        assert fix in one.warnings("cannot send optimizer state to learner 2: ChainedOptimizers holds no optimizer state")[0]
+        assert fix in two.warnings("no optimizer state from learner 1: ")[0]
         (started,) = [line for line in two.lines if "training starts" in line]
-        assert "fresh inner moments" in started
-        assert "no healthy peer has inner state to give" in started
-        assert not run.log_lines(run.syncer, "inner state from learner 1")
+        assert "fresh optimizer state" in started
+        assert "no healthy learner can send optimizer state" in started
+        assert not run.log_lines(run.syncer, "optimizer state from learner 1")
 
 
-def test_state_that_does_not_fit_is_not_reported_as_taken(tmp_path):
+def test_state_that_does_not_fit_is_not_reported_as_received(tmp_path):
     with Run(tmp_path, endless(limits=NEVER)) as run:
         one = island(run, 1, lambda model: torch.optim.AdamW(model.parameters()))
         with training(run, one):
             two = island(run, 2, lambda model: torch.optim.RMSprop(model.parameters()))
             with two.learner as joined:
                 assert joined.lr_scale < 1
-        assert two.warnings("no inner state from learner 1: the inner state is of AdamW, the optimizer here is RMSprop")
-        assert not run.log_lines(run.syncer, "inner state from learner 1")
+        assert two.warnings(
+            "no optimizer state from learner 1: the optimizer state is of AdamW, the optimizer here is RMSprop"
+        )
+        assert not run.log_lines(run.syncer, "optimizer state from learner 1")
 
 
 def test_an_empty_list_of_optimizers_is_refused():

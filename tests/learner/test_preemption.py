@@ -55,15 +55,15 @@ def trained(run: Run, *numbers: int, steps: int = 5) -> None:
 
 def left(child: Child, limit_s: float = LIMIT_S) -> dict[str, Any]:
     child.expected_to_end = True
-    told: dict[str, Any] = child.hear("ended", limit_s)
-    assert (told["finished"], told["drained"]) == (True, True)
-    assert told["threads"] == ["Thread-1 (_end_with_the_test)"]
+    report: dict[str, Any] = child.expect("ended", limit_s)
+    assert (report["finished"], report["drained"]) == (True, True)
+    assert report["threads"] == ["Thread-1 (_end_with_the_test)"]
     assert child.ended() == 0
-    return told
+    return report
 
 
 def everything_merged(run: Run) -> None:
-    """Learner 1, who was the only one, has left nothing behind."""
+    """Assert that learner 1, the only one, has left no unmerged work."""
     run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
     for line in run.status()["ledger"]:
         assert (line["pending"], line["dropped"]) == (0, {})
@@ -87,18 +87,18 @@ def dropped(run: Run) -> list[dict[str, int]]:
 # Long enough
 
 
-def test_what_a_leaver_has_trained_is_merged_and_the_run_goes_on(tmp_path):
+def test_unmerged_work_of_a_draining_learner_is_merged_and_the_run_continues(tmp_path):
     with Run(tmp_path, rare()) as run:
         one, two = run.joined(spec(1), 2)
         run.go(one, two)
         trained(run, 1, 2)
         one.send(signal.SIGTERM)
-        told = left(one)
-        assert told["stats"]["unmerged_tokens"] == 0
+        report = left(one)
+        assert report["stats"]["unmerged_tokens"] == 0
         gone = run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
         assert [line["dropped"] for line in run.status()["ledger"]] == [{}, {}, {}]
-        (line,) = run.log_lines(one, "This island was asked to leave; the run goes on.")
-        before = int(line.partition("Tokens not merged: ")[2].split()[0])
+        (line,) = run.log_lines(one, "This learner was drained; the run continues.")
+        before = int(line.partition("Unmerged tokens: ")[2].split()[0])
         assert before > 0, "there was something to push"
         assert line.endswith(f"{before} then, 0 now")
         trained(run, 2, steps=gone["step"] + 20)
@@ -109,8 +109,8 @@ def test_what_a_leaver_has_trained_is_merged_and_the_run_goes_on(tmp_path):
         assert dropped(run) == [{}, {}, {}]
 
 
-def test_without_a_notice_sigterm_is_left_alone_and_the_tokens_are_lost(tmp_path):
-    """What the others show is the push's doing."""
+def test_sigterm_without_notice_s_is_not_handled_and_tokens_are_lost(tmp_path):
+    """Control for the other tests: without a notice the tokens are not merged."""
     with Run(tmp_path, rare()) as run:
         one, two = run.joined(spec(1, None), 2)
         run.go(one, two)
@@ -122,14 +122,14 @@ def test_without_a_notice_sigterm_is_left_alone_and_the_tokens_are_lost(tmp_path
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_the_only_learner_leaves_a_run_that_has_everything(tmp_path, paused):
+def test_only_learner_leaves_after_all_its_work_is_merged(tmp_path, paused):
     with Run(tmp_path, rare()) as run:
         (one,) = run.joined(spec(1))
         run.go(one)
         trained(run, 1)
         if paused:
             asked(run, "pause")
-            run.until(lambda status: "stands still" in status["learners"][0]["reason"], "it stands still")
+            run.until(lambda status: "stands still" in status["learners"][0]["reason"], "it is paused")
         one.send(signal.SIGTERM)
         assert left(one)["stats"]["unmerged_tokens"] == 0
         run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
@@ -139,7 +139,7 @@ def test_the_only_learner_leaves_a_run_that_has_everything(tmp_path, paused):
         run.verdict()
 
 
-def test_two_that_leave_at_once_are_both_merged(tmp_path):
+def test_two_learners_that_drain_concurrently_are_both_merged(tmp_path):
     with Run(tmp_path, rare()) as run:
         one, two = run.joined(spec(1), spec(2))
         run.go(one, two)
@@ -154,7 +154,7 @@ def test_two_that_leave_at_once_are_both_merged(tmp_path):
 
 
 @pytest.mark.long
-def test_many_large_fragments_go_a_few_at_a_time_and_none_is_given_up(tmp_path):
+def test_many_large_fragments_are_uploaded_a_few_at_a_time_and_none_is_dropped(tmp_path):
     """In slices: what of them has arrived stays until all has."""
     with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
         planted = "small-slices counted-uploads"
@@ -163,29 +163,29 @@ def test_many_large_fragments_go_a_few_at_a_time_and_none_is_given_up(tmp_path):
         trained(run, 1)
         one.send(signal.SIGTERM)
         assert left(one)["stats"]["unmerged_tokens"] == 0
-        assert run.log_lines(one, "was not taken") == []
+        assert run.log_lines(one, "syncer refused contribution") == []
         assert (tmp_path / "most-uploads").read_text() == str(MAX_CONCURRENT_UPLOADS)
         run.verdict()
 
 
-def test_small_ones_may_go_all_at_once_and_the_syncer_keeps_them(tmp_path):
+def test_small_fragments_are_uploaded_concurrently_and_accepted(tmp_path):
     with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
         (one,) = run.joined(LearnerSpec(1, "wide", notice_s=LONG_S, planted="small-slices", max_rate="16mbit"))
         run.go(one)
         trained(run, 1)
         one.send(signal.SIGTERM)
         assert left(one)["stats"]["unmerged_tokens"] == 0
-        assert run.log_lines(one, "was not taken") == []
+        assert run.log_lines(one, "syncer refused contribution") == []
 
 
 @pytest.mark.long
-def test_a_syncer_that_is_killed_meanwhile_is_told_again(tmp_path):
+def test_drain_request_is_repeated_to_a_restarted_syncer(tmp_path):
     with Run(tmp_path, rare(quorum=2)) as run:
         one, two = run.joined(spec(1), 2)
         run.go(one, two)
         trained(run, 1, 2)
-        two.order("hold")
-        two.hear("held")
+        two.command("hold")
+        two.expect("held")
         one.send(signal.SIGTERM)
         run.until(lambda status: "leaves soon" in status["learners"][0]["reason"], "it has said that it leaves")
         run.syncer.kill()
@@ -203,14 +203,14 @@ def test_a_syncer_that_is_killed_meanwhile_is_told_again(tmp_path):
 # Too short
 
 
-def test_a_notice_that_is_shorter_than_a_round_is_kept_and_the_loss_is_counted(tmp_path):
+def test_notice_shorter_than_a_round_is_respected_and_the_loss_is_counted(tmp_path):
     """The quorum wants the other one, which does not come to a boundary in time."""
     with Run(tmp_path, rare(quorum=2)) as run:
         one, two = run.joined(spec(1, 1.5), 2)
         run.go(one, two)
         trained(run, 1, 2)
-        two.order("hold")
-        two.hear("held")
+        two.command("hold")
+        two.expect("held")
         before = run.status()["ledger"][1]
         one.send(signal.SIGTERM)
         lost = left(one)["stats"]["unmerged_tokens"]
@@ -223,11 +223,13 @@ def test_a_notice_that_is_shorter_than_a_round_is_kept_and_the_loss_is_counted(t
         run.go(two)
         run.verdict()
         assert why_stopped(run, 1) == "learner-left-early"
-        told = run.until(lambda status: dropped(run)[1], "the record of who has left is durable, and the tape says so")
-        assert told == {"left": lost}
+        report = run.until(
+            lambda status: dropped(run)[1], "the record of who has left is durable, and the tape says so"
+        )
+        assert report == {"left": lost}
 
 
-def test_a_syncer_that_stands_still_keeps_nobody(tmp_path):
+def test_stalled_syncer_does_not_delay_a_preempted_learner(tmp_path):
     with Run(tmp_path, rare()) as run:
         (one,) = run.joined(spec(1, 2.0))
         run.go(one)
@@ -243,7 +245,7 @@ def test_a_syncer_that_stands_still_keeps_nobody(tmp_path):
         assert why_stopped(run, 1) == "learner-left-early"
 
 
-def test_a_second_signal_means_that_there_is_no_time_after_all():
+def test_second_signal_ends_the_drain_at_once():
     now = [100.0]
     notice = Preemption(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
     notice.on_signal()
@@ -257,7 +259,7 @@ def test_a_second_signal_means_that_there_is_no_time_after_all():
 
 
 def test_the_notice_of_another_rank_is_counted_from_the_boundary_before():
-    """Its machine was told after that, and goes by its own clock."""
+    """Its machine received the notice after that boundary."""
     now = [100.0]
     notice = Preemption(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
     notice.merge_rank_level(0)
@@ -269,7 +271,7 @@ def test_the_notice_of_another_rank_is_counted_from_the_boundary_before():
     assert notice.has_expired()
 
 
-def test_a_second_signal_at_another_rank_leaves_no_time_either():
+def test_second_signal_at_another_rank_ends_the_drain_at_once():
     notice = Preemption(LONG_S, logging.getLogger("test"), clock=lambda: 100.0)
     notice.merge_rank_level(2)
     assert notice.has_expired()
@@ -279,22 +281,22 @@ def test_a_second_signal_at_another_rank_leaves_no_time_either():
 # Whose signal it is
 
 
-def test_a_handler_of_the_script_is_called_too_and_is_there_again_afterwards(tmp_path):
-    """Its loop ends by itself, before the learner has come to another boundary."""
-    heard: list[int] = []
+def test_signal_handler_of_the_script_is_called_and_restored(tmp_path):
+    """Its loop ends before the learner has come to another boundary."""
+    received: list[int] = []
 
-    def hear(number: int, frame: object) -> None:
-        heard.append(number)
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
 
-    before = signal.signal(signal.SIGTERM, hear)
+    before = signal.signal(signal.SIGTERM, handle)
     try:
         with Run(tmp_path, rare()) as run:
             job = work()
             with learner_of(run, job, 1, notice_s=LONG_S) as learner:
                 train(learner, job, 5)
                 signal.raise_signal(signal.SIGTERM)
-                assert heard == [signal.SIGTERM]
-            assert signal.getsignal(signal.SIGTERM) is hear
+                assert received == [signal.SIGTERM]
+            assert signal.getsignal(signal.SIGTERM) is handle
             assert learner.drained
             assert learner.stats().unmerged_tokens == 0
             run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
@@ -304,7 +306,7 @@ def test_a_handler_of_the_script_is_called_too_and_is_there_again_afterwards(tmp
         signal.signal(signal.SIGTERM, before)
 
 
-def test_in_another_thread_nobody_listens_and_that_is_said_once(tmp_path, caplog):
+def test_preemption_outside_of_the_main_thread_is_logged_once(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     found: list[object] = []
 
@@ -320,10 +322,10 @@ def test_in_another_thread_nobody_listens_and_that_is_said_once(tmp_path, caplog
         thread.start()
         thread.join(LIMIT_S)
     assert found == [before]
-    assert len([record for record in caplog.records if "SIGTERM is not heard" in record.message]) == 1
+    assert len([record for record in caplog.records if "SIGTERM is not handled" in record.message]) == 1
 
 
-def test_the_command_leaves_the_first_signal_to_its_learner_and_ends_at_a_later_one():
+def test_command_forwards_the_first_signal_and_ends_at_a_later_one():
     watch = LearnerProgress("text", is_shown=False, has_preemption_notice=True)
     assert not watch.handles_preemption(), "while it joins there is nothing to push"
     watch.steps = 1
@@ -341,7 +343,7 @@ def test_the_command_leaves_the_first_signal_to_its_learner_and_ends_at_a_later_
 
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-3", "inf"])
-def test_what_is_no_time_is_refused(monkeypatch, seconds):
+def test_invalid_notice_s_is_refused(monkeypatch, seconds):
     monkeypatch.setenv("ATOLL_NOTICE_S", seconds)
     job = work()
     with pytest.raises(ValueError, match="from SIGTERM to the end"):
@@ -352,54 +354,54 @@ def test_what_is_no_time_is_refused(monkeypatch, seconds):
 # Islands of several ranks
 
 
-def test_the_notice_of_any_rank_is_that_of_its_island(tmp_path):
+def test_notice_at_any_rank_drains_the_island(tmp_path):
     with Run(tmp_path, rare()) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp", notice_s=LONG_S))
         island.joined()
-        island.order("go")
+        island.command("go")
         trained(run, 1)
         island.ranks[1].send(signal.SIGTERM)
-        told = island.left()
-        assert [(each["finished"], each["drained"]) for each in told] == [(True, True)] * 2
+        report = island.left()
+        assert [(each["finished"], each["drained"]) for each in report] == [(True, True)] * 2
         everything_merged(run)
 
 
-def test_a_loop_of_many_ranks_that_ends_by_the_notice_pushes_when_it_is_left(tmp_path):
+def test_loop_of_many_ranks_that_ends_by_the_notice_is_drained_on_exit(tmp_path):
     """Its ranks have come to the end of their loops before their next boundary."""
     with Run(tmp_path, rare()) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp", notice_s=LONG_S))
         island.joined()
-        island.order("go")
+        island.command("go")
         trained(run, 1)
-        island.order("hold")
-        island.hear("held")
+        island.command("hold")
+        island.expect("held")
         assert min(line["pending"] for line in run.status()["ledger"][1:]) > 0
         island.ranks[1].send(signal.SIGTERM)
-        island.order("break")
-        told = island.left()
-        assert [(each["finished"], each["drained"]) for each in told] == [(True, True)] * 2
+        island.command("break")
+        report = island.left()
+        assert [(each["finished"], each["drained"]) for each in report] == [(True, True)] * 2
         everything_merged(run)
 
 
 @pytest.mark.long
-def test_torchrun_and_its_ranks_are_told_and_all_of_them_leave(tmp_path):
-    """By an engine that tells every process: the ranks hear it twice."""
-    told = tmp_path / "told"
-    told.mkdir()
+def test_sigterm_to_torchrun_and_its_ranks_drains_all_of_them(tmp_path):
+    """A launcher signals every process, so the ranks receive the signal twice."""
+    report = tmp_path / "report"
+    report.mkdir()
     with Run(tmp_path, rare()) as run:
         command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
         named = {"ATOLL_SYNCER": run.address, "ATOLL_LEARNER": "1", "ATOLL_RUN_DIRECTORY": str(run.directory)}
         names = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ATOLL_NOTICE_S": "25"}
         with (tmp_path / "torchrun.log").open("w") as log:
             torchrun = subprocess.Popen(
-                [*command, "--nproc-per-node", "2", "-m", "tests.learner.preempted_island", str(told)],
+                [*command, "--nproc-per-node", "2", "-m", "tests.learner.preempted_island", str(report)],
                 env={**os.environ, **named, **names},
                 stdout=log,
                 stderr=log,
             )
         try:
             run.until(lambda status: status["learners"] and status["learners"][0]["step"] > 5, "it trains", LONG_S)
-            for process in (torchrun.pid, *_pids(told)):
+            for process in (torchrun.pid, *_pids(report)):
                 os.kill(process, signal.SIGTERM)
             torchrun.wait(LONG_S)
         finally:
@@ -407,11 +409,11 @@ def test_torchrun_and_its_ranks_are_told_and_all_of_them_leave(tmp_path):
                 torchrun.kill()
                 torchrun.wait()
         said = (tmp_path / "torchrun.log").read_text()
-        assert [path.read_text() for path in sorted(told.glob("*.left"))] == ["True True", "True True"], said
+        assert [path.read_text() for path in sorted(report.glob("*.left"))] == ["True True", "True True"], said
         everything_merged(run)
 
 
-def _pids(told: Path) -> list[int]:
-    pids = [int(path.read_text()) for path in told.glob("*.pid")]
+def _pids(report: Path) -> list[int]:
+    pids = [int(path.read_text()) for path in report.glob("*.pid")]
     assert len(pids) == 2
     return pids

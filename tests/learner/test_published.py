@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 def are_published(run: Path, shown: Mapping[str, Tensor]) -> bool:
-    """Every fragment is the newest durable version, or the one before it: an island that stands still may not have
-    adopted the newest, and nobody can have merged two without it. Three are kept."""
+    """Return whether every fragment is the newest durable version or the one before: a paused learner may not have
+    adopted the newest, and no learner can have merged two without it. Three versions are stored."""
     plan = read_plan(run)
     for p in range(len(plan.fragments)):
         files = sorted((run / STORE_FOLDER / "fragments" / f"{p:03d}").glob("*.safetensors"))[-2:]
@@ -68,7 +68,7 @@ def ahead(learner: Learner, job: Work, adopted: int = 9) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("mixed", "float64"), ("plain", "bfloat16")])
-def test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, name, dtype):
+def test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_path, name, dtype):
     job = work(name, 1, dtype)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
         ahead(learner, job)
@@ -84,7 +84,7 @@ def test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_las
         learner.step(tokens=BATCH, loss=job.step(0))
 
 
-def test_an_exception_inside_is_the_users_and_the_model_is_restored(tmp_path):
+def test_exception_inside_the_block_is_propagated_and_the_model_is_restored(tmp_path):
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
         ahead(learner, job)
@@ -96,7 +96,7 @@ def test_an_exception_inside_is_the_users_and_the_model_is_restored(tmp_path):
             assert are_published(tmp_path, values(job.model))
 
 
-def test_what_makes_no_sense_inside_is_refused(tmp_path):
+def test_step_and_nested_block_inside_published_are_refused(tmp_path):
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run:
         learner = learner_of(run, job, 1)
@@ -114,7 +114,7 @@ def test_what_makes_no_sense_inside_is_refused(tmp_path):
             assert same(own, bits(job.model))
 
 
-def test_what_is_frozen_after_the_join_keeps_its_own_value_too(tmp_path):
+def test_parameter_frozen_after_the_join_is_restored_too(tmp_path):
     """For a while, as some frameworks do: it travels all the same."""
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
@@ -136,14 +136,14 @@ def _shares_memory(model: nn.Module, *_: object) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_tensors(model).items()}
 
 
-@pytest.mark.parametrize("wrong", [_keeps_in_f32, _shares_memory])
-def test_the_tests_above_find_a_copy_that_is_not_exact(monkeypatch, tmp_path, wrong: Callable[..., Any]):
-    monkeypatch.setattr(published, "_copy_own_values", wrong)
+@pytest.mark.parametrize("invalid", [_keeps_in_f32, _shares_memory])
+def test_the_tests_above_fail_for_an_inexact_copy(monkeypatch, tmp_path, invalid: Callable[..., Any]):
+    monkeypatch.setattr(published, "_copy_own_values", invalid)
     with pytest.raises(AssertionError):
-        test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, "mixed", "float64")
+        test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_path, "mixed", "float64")
 
 
-def test_the_tests_above_find_a_fragment_that_is_not_shown(monkeypatch, tmp_path):
+def test_the_tests_above_fail_for_a_fragment_that_is_not_loaded(monkeypatch, tmp_path):
     adopt = FragmentTensors.adopt
 
     def forgets_one(fragment: FragmentTensors, how: AdoptMode, value: Buffer, *rest: Any) -> None:
@@ -152,22 +152,22 @@ def test_the_tests_above_find_a_fragment_that_is_not_shown(monkeypatch, tmp_path
 
     monkeypatch.setattr(FragmentTensors, "adopt", forgets_one)
     with pytest.raises(AssertionError):
-        test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, "plain", "bfloat16")
+        test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_path, "plain", "bfloat16")
 
 
 @pytest.mark.parametrize("shape", ["fsdp", "ddp"])
-def test_all_ranks_of_an_island_show_the_same_published_model(tmp_path, shape):
+def test_all_ranks_of_an_island_load_the_same_published_model(tmp_path, shape):
     with Run(tmp_path, endless()) as run:
         island = RankedIsland(run, IslandSpec(1, shape))
         island.joined()
-        island.order("go")
+        island.command("go")
         run.until(run.merges(6), "a few merges")
-        island.order("show")
-        assert all(told["restored"] for told in island.hear("shown"))
+        island.command("show")
+        assert all(report["restored"] for report in island.expect("shown"))
         shown = [load_file(path) for path in (model_file(tmp_path, 1), rank_file(tmp_path, 1, 1))]
         assert same(*shown)
         assert are_published(tmp_path, shown[0])
-        island.order("go")
+        island.command("go")
         run.until(run.merges(run.status()["merges"] + 3), "it trains on")
         run.end()
         island.finished(tmp_path)

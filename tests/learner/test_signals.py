@@ -14,36 +14,36 @@ from atoll.learner.preemption import DeferredSignals
 
 
 @pytest.fixture
-def heard() -> Iterator[list[int]]:
-    """What the program's handler of SIGTERM has heard."""
+def received() -> Iterator[list[int]]:
+    """Signals that the program's handler of SIGTERM has received."""
     came: list[int] = []
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    before = signal.signal(signal.SIGTERM, hear)
+    before = signal.signal(signal.SIGTERM, handle)
     yield came
     signal.signal(signal.SIGTERM, before)
 
 
-def test_held_back_inside_of_the_block_and_in_no_other_place(heard):
+def test_signals_are_deferred_only_inside_the_block(received):
     program = signal.getsignal(signal.SIGTERM)
     interrupts = DeferredSignals()
     interrupts.install()
     signal.raise_signal(signal.SIGTERM)
-    assert heard == [signal.SIGTERM], "outside of the block it is heard at once"
+    assert received == [signal.SIGTERM], "outside of the block it is received at once"
     with interrupts:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        assert len(heard) == 1
-    assert len(heard) == 3
+        assert len(received) == 1
+    assert len(received) == 3
     interrupts.uninstall()
     assert signal.getsignal(signal.SIGTERM) is program
     signal.raise_signal(signal.SIGTERM)
-    assert len(heard) == 4
+    assert len(received) == 4
 
 
-def test_a_block_of_another_thread_holds_nothing_back(heard):
+def test_block_of_another_thread_defers_no_signal(received):
     """The background handles events too, while the main thread may be anywhere."""
     interrupts = DeferredSignals()
     interrupts.install()
@@ -59,47 +59,47 @@ def test_a_block_of_another_thread_holds_nothing_back(heard):
     try:
         assert inside.wait(300)
         signal.raise_signal(signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
     finally:
         done.set()
         thread.join()
         interrupts.uninstall()
 
 
-def test_a_handler_that_the_program_sets_meanwhile_stays(heard):
+def test_handler_that_the_program_sets_meanwhile_is_not_replaced(received):
     interrupts = DeferredSignals()
     interrupts.install()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     interrupts.uninstall()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    assert heard == []
+    assert received == []
 
 
-def test_two_learners_in_one_process_leave_in_any_order(heard):
+def test_two_learners_in_one_process_leave_in_any_order(received):
     first, second = DeferredSignals(), DeferredSignals()
     first.install()
     second.install()
     first.uninstall()
     with second:
         signal.raise_signal(signal.SIGTERM)
-        assert heard == []
-    assert heard == [signal.SIGTERM]
+        assert received == []
+    assert received == [signal.SIGTERM]
     second.uninstall()
     signal.raise_signal(signal.SIGTERM)
-    assert len(heard) == 2, "one that has left passes on what it hears"
+    assert len(received) == 2, "a learner that has left forwards its signals"
 
 
-def test_a_notice_is_heard_with_and_without_a_handler_of_the_program(heard):
+def test_notice_is_received_with_and_without_a_handler_of_the_program(received):
     for program in (signal.getsignal(signal.SIGTERM), signal.SIG_DFL, signal.SIG_IGN):
         signal.signal(signal.SIGTERM, program)
-        heard.clear()
+        received.clear()
         notices: list[str] = []
         interrupts = DeferredSignals()
         interrupts.install()
         assert interrupts.handle_sigterm(partial(notices.append, "notice"))
         signal.raise_signal(signal.SIGTERM)
         assert notices == ["notice"]
-        assert heard == ([signal.SIGTERM] if callable(program) else [])
+        assert received == ([signal.SIGTERM] if callable(program) else [])
         with interrupts:
             signal.raise_signal(signal.SIGTERM)
             assert len(notices) == 1
@@ -108,7 +108,7 @@ def test_a_notice_is_heard_with_and_without_a_handler_of_the_program(heard):
         assert signal.getsignal(signal.SIGTERM) is program
 
 
-def test_another_thread_heeds_nothing():
+def test_other_thread_handles_no_signal():
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(DeferredSignals().handle_sigterm(lambda: None)))
     thread.start()

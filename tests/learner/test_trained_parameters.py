@@ -1,4 +1,4 @@
-"""What is frozen, unfrozen, added or replaced after the join is noticed, unless it is frozen for a while."""
+"""Parameters that are frozen for long, unfrozen, added or replaced after the join are found."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def steps(trained: ParameterCheck, count: int) -> None:
         trained.check()
 
 
-def test_a_learner_says_at_its_next_look_what_was_unfrozen(tmp_path):
+def test_unfrozen_parameter_is_named_at_the_next_check(tmp_path):
     job = work("mixed", 1)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
         learner.step(tokens=BATCH, loss=job.step(0))
         job.model.get_submodule("frozen").requires_grad_(True)
-        with pytest.raises(ValueError, match=r"was unfrozen after the join: frozen\.\w+\. .* leave and join anew"):
+        with pytest.raises(ValueError, match=r"was unfrozen after the join: frozen\.\w+\. .* leave and join again"):
             train(learner, job, CHECK_INTERVAL_STEPS)
 
 
-def test_an_optimizer_with_other_parameters_has_it_look_at_once():
+def test_changed_optimizer_parameters_trigger_a_check_at_once():
     model, trained, optimizer = halves()
     trained.check()
     model[0].requires_grad_(True)
@@ -46,7 +46,7 @@ def test_an_optimizer_with_other_parameters_has_it_look_at_once():
         trained.check()
 
 
-def test_what_is_frozen_for_good_is_said_once(caplog):
+def test_permanently_frozen_parameter_is_logged_once(caplog):
     model, trained, _ = halves()
     trained.check()
     model[2].requires_grad_(False)
@@ -58,7 +58,7 @@ def test_what_is_frozen_for_good_is_said_once(caplog):
     assert len(caplog.records) == 1
 
 
-def test_two_halves_may_be_trained_in_turn(caplog):
+def test_two_halves_may_be_trained_alternately(caplog):
     model, trained, _ = halves()
     for turn in range(4 * FROZEN_STEPS_BEFORE_WARNING):
         model[1].requires_grad_(turn % 6 != 0)
@@ -94,7 +94,7 @@ def test_parameter_replaced_after_joining_is_an_error(tmp_path):
             train(learner, job, CHECK_INTERVAL_STEPS)
 
 
-def test_parameter_that_the_optimizer_gets_is_noticed_at_the_next_step():
+def test_parameter_added_to_the_optimizer_is_found_at_the_next_step():
     model, trained, optimizer = halves()
     steps(trained, 2)
     model.append(nn.Linear(2, 2))

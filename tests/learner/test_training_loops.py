@@ -65,7 +65,7 @@ def loops(code: str) -> list[ast.While | ast.For]:
 
 
 def mistakes(code: str) -> list[str]:
-    """Return what is wrong with the loops of this code."""
+    """Return the mistakes in the loops of this code."""
     found = []
     for loop in loops(code):
         if not isinstance(loop, ast.While) or ast.unparse(loop.test) != "not learner.finished":
@@ -79,7 +79,7 @@ def test_every_page_example_and_docstring_checks_finished_before_the_step():
     paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py"), *ROOT.rglob("src/atoll/**/*.py")]
     shown = {str(path.relative_to(ROOT)): [code for code in codes(path) if loops(code)] for path in paths}
     assert sorted(path for path, found in shown.items() if found) == SOURCES
-    assert [f"{path}, {wrong}" for path, found in shown.items() for code in found for wrong in mistakes(code)] == []
+    assert [f"{path}, {invalid}" for path, found in shown.items() for code in found for invalid in mistakes(code)] == []
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_every_page_example_and_docstring_checks_finished_before_the_step():
         "while True:\n  learner.step(tokens=1)\n  if learner.finished:\n   break",
     ],
 )
-def test_a_planted_loop_that_checks_finished_late_or_never_is_noticed(planted):
+def test_planted_loop_that_checks_finished_late_or_never_is_found(planted):
     assert mistakes(f"with atoll.Learner(model, optimizer) as learner:\n {planted}")
 
 
@@ -142,7 +142,7 @@ def test_the_loop_of_the_readme_trains_over_epochs_to_the_end_and_holds_the_publ
     with Run(tmp_path, config()) as run:
         script = Script(run, 1)
         script.main()
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert run.syncer.ended() == 0
         assert script.learner.finished
         assert script.steps > 3
@@ -160,14 +160,14 @@ def test_the_loop_of_the_readme_trains_over_epochs_to_the_end_and_holds_the_publ
 def test_the_loop_of_the_readme_ends_when_the_learner_is_drained(tmp_path):
     with Run(tmp_path, endless()) as run:
         script = Script(run, 1)
-        asked = []
+        requested = []
 
         def drain() -> None:
             if script.steps == 5:
                 body = json.dumps({"kind": "drain", "value": 1, "requested_by": "test"}).encode()
-                asked.append(run.ask("POST", "/v1/control", body)[0])
+                requested.append(run.ask("POST", "/v1/control", body)[0])
 
         script.on_step = drain  # type: ignore[method-assign]
         script.main()
-        assert asked == [200]
+        assert requested == [200]
         assert (script.learner.finished, script.learner.drained) == (True, True)

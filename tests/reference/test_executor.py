@@ -32,7 +32,7 @@ from tests.reference.lockstep import Lockstep, Paced, mean_of_learners
 INT8 = Numerics(outer_lr=0.4, outer_momentum=0.9, up="int8", down="int8")
 
 SEEDS = (27, 66, 67, 88, 89, 173, 233, 396)
-"""Small worlds in which a syncer is started again, and a learner takes the inner state of a peer."""
+"""Small worlds in which a syncer is started again, and a learner takes the optimizer state of a peer."""
 
 
 SHARDED = {"shard-recovered": (8, 130), "shard-version-lost": (13, 78), "both": (149,)}

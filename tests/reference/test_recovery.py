@@ -106,9 +106,9 @@ def test_the_snapshot_is_listed_with_what_it_holds(stopped, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["snapshot"], "say of which run"),
-        (["snapshot", "--list"], "say whose snapshots"),
-        (["snapshot", "RUN"], "no syncer runs on"),
+        (["snapshot"], "which run?"),
+        (["snapshot", "--list"], "--list needs the directory of a run"),
+        (["snapshot", "RUN"], "runs on this machine: take snapshots while it runs"),
         (["snapshot", "RUN", "--syncer", "a:1"], "not both"),
         (["snapshot", "--syncer", "a"], "give host:port"),
         (["snapshot", "--syncer", "127.0.0.1:9"], "no syncer answers at 127.0.0.1:9"),
@@ -116,9 +116,9 @@ def test_the_snapshot_is_listed_with_what_it_holds(stopped, capsys):
         (["snapshot", "DATA", "--list"], "has no store"),
         (["train", "--out", "NEW", "--restore", "nowhere"], "no run of atoll train"),
         (["train", "--out", "NEW", "--restore", "RUN@77"], "has no snapshot 77; it has"),
-        (["train", "--out", "NEW", "--restore", "RUN@x"], "after the @ comes a number"),
+        (["train", "--out", "NEW", "--restore", "RUN@x"], "the @ needs a snapshot number"),
         (["train", "--out", "NEW", "--restore", "RUN", "--model", "1m"], "--model means nothing with --restore"),
-        (["train", "--out", "NEW", "--restore", "RUN", "--resume"], "give one of them"),
+        (["train", "--out", "NEW", "--restore", "RUN", "--resume"], "give only one of them"),
         (["train", "--out", "NEW", "--restore", "RUN", "--tokens", "32"], "nothing would be left to train"),
         (["train", "--out", "DATA", "--restore", "RUN"], "is there already"),
         (["train", "--out", "RUN", "--resume", "--lr", "1"], "--lr means nothing with --resume"),
@@ -141,10 +141,10 @@ def test_a_stopped_run_goes_on_from_its_parts_on_fewer_as_many_and_more_islands(
     assert main(["train", "--out", str(run), "--resume", "--learners", str(learners), "--json"]) == 0
     report = said(capsys)
     sentences = [sentence for island in report["islands"] for sentence in island["inner_state"][-1:]]
-    resumed = [s for s in sentences if s != "the run is new: nobody has inner state yet"]
+    resumed = [s for s in sentences if s != "the run is new: no learner has optimizer state yet"]
     saved = [s for s in resumed if s.endswith(f"saved in snapshot {told['snapshot']}")]
     assert saved, sentences
-    assert all(s in saved or s.startswith("inner state from learner") for s in resumed), sentences
+    assert all(s in saved or s.startswith("optimizer state from learner") for s in resumed), sentences
     assert len(resumed) >= learners
     assert report["tokens"]["trained"] >= TOKENS
     assert report["eval_loss"] < report["eval_loss_before"]
@@ -164,7 +164,7 @@ def test_a_snapshot_is_restored_into_a_new_run(stopped, tmp_path, capsys, learne
     report = said(capsys)
     assert len(report["islands"]) == (learners or 2)
     first = report["islands"][0]["inner_state"][0]
-    assert first.endswith(f"saved in snapshot {told['snapshot']}") or first.startswith("inner state from learner")
+    assert first.endswith(f"saved in snapshot {told['snapshot']}") or first.startswith("optimizer state from learner")
     tokens = report["tokens"]
     assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]
     own = report["steps"] * STEP
@@ -173,7 +173,7 @@ def test_a_snapshot_is_restored_into_a_new_run(stopped, tmp_path, capsys, learne
     assert report["eval_loss"] < report["eval_loss_before"]
     assert_tapes_are_sound(run)
     assert main(["replay", str(run)]) == 0
-    assert "the same to the last bit" in capsys.readouterr().out
+    assert "the model is bit-identical" in capsys.readouterr().out
     assert_nothing_is_made_up(run, capsys)
     assert_goes_on_with_the_data(run, source, told["snapshot"])
 
@@ -210,7 +210,7 @@ def test_a_restored_run_starts_with_the_values_of_the_cut(stopped, tmp_path):
         source, tmp_path / "new", run_settings_for(JobSettings.load(run / CONFIG_FILE), "new-1"), lines.append
     )
     assert 0 < done < TOKENS
-    assert "inner state of 2 learners is there" in lines[-1]
+    assert "optimizer state of 2 learners is there" in lines[-1]
     assert list_parts(tmp_path / "new") == {1: [told["snapshot"]], 2: [told["snapshot"]]}
     restored = read_published_tensors(tmp_path / "new")
     plan = source.settings.plan
@@ -238,14 +238,14 @@ def test_a_damaged_snapshot_and_a_damaged_part_are_said(stopped, tmp_path, capsy
         lines.append,
     )
     assert any("cut short" in line for line in lines)
-    assert "inner state of 1 learners is there" in lines[-1]
+    assert "optimizer state of 1 learners is there" in lines[-1]
     path = run / "store" / "snapshots" / f"{told['snapshot']:09d}" / "001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.unlink()  # it is a second name of a version
     path.write_bytes(data)
     assert main(["train", "--out", str(tmp_path / "newer"), "--restore", str(run)]) == 2
-    assert "001.safetensors: the digest is wrong" in capsys.readouterr().err
+    assert "001.safetensors: the digest does not match" in capsys.readouterr().err
     assert not (tmp_path / "newer").exists()
     record = path.with_name("record.json")
     record.write_bytes(record.read_bytes()[:-3])

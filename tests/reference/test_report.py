@@ -153,7 +153,7 @@ def test_a_fault_says_what_it_cost_and_that_the_others_went_on(eventful):
     assert fault.away_s is not None
     assert fault.away_s > 2.0
     assert fault.came_back_with is not None
-    assert "inner state from learner" in fault.came_back_with
+    assert "optimizer state from learner" in fault.came_back_with
     assert fault.others_step_s_before == fault.others_step_s_during == STEP_S
 
 
@@ -169,7 +169,7 @@ def test_summary_calls_tokens_of_a_learner_that_did_not_come_back_lost(tmp_path)
     report = decoupled(tmp_path)
     assert report.tokens.pending > 0 == report.tokens.dropped, "its account must be open at the end"
     said = " ".join(" ".join(summary_lines(report, JobSettings(learners=3), tmp_path)).split())
-    assert "It did not train again before the run ended. What it had trained and not yet merged is lost." in said
+    assert "It did not train again before the run ended. Its unmerged work is lost." in said
     assert "are in no version: trained while the last merges were made, or lost with learner 2, which did not" in said
     assert "0 % were lost" not in said
 

@@ -199,14 +199,14 @@ def test_which_end_came_first_is_said(run, text, capsys):
     words = ["replay", str(run), *MODEL, "--data", str(text)]
     assert main([*words, "--tokens", str(TOKENS)]) == 0
     out = capsys.readouterr().out
-    assert "every effect came out as recorded" in out
+    assert "every effect is as recorded" in out
     assert f"trained on simulated tapes: {TOKENS:,} tokens in " in out
-    assert f"all {TOKENS:,} tokens that were wished for are trained" in out
+    assert f"all {TOKENS:,} requested tokens are trained" in out
     assert "held-out loss " in out
     assert "learner 4: " in out
     assert main([*words, "--tokens", "1G"]) == 0
     out = capsys.readouterr().out
-    assert "the tapes are over, before the 1,000,000,000 tokens that were wished for" in out
+    assert "the tapes ended before the 1,000,000,000 tokens that were wished for" in out
     assert "in 2 incarnations" in out
 
 
@@ -250,7 +250,7 @@ def test_a_run_that_is_not_simulated_refuses_them(tmp_path, capsys):
     other = eventful_run().save(tmp_path / "run")
     told = refused(capsys, other, "--model", "100k")
     assert "--model is for tapes of atoll simulate" in told
-    assert "by its own settings; leave it out" in told
+    assert "with its own settings; leave it out" in told
     assert "--seed is for tapes" in refused(capsys, other, "--seed", "0")
 
 

@@ -1,4 +1,4 @@
-"""Protocol bugs, planted one at a time. Each is a small, plausible mistake and names the checker that must find it."""
+"""Planted protocol bugs. Each is a small, plausible mistake with the names of the checkers that must find it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from atoll.core.types import AcceptedContribution, Incarnation, Interval, Learne
 @dataclass(frozen=True)
 class PlantedBug:
     name: str
-    checkers: tuple[str, ...]  # any of these may be the first to see it
+    checkers: tuple[str, ...]  # any of these may find it first
     syncer: SyncerComponents = field(default_factory=SyncerComponents)
     learner: LearnerComponents = field(default_factory=LearnerComponents)
-    first_seed: int = 0  # where the search starts: a seed that shows the bug
+    first_seed: int = 0  # first seed of the search, which shows the bug
     syncer_core: type[SyncerCore] = SyncerCore
     learner_core: type[LearnerCore] = LearnerCore
 
@@ -66,7 +66,7 @@ class PlantedBug:
 
 class Unchecked(SyncerCore):
     def check_invariants(self) -> None:
-        """Switched off: the observer must find it, not the core's own self-test."""
+        """Do nothing, so that a checker must find the bug and not the core itself."""
 
 
 class MergesBelowQuorum(Rounds):
@@ -107,14 +107,14 @@ class PublishesBeforeDurable(Rounds):
 
 
 class ForgetsFailedWrite(Rounds):
-    """A full disk is taken for a success."""
+    """Treats a failed write as a success."""
 
     def _on_version_not_saved(self, now: float, f: Fragment, why: str) -> None:
         self.on_version_saved(now, f)
 
 
 class MergesTwiceAfterRestart(SyncerState):
-    """Reads the last but one version of its directory."""
+    """Restores the version before the newest one."""
 
     def _restore(self, restored: RestoredState) -> None:
         super()._restore(restored)
@@ -134,7 +134,7 @@ class WelcomesBeforeDurable(Membership):
 
 
 class LosesRefusedContribution(LearnerRounds):
-    """Takes a refused contribution for settled."""
+    """Treats a refused contribution as merged."""
 
     def on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:
         super().on_refused_contribution(now, envelope, body)
@@ -146,12 +146,12 @@ class LosesRefusedContribution(LearnerRounds):
 
 class ForgetsPullDeadline(Rounds):
     def on_pull_timer(self, now: float, fragment: int) -> None:
-        """A lost answer is waited for until the end of time."""
+        """Do nothing: a lost contribution is never pulled again."""
 
 
 class ForgetsGraceDeadline(Rounds):
     def on_grace_timer(self, now: float, fragment: int) -> None:
-        """The window never closes by itself."""
+        """Do nothing: the grace window never closes."""
 
 
 class GraceBeyondBound(Rounds):
@@ -164,8 +164,8 @@ class GraceBeyondBound(Rounds):
         self._state.arm_timer(f.grace_until, "grace", f.id)
 
 
-class WaitsForWhoMissedNothing(Rounds):
-    """Every round waits as long as it may, as if somebody had missed the one before."""
+class WaitsForLearnersThatMissedNothing(Rounds):
+    """Waits in every round as if a learner had missed the last merge."""
 
     def _enter_grace(self, now: float, f: Fragment) -> None:
         f.missed_last_merge = dict(f.pulled)
@@ -176,7 +176,7 @@ class WaitsForWhoMissedNothing(Rounds):
 
 
 class WeighsByStaleCounters(Rounds):
-    """Uses what the learner last reported instead of what the contribution says."""
+    """Uses the counters of the last report instead of those of the contribution."""
 
     def _accepted(self, member: Member, body: Contribution) -> AcceptedContribution:
         steps = max(1, member.step - self._state.baseline(self._state.fragments[body.round.fragment], member))
@@ -194,11 +194,11 @@ class AdoptsOlderVersion(LearnerRounds):
 
 class MissesInFlight(Snapshots):
     def record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
-        """What is under way at the cut is not written down."""
+        """Do nothing: contributions in flight at the cut are not recorded."""
 
 
 class CutsAfterAdopting(LearnerRounds):
-    """Saves its part at the end of the step boundary: what was published after the cut is already in it."""
+    """Saves its part at the end of the step boundary, including versions that were published after the cut."""
 
     def save_part(self) -> None:
         if self._state.arrivals:
@@ -207,7 +207,7 @@ class CutsAfterAdopting(LearnerRounds):
 
 
 class CountsDuplicates(Rounds):
-    """A contribution that arrives twice is merged twice: a list where a mapping belongs."""
+    """Merges a duplicated contribution twice."""
 
     def __init__(self, state: SyncerState, *neighbours: Any) -> None:
         super().__init__(state, *neighbours)
@@ -229,22 +229,22 @@ class CountsDuplicates(Rounds):
 
 
 class WaitsForTheSyncer(LearnerCore):
-    """Stands still while its link is down."""
+    """Waits while its connection is down."""
 
     @property
     def training(self) -> bool:
         return super().training and self.state.link is ConnectionState.UP
 
 
-class IgnoresItsMark(LearnerRounds):
-    """Takes merged work for unmerged and sends it once more."""
+class IgnoresMergedUpTo(LearnerRounds):
+    """Treats merged steps as unmerged and contributes them again."""
 
     def _was_merged(self, p: int, copy: ContributionCopy | None) -> bool:
         return False
 
 
 class CopiesAnewForOldRound(LearnerRounds):
-    """Answers a repeated pull with a new copy: nobody can tell which one was merged."""
+    """Answers a repeated pull with a new copy, so it is unknown which copy was merged."""
 
     def on_pull(self, now: float, envelope: Envelope, body: Pull) -> None:
         copy = self._state.copies.get(body.round.fragment)
@@ -261,14 +261,14 @@ class EndsWithoutLastMerge(Rounds):
         self._shutdown.check_end(now)
 
 
-class DeadLearnerBlocksEnd(Shutdown):
+class CrashedLearnerBlocksEnd(Shutdown):
     def check_end(self, now: float) -> None:
         if self._state.stage is RunStage.FINISHING and len(self._state.live) < len(self._state.members):
             return
         super().check_end(now)
 
 
-class AsksForEver(Rounds):
+class PullsForever(Rounds):
     def on_pull_timer(self, now: float, fragment: int) -> None:
         f = self._state.fragments[fragment]
         if f.phase is RoundPhase.PULLING and now >= f.next_pull_at:
@@ -281,17 +281,19 @@ class StartsTooEarly(Joining):
         super().on_welcome(now, envelope, structs.replace(body, versions=tuple(-1 for _ in body.versions)))
 
 
-class GivesOldState(Joining):
+class SendsOldState(Joining):
     def send_state(self, now: float) -> None:
         self._state.state_transfers = {
-            to: g._replace(wanted=structs.replace(g.wanted, versions=tuple(-1 for _ in g.wanted.versions)))
-            for to, g in self._state.state_transfers.items()
+            to: transfer._replace(
+                request=structs.replace(transfer.request, versions=(-1,) * len(transfer.request.versions))
+            )
+            for to, transfer in self._state.state_transfers.items()
         }
         super().send_state(now)
 
 
 class ContributesAfterStop(LearnerShutdown):
-    """Answers a last pull although its training has ended."""
+    """Answers a pull after the end of training."""
 
     def check_final(self) -> None:
         copies = dict(self._state.copies)
@@ -302,11 +304,11 @@ class ContributesAfterStop(LearnerShutdown):
 
 
 class TicksTwice(Connection):
-    """Counts a message that it sends as an event of its own: clocks run ahead of the tape."""
+    """Counts a message that it sends as an event, so its ticks are ahead of the tape."""
 
-    def _greet(self, now: float) -> None:
+    def _send_hello(self, now: float) -> None:
         self._state.tick += 1
-        super()._greet(now)
+        super()._send_hello(now)
         self._state.tick -= 1
 
 
@@ -315,15 +317,15 @@ class StopsWithoutFinalVersions(LearnerShutdown):
         return True
 
 
-class NeverDialsAgain(Connection):
-    """Gives a link up and never dials again."""
+class NeverReconnects(Connection):
+    """Never reconnects after a lost connection."""
 
     def _redial(self) -> None:
-        """Forgotten."""
+        """Do nothing."""
 
 
-class AsksTheDiskTwice(Rounds):
-    """Asks the disk again without waiting for its answer."""
+class WritesTwice(Rounds):
+    """Requests the same write twice without waiting for the reply."""
 
     def _save_version(self, f: Fragment) -> None:
         super()._save_version(f)
@@ -334,7 +336,7 @@ class AsksTheDiskTwice(Rounds):
 
 
 class ContributesSettledTokens(LearnerRounds):
-    """Off by a few tokens."""
+    """Contributes a few settled tokens again."""
 
     def _contribute(self, p: int, round_id: RoundId) -> None:
         self._state.settled[p] -= min(self._state.settled[p], 8)
@@ -350,30 +352,30 @@ class LeasesBeforeDurable(DataLeases):
                 self._send_leases(member, holder, max(holder.durable, holder.first), holder.count)
 
 
-class ReturnsLeasesOfTheAbsent(Membership):
-    """Takes a broken link for the end of its learner."""
+class ReturnsLeasesOfDisconnected(Membership):
+    """Treats a lost connection as the end of the learner."""
 
-    def _gone(self, now: float, member: Member, reason: Reason) -> None:
+    def _disconnect(self, now: float, member: Member, reason: Reason) -> None:
         key = (member.id, member.incarnation)
-        super()._gone(now, member, reason)
+        super()._disconnect(now, member, reason)
         state = self._state
         if key in state.leases.holders and key not in state.lease_closing:
             state.log("learner", key[0], "leases-returned", state.leases.close(key), key[1])
 
 
-class ReturnsLeasesBeforeTheEndIsDurable(DataLeases):
+class ReturnsLeasesBeforeDurable(DataLeases):
     def close(self, member: Member, serial: int) -> None:
         super().close(member, 0)
         self.settle()
 
 
-class ReturnsWhatARoundHolds(DataLeases):
+class ReturnsSamplesOfOpenRound(DataLeases):
     def _is_contributing(self, key: HolderKey) -> bool:
         return False
 
 
-class WelcomesTheLost(Membership):
-    """One that was given up goes on as what it was."""
+class WelcomesLostIncarnation(Membership):
+    """Lets a lost incarnation continue."""
 
     def _find_hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
         refusal = super()._find_hello_refusal(envelope, body, member)
@@ -385,21 +387,21 @@ class WelcomesTheLost(Membership):
         return None
 
 
-class NeverGivesUp(Membership):
-    def _give_up(self, now: float, member: Member, away_s: float) -> None:
-        """What it holds, it holds for ever."""
+class NeverMarksLost(Membership):
+    def _expire(self, now: float, member: Member, disconnected_s: float) -> None:
+        """Do nothing: a lost learner keeps its leases forever."""
 
 
-class ForgetsWhoIsLost(SyncerState):
-    """After a restart takes the lost for those who have left, and answers them nothing."""
+class ForgetsLostLearners(SyncerState):
+    """Treats lost learners as left learners after a restart, so they get no reply."""
 
     def _restore(self, restored: RestoredState) -> None:
         members = structs.replace(restored.members, lost=()) if restored.members is not None else None
         super()._restore(replace(restored, members=members))
 
 
-class ForgetsMarksOfLeases(SyncerState):
-    """After a restart takes the last record of leases for all that there is to know."""
+class ForgetsMergedSamples(SyncerState):
+    """Restores only the last record of leases after a restart, without the merged samples of the versions."""
 
     def _restore_leases(self, record: LeaseRecord) -> None:
         self.leases_serial = record.serial
@@ -410,20 +412,20 @@ class ForgetsMarksOfLeases(SyncerState):
 
 
 class NewSamplesFirst(SyncerState):
-    class Books(LeaseLedger):
+    class NewestFirstLedger(LeaseLedger):
         def _cut(self, samples: int) -> Interval:
             self.next += samples
             return self.next - samples, self.next
 
     def __init__(self, config: RunConfig, epoch: int, restored: RestoredState | None = None) -> None:
         super().__init__(config, epoch, restored)
-        books = self.Books()
-        books.__dict__.update(self.leases.__dict__)
-        self.leases = books
+        leases = self.NewestFirstLedger()
+        leases.__dict__.update(self.leases.__dict__)
+        self.leases = leases
 
 
 class CountsLeasesTwice(LearnerLeases):
-    """A lease that comes again is taken for another one."""
+    """Counts a repeated lease as a new one."""
 
     def add(self, now: float, body: Lease) -> bool:
         if body.number < self._state.lease_count:
@@ -447,74 +449,74 @@ class OpensWhilePaused(Rounds):
 
 class StepsWhilePaused(Connection):
     def on_set_paused(self, now: float, envelope: Envelope, body: SetPaused) -> None:
-        """Heard, and forgotten."""
+        """Acknowledge a pause without pausing."""
         self._state.send(PausedAck(body.serial, body.paused))
 
 
-class KeepsItsQuorum(Controls):
+class KeepsOldQuorum(Controls):
     def _change_quorum(self, now: float, quorum: int, who: str) -> None:
         super()._change_quorum(now, min(quorum, self._state.config.quorum), who)
 
 
-class KeepsItsGrace(Rounds):
+class KeepsOldGrace(Rounds):
     def __init__(self, state: SyncerState, *neighbours: Any) -> None:
         super().__init__(state, *neighbours)
-        self.first = state.config
+        self.initial_config = state.config
 
     def _enter_grace(self, now: float, f: Fragment) -> None:
-        changed, self._state.config = (
+        current, self._state.config = (
             self._state.config,
-            replace(self._state.config, grace_margin=self.first.grace_margin),
+            replace(self._state.config, grace_margin=self.initial_config.grace_margin),
         )
         super()._enter_grace(now, f)
-        self._state.config = changed
+        self._state.config = current
 
 
-class TellsOnce(Controls):
-    """Of a pause, of its end and of a wish to leave; and if it is lost, it is lost."""
+class SendsRequestsOnce(Controls):
+    """Sends the requests of operators only once, so a lost message is never repeated."""
 
     def on_timer(self, now: float, learner: int) -> None:
-        """Not again."""
+        """Do nothing."""
 
 
-class TellsNobodyWhoReturns(Controls):
+class SendsNoRequestAfterReconnect(Controls):
     def resend_request(self, now: float, member: Member) -> None:
-        """What it was told before its link broke it has heard, most likely."""
+        """Do nothing: a request that was sent before the disconnection counts as received."""
 
 
-class KeepsRoundsOfALostShard(Rounds):
-    """A round goes on when its shard is back, with contributions that were lost with it."""
+class KeepsRoundsOfLostShard(Rounds):
+    """Continues a round after the return of its shard, with contributions that were lost."""
 
     def abandon(self, now: float, f: Fragment, reason: Reason, what: str = "") -> None:
         if reason.code != "shard-round-lost":
             super().abandon(now, f, reason, what)
 
 
-class AsksAShardThatIsAway(Delivery):
-    """Sends what nobody can fetch."""
+class SendsFromUnavailableShard(Delivery):
+    """Sends a version of an unavailable shard."""
 
-    def owe(self, now: float, member: Member, f: Fragment) -> None:
-        away, f.unavailable = f.unavailable, False
-        super().owe(now, member, f)
-        f.unavailable = away
-
-
-class TakesAllForDurable(SyncerShards):
-    """Whatever a shard had merged it has written, most likely."""
-
-    def _take_back(self, now: float, f: Fragment, version: int) -> None:
-        super()._take_back(now, f, f.version + 1 if f.id in self._state.durability_unknown else version)
+    def deliver(self, now: float, member: Member, f: Fragment) -> None:
+        unavailable, f.unavailable = f.unavailable, False
+        super().deliver(now, member, f)
+        f.unavailable = unavailable
 
 
-class TakesAllForLost(SyncerShards):
-    """Whatever a shard was writing is gone, most likely."""
+class TreatsAllAsDurable(SyncerShards):
+    """Treats all versions that a lost shard had merged as durable."""
+
+    def _reconnect(self, now: float, f: Fragment, version: int) -> None:
+        super()._reconnect(now, f, f.version + 1 if f.id in self._state.durability_unknown else version)
+
+
+class TreatsAllAsLost(SyncerShards):
+    """Treats all versions that a lost shard was writing as lost."""
 
     def on_back(self, now: float, event: ShardReconnected) -> None:
-        held = tuple((p, min(version, self._state.fragments[p].version)) for p, version in event.versions)
-        super().on_back(now, ShardReconnected(held))
+        versions = tuple((p, min(version, self._state.fragments[p].version)) for p, version in event.versions)
+        super().on_back(now, ShardReconnected(versions))
 
 
-class ForgetsWhatALostShardOwes(SyncerShards):
+class ForgetsUnackedOfLostShard(SyncerShards):
     def on_lost(self, now: float, event: ShardLost) -> None:
         super().on_lost(now, event)
         for member in self._state.members.values():
@@ -522,8 +524,8 @@ class ForgetsWhatALostShardOwes(SyncerShards):
                 member.unacked.pop(p, None)
 
 
-class WaitsForALostShard(Rounds):
-    """The fragment that is ripe first goes first, there or not."""
+class WaitsForLostShard(Rounds):
+    """Opens the fragment that is due first, also if its shard is unavailable."""
 
     def _oldest_idle_fragment(self) -> Fragment | None:
         idle = (
@@ -534,7 +536,7 @@ class WaitsForALostShard(Rounds):
         return next(idle, None)
 
 
-class KeepsThePlaceOfALostShard(SyncerState):
+class KeepsSlotOfLostShard(SyncerState):
     def occupied_slots(self) -> int:
         return self.in_flight
 
@@ -545,16 +547,16 @@ class LostShardBlocksEnd(Shutdown):
             super().skip_final(f, why)
 
 
-class LeavesTooEarly(Departure):
-    """Takes what it has sent for merged."""
+class LeavesBeforeMerge(Departure):
+    """Treats sent contributions as merged."""
 
     def unmerged(self) -> tuple[int, ...]:
         return tuple(p for p in super().unmerged() if p not in self._state.copies)
 
 
-class StepsAfterTheNotice(LearnerState):
+class StepsAfterDrainRequest(LearnerState):
     @property
-    def rests(self) -> bool:
+    def is_standing_by(self) -> bool:
         return self.paused
 
 
@@ -574,7 +576,7 @@ PLANTED_BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug("publish before durable", ("durable-first",), syncer=SyncerComponents(rounds=PublishesBeforeDurable)),
     PlantedBug(
-        "take a failed write for done",
+        "treat a failed write as done",
         ("versions", "durable-first"),
         syncer=SyncerComponents(rounds=ForgetsFailedWrite),
         first_seed=42,
@@ -599,7 +601,11 @@ PLANTED_BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug("forget the grace deadline", ("grace",), syncer=SyncerComponents(rounds=ForgetsGraceDeadline)),
     PlantedBug("grace beyond its bound", ("grace",), syncer=SyncerComponents(rounds=GraceBeyondBound)),
-    PlantedBug("wait for who missed nothing", ("grace",), syncer=SyncerComponents(rounds=WaitsForWhoMissedNothing)),
+    PlantedBug(
+        "wait for learners that missed no merge",
+        ("grace",),
+        syncer=SyncerComponents(rounds=WaitsForLearnersThatMissedNothing),
+    ),
     PlantedBug("weight from stale counters", ("weights",), syncer=SyncerComponents(rounds=WeighsByStaleCounters)),
     PlantedBug(
         "adopt an older version", ("versions",), learner=LearnerComponents(rounds=AdoptsOlderVersion), first_seed=24
@@ -608,27 +614,33 @@ PLANTED_BUGS: tuple[PlantedBug, ...] = (
         "snapshot misses an in-flight message", ("snapshot",), syncer=SyncerComponents(snapshots=MissesInFlight)
     ),
     PlantedBug("snapshot after adopting", ("snapshot",), learner=LearnerComponents(rounds=CutsAfterAdopting)),
-    PlantedBug("a learner twice in a merge", ("once",), syncer=SyncerComponents(rounds=CountsDuplicates)),
+    PlantedBug("merge a learner twice", ("merged-once",), syncer=SyncerComponents(rounds=CountsDuplicates)),
     PlantedBug("learner waits for the syncer", ("independence",), learner_core=WaitsForTheSyncer, first_seed=11),
-    PlantedBug("merged work is sent again", ("ledger", "once"), learner=LearnerComponents(rounds=IgnoresItsMark)),
-    PlantedBug("new copy for an old round", ("ledger",), learner=LearnerComponents(rounds=CopiesAnewForOldRound)),
-    PlantedBug("end without the last merge", ("the-end",), syncer=SyncerComponents(rounds=EndsWithoutLastMerge)),
     PlantedBug(
-        "a dead learner blocks the end",
+        "contribute merged work again", ("ledger", "merged-once"), learner=LearnerComponents(rounds=IgnoresMergedUpTo)
+    ),
+    PlantedBug("new copy for an old round", ("ledger",), learner=LearnerComponents(rounds=CopiesAnewForOldRound)),
+    PlantedBug("end without the last merge", ("run-end",), syncer=SyncerComponents(rounds=EndsWithoutLastMerge)),
+    PlantedBug(
+        "a crashed learner blocks the end",
         ("liveness",),
-        syncer=SyncerComponents(shutdown=DeadLearnerBlocksEnd),
+        syncer=SyncerComponents(shutdown=CrashedLearnerBlocksEnd),
         first_seed=9,
     ),
-    PlantedBug("ask without bound", ("bounds",), syncer=SyncerComponents(rounds=AsksForEver), first_seed=35),
-    PlantedBug("start before everything arrived", ("recovery",), learner=LearnerComponents(joining=StartsTooEarly)),
-    PlantedBug("give old inner state", ("recovery",), learner=LearnerComponents(joining=GivesOldState), first_seed=12),
-    PlantedBug("step after the stop", ("stopped",), learner=LearnerComponents(shutdown=ContributesAfterStop)),
-    PlantedBug("message from the future", ("clocks",), learner=LearnerComponents(connection=TicksTwice)),
+    PlantedBug("pull without limit", ("bounds",), syncer=SyncerComponents(rounds=PullsForever), first_seed=35),
     PlantedBug(
-        "stop without the final versions", ("the-end",), learner=LearnerComponents(shutdown=StopsWithoutFinalVersions)
+        "start before all versions have arrived", ("recovery",), learner=LearnerComponents(joining=StartsTooEarly)
     ),
-    PlantedBug("never dial again", ("liveness",), learner=LearnerComponents(connection=NeverDialsAgain), first_seed=1),
-    PlantedBug("ask the disk twice", ("one-answer",), syncer=SyncerComponents(rounds=AsksTheDiskTwice)),
+    PlantedBug(
+        "send old optimizer state", ("recovery",), learner=LearnerComponents(joining=SendsOldState), first_seed=12
+    ),
+    PlantedBug("step after the stop", ("stopped",), learner=LearnerComponents(shutdown=ContributesAfterStop)),
+    PlantedBug("message with a future tick", ("clocks",), learner=LearnerComponents(connection=TicksTwice)),
+    PlantedBug(
+        "stop without the final versions", ("run-end",), learner=LearnerComponents(shutdown=StopsWithoutFinalVersions)
+    ),
+    PlantedBug("never reconnect", ("liveness",), learner=LearnerComponents(connection=NeverReconnects), first_seed=1),
+    PlantedBug("request a write twice", ("one-reply",), syncer=SyncerComponents(rounds=WritesTwice)),
     PlantedBug(
         "contribute settled tokens again", ("ledger",), learner=LearnerComponents(rounds=ContributesSettledTokens)
     ),
@@ -636,92 +648,95 @@ PLANTED_BUGS: tuple[PlantedBug, ...] = (
         "lease before it is durable", ("lease-durable",), syncer=SyncerComponents(data_leases=LeasesBeforeDurable)
     ),
     PlantedBug(
-        "return the leases of the absent",
+        "return the leases of disconnected learners",
         ("leased-once",),
-        syncer=SyncerComponents(membership=ReturnsLeasesOfTheAbsent),
+        syncer=SyncerComponents(membership=ReturnsLeasesOfDisconnected),
         first_seed=18,
     ),
     PlantedBug(
         "return leases too early",
         ("leased-once",),
-        syncer=SyncerComponents(data_leases=ReturnsLeasesBeforeTheEndIsDurable),
+        syncer=SyncerComponents(data_leases=ReturnsLeasesBeforeDurable),
         first_seed=20,
     ),
     PlantedBug(
-        "return what a round still holds",
+        "return samples of an open round",
         ("samples-once",),
-        syncer=SyncerComponents(data_leases=ReturnsWhatARoundHolds),
+        syncer=SyncerComponents(data_leases=ReturnsSamplesOfOpenRound),
     ),
     PlantedBug(
-        "welcome one that was given up",
+        "welcome a lost incarnation",
         ("current",),
-        syncer=SyncerComponents(membership=WelcomesTheLost),
+        syncer=SyncerComponents(membership=WelcomesLostIncarnation),
         first_seed=36,
     ),
-    PlantedBug("never give up", ("liveness",), syncer=SyncerComponents(membership=NeverGivesUp), first_seed=22),
-    PlantedBug("forget who is lost", ("liveness",), syncer=SyncerComponents(state=ForgetsWhoIsLost), first_seed=558),
     PlantedBug(
-        "forget marks of leases", ("samples-once",), syncer=SyncerComponents(state=ForgetsMarksOfLeases), first_seed=36
+        "never mark learners as lost", ("liveness",), syncer=SyncerComponents(membership=NeverMarksLost), first_seed=22
+    ),
+    PlantedBug(
+        "forget lost learners", ("liveness",), syncer=SyncerComponents(state=ForgetsLostLearners), first_seed=558
+    ),
+    PlantedBug(
+        "forget merged samples", ("samples-once",), syncer=SyncerComponents(state=ForgetsMergedSamples), first_seed=36
     ),
     PlantedBug("lease new samples first", ("returned-first",), syncer=SyncerComponents(state=NewSamplesFirst)),
     PlantedBug(
-        "count a lease twice", ("lease-held",), learner=LearnerComponents(data_leases=CountsLeasesTwice), first_seed=19
+        "count a lease twice", ("lease-owned",), learner=LearnerComponents(data_leases=CountsLeasesTwice), first_seed=19
     ),
-    PlantedBug("start without a lease", ("lease-held",), learner=LearnerComponents(joining=StartsWithoutLease)),
+    PlantedBug("start without a lease", ("lease-owned",), learner=LearnerComponents(joining=StartsWithoutLease)),
     PlantedBug(
         "open a round while paused", ("paused",), syncer=SyncerComponents(rounds=OpensWhilePaused), first_seed=22
     ),
     PlantedBug(
         "take steps while paused", ("paused",), learner=LearnerComponents(connection=StepsWhilePaused), first_seed=20
     ),
+    PlantedBug("keep the old quorum", ("quorum",), syncer=SyncerComponents(controls=KeepsOldQuorum), first_seed=29),
+    PlantedBug("keep the old grace margin", ("grace",), syncer=SyncerComponents(rounds=KeepsOldGrace), first_seed=50),
     PlantedBug(
-        "keep the quorum of before", ("quorum",), syncer=SyncerComponents(controls=KeepsItsQuorum), first_seed=29
+        "send a request once", ("liveness",), syncer=SyncerComponents(controls=SendsRequestsOnce), first_seed=965
     ),
     PlantedBug(
-        "keep the grace margin of before", ("grace",), syncer=SyncerComponents(rounds=KeepsItsGrace), first_seed=50
-    ),
-    PlantedBug("tell of a wish once", ("liveness",), syncer=SyncerComponents(controls=TellsOnce), first_seed=965),
-    PlantedBug(
-        "tell nobody who returns",
+        "send no request after a reconnection",
         ("liveness",),
-        syncer=SyncerComponents(controls=TellsNobodyWhoReturns),
+        syncer=SyncerComponents(controls=SendsNoRequestAfterReconnect),
         first_seed=118,
     ),
     PlantedBug(
-        "go on with a round that was lost",
+        "continue a lost round",
         ("shards",),
-        syncer=SyncerComponents(rounds=KeepsRoundsOfALostShard),
+        syncer=SyncerComponents(rounds=KeepsRoundsOfLostShard),
         syncer_core=Unchecked,
         first_seed=5,
     ),
     PlantedBug(
-        "ask a shard that is away", ("shards",), syncer=SyncerComponents(delivery=AsksAShardThatIsAway), first_seed=36
+        "send from an unavailable shard",
+        ("shards",),
+        syncer=SyncerComponents(delivery=SendsFromUnavailableShard),
+        first_seed=36,
     ),
     PlantedBug(
-        "take what a shard forgot for durable",
+        "treat lost versions as durable",
         ("durable-first", "versions"),
-        syncer=SyncerComponents(shards=TakesAllForDurable),
+        syncer=SyncerComponents(shards=TreatsAllAsDurable),
         first_seed=13,
     ),
     PlantedBug(
-        "take what a shard kept for lost",
+        "treat durable versions as lost",
         ("versions", "current"),
-        syncer=SyncerComponents(shards=TakesAllForLost),
+        syncer=SyncerComponents(shards=TreatsAllAsLost),
         first_seed=8,
     ),
     PlantedBug(
-        "forget what a lost shard owes",
+        "forget unacked versions of a lost shard",
         ("liveness",),
-        syncer=SyncerComponents(shards=ForgetsWhatALostShardOwes),
+        syncer=SyncerComponents(shards=ForgetsUnackedOfLostShard),
         first_seed=5,
     ),
+    PlantedBug("wait for a lost shard", ("liveness",), syncer=SyncerComponents(rounds=WaitsForLostShard), first_seed=1),
     PlantedBug(
-        "wait for a lost shard", ("liveness",), syncer=SyncerComponents(rounds=WaitsForALostShard), first_seed=1
-    ),
-    PlantedBug(
-        "keep the place of a lost shard",
+        "keep the slot of a lost shard",
         ("liveness",),
-        syncer=SyncerComponents(state=KeepsThePlaceOfALostShard),
+        syncer=SyncerComponents(state=KeepsSlotOfLostShard),
         first_seed=23,
     ),
     PlantedBug(
@@ -731,9 +746,12 @@ PLANTED_BUGS: tuple[PlantedBug, ...] = (
         first_seed=17,
     ),
     PlantedBug(
-        "leave before it is merged", ("pushed",), learner=LearnerComponents(leaving=LeavesTooEarly), first_seed=27
+        "leave before the merge", ("drained",), learner=LearnerComponents(leaving=LeavesBeforeMerge), first_seed=27
     ),
     PlantedBug(
-        "go on after the notice", ("pushed",), learner=LearnerComponents(state=StepsAfterTheNotice), first_seed=3
+        "step after the drain request",
+        ("drained",),
+        learner=LearnerComponents(state=StepsAfterDrainRequest),
+        first_seed=3,
     ),
 )

@@ -22,7 +22,7 @@ def line(kind: str, number: int, at: int) -> dict[str, Any]:
 
 
 class KeepsAll(MetricsWriter):
-    def _join(self) -> None:
+    def _compact(self) -> None:
         pass
 
 
@@ -131,7 +131,7 @@ def test_a_full_disk_is_said_once_and_costs_the_lines_alone(tmp_path, caplog):
     writer.close()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, said
-    assert "metrics cannot be written" in said[0]
+    assert "cannot write metrics" in said[0]
     assert "metrics are written again" in said[1]
 
 

@@ -73,7 +73,7 @@ def test_without_room_on_disk_it_is_held_in_memory(tmp_path):
 def test_a_file_of_a_hostile_peer_is_a_value_error(tmp_path, data):
     file = StateFile(len(data), tmp_path)
     file.view[:] = data
-    with pytest.raises(ValueError, match="the inner state"):
+    with pytest.raises(ValueError, match="the optimizer state"):
         file.read()
 
 
@@ -206,8 +206,8 @@ def test_no_rank_holds_the_inner_state_of_its_island_when_it_is_given_taken_or_s
     measure sees what is held."""
     ranks = [Child(f"rank {rank}", tmp_path / f"{rank}.log", island_child, (tmp_path, rank)) for rank in (0, 1)]
     try:
-        more = ranks[0].hear("told", 2 * LIMIT_S)
-        assert ranks[1].hear("told", 2 * LIMIT_S) == 2 * LAYERS
+        more = ranks[0].expect("told", 2 * LIMIT_S)
+        assert ranks[1].expect("told", 2 * LIMIT_S) == 2 * LAYERS
         assert more["gives from a file"] < SLACK_BYTES, more
         assert more["saves"] < SLACK_BYTES, more
         assert more["takes from a file"] < STATE_BYTES // 2 + SLACK_BYTES, more

@@ -19,7 +19,7 @@ from atoll.store.learner_parts import list_parts, part_bytes, part_path, read_pa
 from atoll.store.sharded_parts import ShardedTensors
 from atoll.store.snapshots import list_snapshots
 from tests.island.rank_runs import IslandSpec, RankedIsland, same
-from tests.learner.fault_injection import struck
+from tests.learner.fault_injection import fault_marker
 from tests.learner.runs import Run, endless
 from tests.syncer.test_snapshots import PATIENT, damage
 from tests.syncer.test_snapshots import taken as snapshot_of
@@ -30,14 +30,14 @@ UNHURRIED = Limits(initial_wait_s=60.0, min_wait_s=30.0, initial_backoff_s=0.05,
 
 def under_way(run: Run, island: RankedIsland) -> None:
     island.joined()
-    island.order("go")
+    island.command("go")
     run.until(run.merges(3), "it trains")
 
 
 def saved(run: Run, island: RankedIsland) -> int:
     """A snapshot while the optimizer stands still: what `inner` of the island says is what was saved."""
-    island.order("still")
-    island.hear("still")
+    island.command("still")
+    island.expect("still")
     told = snapshot_of(run)
     assert (told["state"], told["left_out"]) == ("durable", [])
     number: int = told["snapshot"]
@@ -89,10 +89,10 @@ def test_an_island_of_any_shape_starts_with_the_very_bits_that_another_shape_has
             island = again(run, spec)
             assert same(island.inner(tmp_path), before), spec
             island.kill_all()
-        assert struck(tmp_path, "blind").exists(), "its leader has dealt out what it did not see"
+        assert fault_marker(tmp_path, "blind").exists(), "its leader has dealt out what it did not see"
 
         island = again(run, IslandSpec(1, "fsdp", planted="other-rows", planted_ranks=(1,)))
-        assert struck(tmp_path, "rows").exists()
+        assert fault_marker(tmp_path, "rows").exists()
         assert not same(island.inner(tmp_path), before), "a bug that this test has to find"
         island.kill_all()
 
@@ -101,7 +101,7 @@ def test_an_island_of_any_shape_starts_with_the_very_bits_that_another_shape_has
         (line,) = said(run, island, "trying an older one")
         assert "rank 1: the digest of __1_0.distcp is wrong: it was damaged or changed" in line
         assert island.inner(tmp_path) == {}
-        assert said(run, island, "training starts: fresh inner moments")
+        assert said(run, island, "training starts: fresh optimizer state")
         island.kill_all()
 
 
@@ -139,12 +139,12 @@ def test_a_peer_gives_the_very_bits_whatever_the_shapes(tmp_path):
     with Run(tmp_path, endless(quorum=1, limits=UNHURRIED)) as run:
         first = RankedIsland(run, IslandSpec(1, "fsdp"))
         under_way(run, first)
-        first.order("still")
-        first.hear("still")
+        first.command("still")
+        first.expect("still")
         before = first.inner(tmp_path)
         for spec in (IslandSpec(2, "fsdp", ranks=3), IslandSpec(3, "replicas", ranks=1)):
             other = again(run, spec)
-            assert said(run, other, "training starts: inner state from learner 1")
+            assert said(run, other, "training starts: optimizer state from learner 1")
             assert same(other.inner(tmp_path), before), spec
             other.kill_all()
             run.until(lambda status: status["alive"] == 1, "nobody else is asked for inner state")
@@ -161,11 +161,11 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_part_before_and_the_next_on
         for rank in island.ranks:
             rank.expected_to_end = True
         (tmp_path / "die").touch()
-        island.order("go")
+        island.command("go")
         assert snapshot_of(run)["state"] == "abandoned"
         assert island.ranks[1].ended() == -signal.SIGKILL
-        assert struck(tmp_path, "shard").exists()
-        island.ranks[0].hear("failed")
+        assert fault_marker(tmp_path, "shard").exists()
+        island.ranks[0].expect("failed")
         (tmp_path / "die").unlink()
         assert list_parts(tmp_path) == {1: [first]}
         half = tmp_path / "parts/learner-1" / ".000000009.1.unfinished"  # as of a leader that was killed as well
@@ -188,7 +188,7 @@ def test_a_full_disk_of_one_rank_costs_the_part_and_what_is_missing_or_cut_short
         first = saved(run, island)
         before = island.inner(tmp_path)
         second = saved(run, island)
-        island.order("small files")
+        island.command("small files")
         assert snapshot_of(run)["state"] == "abandoned"
         (line,) = said(run, island, "could not save its part")
         assert "rank 1: " in line
@@ -208,7 +208,7 @@ def test_a_full_disk_of_one_rank_costs_the_part_and_what_is_missing_or_cut_short
         shard_file(tmp_path, first, 1).unlink()
         island = again(run, IslandSpec(1, "replicas", ranks=1, model="tall"))
         _, line = said(run, island, "trying an older one")
-        assert f"{first:09d}.dcp/__1_0.distcp, which one of its ranks has written, is missing" in line
+        assert f"{first:09d}.dcp/__1_0.distcp, a shard file of one of its ranks, is missing" in line
         assert island.inner(tmp_path) == {}
         island.kill_all()
 
@@ -220,7 +220,7 @@ def test_a_rank_that_does_not_see_the_folder_gives_its_rows_to_its_leader(tmp_pa
         number = saved(run, island)
         before = island.inner(tmp_path)
         island.kill_all()
-        assert struck(tmp_path, "blind").exists()
+        assert fault_marker(tmp_path, "blind").exists()
         part = read_part(part_path(tmp_path, 1, number))
         assert part.shards is None
         assert part.note["format"] == 1, "which every version of Atoll reads"

@@ -1,11 +1,13 @@
-"""What is written is found again, by this process and by the next; and what was damaged is named."""
+"""The store restores what was written, in this process and in the next, and names damaged files."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from atoll.checkpoint.published_model import read_run_settings
 from atoll.core.protocol import VersionRecord
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import RestoredState
 from atoll.core.types import RunConfig
 from atoll.files import write_file
+from atoll.store.run_settings import RUN_FORMAT, RunFormatError, RunSettings
+from atoll.store.snapshots import list_snapshots
 from atoll.store.tensor_file import (
     decode_small_file,
     decode_tensor_file,
@@ -120,7 +125,7 @@ def test_founding_may_be_repeated_until_the_first_merge(tmp_path):
         store.write_initial(0, make_tensors(0, 99))
         assert has_sample_tensors(store.read_newest(0)[2], 0, 99)
         store.write(make_version(0, 1), make_tensors(1))
-        with pytest.raises(ValueError, match="founded long ago"):
+        with pytest.raises(ValueError, match="cannot follow it"):
             store.write_initial(0, make_tensors(0))
 
 
@@ -139,7 +144,7 @@ def test_a_snapshot_keeps_its_values_when_they_are_long_gone(tmp_path):
         assert has_sample_tensors(values, 2)
         assert list_complete_snapshots(store.directory) == (1,)
         assert read_snapshot_record(store.directory, 1) == make_snapshot(1, 2, 1)
-        with pytest.raises(FileNotFoundError, match="no longer kept"):
+        with pytest.raises(FileNotFoundError, match="already deleted"):
             store.write(make_snapshot(2, 2, 2))
         for number in (3, 4, 5):
             store.write(make_snapshot(number, 6, 2))
@@ -274,7 +279,7 @@ def test_the_advice_says_what_going_back_means(tmp_path):
         path = tmp_path / "fragments/000/000000002.safetensors"
         path.write_bytes(b"")
         with pytest.raises(
-            StoreDamagedError, match="move it away to go back to version 1, which learners may have passed"
+            StoreDamagedError, match="move it away to go back to version 1, although learners may have a later one"
         ):
             store.read_newest(0)
     path.rename(tmp_path / "away")
@@ -322,7 +327,7 @@ def test_a_second_process_is_refused_and_comes_in_when_the_first_is_killed(tmp_p
         assert other.stdout is not None
         try:
             assert other.stdout.readline() == "1\n"
-            with pytest.raises(ValueError, match=f"in use by the process {other.pid}:"):
+            with pytest.raises(ValueError, match=f"in use by process {other.pid}:"):
                 Store.open(tmp_path)
         finally:
             other.kill()
@@ -369,5 +374,28 @@ def test_an_epoch_that_went_back_is_damage(tmp_path):
         pass
     with Store.open(tmp_path) as store:
         raise_epoch(tmp_path, 1)
-        with pytest.raises(StoreDamagedError, match="says epoch 1 while epoch 2 runs here"):
+        with pytest.raises(StoreDamagedError, match="holds epoch 1 while epoch 2 runs here"):
             store.write(make_members(1))
+
+
+@pytest.mark.parametrize("found", [RUN_FORMAT - 1, RUN_FORMAT + 1, "x"])
+def test_run_directory_of_another_version_is_refused_with_advice(tmp_path: Path, found: object) -> None:
+    """Its records have other class names: without the check, reading them is a decoding error."""
+    with Store.open(tmp_path / "store") as store:
+        store.write_settings(RunSettings().to_json() | {"protocol": found})
+        epoch = store.epoch
+    expected = (
+        f"{tmp_path} holds a run of format {found!r}, this Atoll reads format {RUN_FORMAT}: finish the run with the"
+        " version of Atoll that made it, or export its model with that version (atoll export) and start a new run from"
+        " it (--init)"
+    )
+    opened: list[Callable[[], object]] = [
+        lambda: Store.open(tmp_path / "store"),
+        lambda: Store.open(tmp_path / "store", is_takeover=True),
+        lambda: read_run_settings(tmp_path),
+        lambda: list_snapshots(tmp_path),
+    ]
+    for read in opened:
+        with pytest.raises(RunFormatError, match=f"^{re.escape(expected)}$"):
+            read()
+    assert f'"value":{epoch}}}' in (tmp_path / "store" / "epoch").read_text(), "a running syncer is not fenced"

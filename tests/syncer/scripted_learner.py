@@ -1,4 +1,4 @@
-"""A learner that is written by hand: it says whatever somebody wants to say, in the right bytes or in wrong ones."""
+"""Learner client for tests that sends any message, in valid or invalid bytes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class ScriptedLearner:
         return get_codec(self.numerics.upload_codecs[0]).encode(torch.full((self.plan.numel(fragment),), fill))
 
     def frame(self, body: Contribution | OptimizerState, payload: Tensor | bytes, **other: Any) -> bytes:
-        """A whole frame. `other`: kind or codec, where they are to be wrong."""
+        """Encode a frame. `other`: an invalid kind or codec."""
         header = encode_message(self.envelope(body))
         is_contribution = isinstance(body, Contribution)
         kind = other.get("kind", FrameKind.CONTRIBUTION if is_contribution else FrameKind.OPTIMIZER_STATE)

@@ -1,4 +1,4 @@
-"""What an operator asks of real processes: pause, resume, drain, another quorum, another grace margin."""
+"""Operator controls with real processes: pause, resume, drain, quorum and grace margin."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stand_still(*learners: int) -> Any:
     """For `until`: the run is paused, these have said that they know, and no round is open."""
 
     def look(status: dict[str, Any]) -> bool:
-        still = [each["learner"] for each in status["learners"] if each["reason"] == "stands still: the run is paused"]
+        still = [each["learner"] for each in status["learners"] if each["reason"] == "paused with the run"]
         return bool(status["paused"] and still == list(learners) and status["rounds_in_flight"] == 0)
 
     return look
@@ -64,17 +64,17 @@ def syncer_entries(directory: Path) -> list[Any]:
 
 
 def controls_on_tape(directory: Path) -> list[tuple[int, ControlRequested]]:
-    """With the epoch of the syncer that was told."""
+    """Return the control events with the epoch of the syncer that handled them."""
     entries = syncer_entries(directory)
-    return [(entry.actor.start, entry.event) for entry in entries if isinstance(entry.event, ControlRequested)]
+    return [(entry.actor.generation, entry.event) for entry in entries if isinstance(entry.event, ControlRequested)]
 
 
 def paused_and_settled(run: Run, *numbers: int) -> dict[int, int]:
-    """The step at which everybody stands. A snapshot goes to every learner and back: whoever trained would show it."""
+    """Return the step of each paused learner. A snapshot is a round trip to every learner and would show training."""
     sentence = asked(run, "pause")
     assert sentence.startswith("the run is paused by ada@desk")
     run.until(stand_still(*numbers), "everybody stands still")
-    taken(run)  # the step that was under way when the word came has ended by now
+    taken(run)  # the step in progress at the pause has ended by now
     return steps(run)
 
 
@@ -82,7 +82,7 @@ def paused_and_settled(run: Run, *numbers: int) -> dict[int, int]:
 # Pause and resume
 
 
-def test_a_paused_run_takes_no_step_and_no_merge_and_a_resumed_one_goes_on(tmp_path):
+def test_paused_run_takes_no_step_and_no_merge_until_resumed(tmp_path):
     with Run(tmp_path, endless()) as run:
         learners = run.joined(1, 2)
         under_way(run, *learners)
@@ -107,7 +107,7 @@ def test_a_paused_run_takes_no_step_and_no_merge_and_a_resumed_one_goes_on(tmp_p
         assert events == [ControlRequested("pause", None, "ada@desk"), ControlRequested("resume", None, "ada@desk")]
 
 
-def test_a_pause_is_no_step_and_nobody_is_suspected_for_it(tmp_path):
+def test_pause_is_not_a_step_and_causes_no_strikes(tmp_path):
     """Longer than any silence that would be counted while the run trains: steps take milliseconds here."""
     with Run(tmp_path, endless(limits=QUICK)) as run:
         (one,) = run.joined(1)
@@ -120,8 +120,8 @@ def test_a_pause_is_no_step_and_nobody_is_suspected_for_it(tmp_path):
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the run goes on")
         run.end()
-        told = one.hear("ended")
-        assert run.syncer.hear("ended") is True
+        told = one.expect("ended")
+        assert run.syncer.expect("ended") is True
         assert told["stats"]["paused_s"] > 2.0
         assert before < 1.0
         run.verdict()
@@ -137,7 +137,7 @@ def test_a_pause_is_no_step_and_nobody_is_suspected_for_it(tmp_path):
         assert not said & {"member-suspected", "member-timed-out", "member-disconnected"}
 
 
-def test_a_learner_that_joins_a_paused_run_stands_still_before_its_first_step(tmp_path):
+def test_learner_that_joins_paused_run_waits_before_its_first_step(tmp_path):
     with Run(tmp_path, endless()) as run:
         (one,) = run.joined(1)
         under_way(run, one)
@@ -146,7 +146,7 @@ def test_a_learner_that_joins_a_paused_run_stands_still_before_its_first_step(tm
         run.until(stand_still(1, 2), "the second one stands still too")
         assert steps(run)[2] == 0
         asked(run, "resume")
-        two.hear("joined")
+        two.expect("joined")
         run.go(two)
         run.until(lambda status: steps(run)[2] > 0, "it trains")
         run.end()
@@ -154,7 +154,7 @@ def test_a_learner_that_joins_a_paused_run_stands_still_before_its_first_step(tm
         run.assert_clean()
 
 
-def test_a_paused_run_that_is_asked_to_finish_comes_to_its_end(tmp_path):
+def test_paused_run_finishes_on_request(tmp_path):
     with Run(tmp_path, endless()) as run:
         learners = run.joined(1, 2)
         under_way(run, *learners)
@@ -162,7 +162,7 @@ def test_a_paused_run_that_is_asked_to_finish_comes_to_its_end(tmp_path):
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         run.assert_clean()
-        assert kept_controls(tmp_path)["pause"]["what"] == "resume"
+        assert kept_controls(tmp_path)["pause"]["kind"] == "resume"
 
 
 def kept_controls(directory: Path) -> dict[str, Any]:
@@ -170,14 +170,14 @@ def kept_controls(directory: Path) -> dict[str, Any]:
         return store.read_controls() or {}
 
 
-def test_a_paused_learner_can_be_interrupted_and_leaves(tmp_path):
+def test_paused_learner_can_be_interrupted_and_leaves(tmp_path):
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         under_way(run, one, two)
         paused_and_settled(run, 1, 2)
         one.expected_to_end = True
         one.send(signal.SIGINT)
-        assert one.hear("failed")[0] == "KeyboardInterrupt"
+        assert one.expect("failed")[0] == "KeyboardInterrupt"
         run.until(run.learner(1, standing="left"), "it has left")
         asked(run, "resume")
         merges = run.status()["merges"]
@@ -187,7 +187,7 @@ def test_a_paused_learner_can_be_interrupted_and_leaves(tmp_path):
         run.assert_clean()
 
 
-def test_a_syncer_that_is_killed_while_paused_is_paused_when_it_is_back(tmp_path):
+def test_killed_syncer_is_still_paused_after_restart(tmp_path):
     with Run(tmp_path, endless()) as run:
         learners = run.joined(1, 2)
         under_way(run, *learners)
@@ -243,12 +243,12 @@ def test_a_learner_used_as_a_library_is_paused_and_resumed(tmp_path):
 
 
 def drained(child: Child) -> None:
-    told = child.hear("ended")
+    told = child.expect("ended")
     assert (told["finished"], told["drained"]) == (True, True)
     assert child.ended() == 0
 
 
-def test_a_drained_learner_leaves_and_what_it_had_leased_goes_to_others(tmp_path):
+def test_drained_learner_leaves_and_its_samples_are_leased_to_others(tmp_path):
     with Run(tmp_path, endless(lease_samples=64)) as run:
         one, two, three = run.joined(1, 2, 3)
         under_way(run, one, two, three)
@@ -269,7 +269,7 @@ def test_a_drained_learner_leaves_and_what_it_had_leased_goes_to_others(tmp_path
 
 
 def returned(run: Run) -> list[str]:
-    lines = run.log_lines(run.syncer, "they are leased again, before any new ones")
+    lines = run.log_lines(run.syncer, "they are leased again before new samples")
     return [line for line in lines if "learner 2:" in line]
 
 
@@ -308,8 +308,8 @@ def test_a_changed_quorum_is_seen_in_every_later_merge(tmp_path):
     with Run(tmp_path, endless(grace_margin=0.0)) as run:
         learners = run.joined(1, 2)
         under_way(run, *learners)
-        assert asked(run, "quorum", 2) == "the quorum is 2 from here on, it was 1; asked for by ada@desk"
-        assert asked(run, "grace", 0.9) == "the grace margin is 0.9 from here on, it was 0; asked for by ada@desk"
+        assert asked(run, "quorum", 2) == "quorum changed from 1 to 2 by ada@desk"
+        assert asked(run, "grace", 0.9) == "grace margin changed from 0 to 0.9 by ada@desk"
         status = run.status()
         assert (status["quorum"], status["grace"]) == (2, 0.9)
         run.until(run.merges(status["merges"] + 12), "merges of two")
@@ -335,10 +335,10 @@ def test_a_changed_quorum_is_seen_in_every_later_merge(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is refused
+# Refused requests
 
 
-def test_what_cannot_be_done_is_refused_with_a_sentence(tmp_path):
+def test_impossible_control_is_refused_with_message(tmp_path):
     with Run(tmp_path, endless(), token="a long secret") as run:
         code, sentence = control(run, "pause")
         assert (code, sentence) == (409, "the run has no model yet, so there is nothing to control")
@@ -396,22 +396,22 @@ WRONG: list[tuple[Any, Any]] = [
         {"drain": {"kind": "drain", "value": 1, "requested_by": "a", "at": 0.0}},
     ],
 )
-def test_a_file_that_no_syncer_has_written_is_refused(kept, tmp_path):
+def test_invalid_controls_file_is_refused(kept, tmp_path):
     with pytest.raises(StoreDamagedError, match="remove it"):
         ControlState.from_json(kept, tmp_path / "controls.json", QUICK)
 
 
-def test_a_wish_that_waited_behind_the_end_of_the_run_is_declined(tmp_path):
-    """It was checked while the run went on; by its turn the run ends, and a yes would be a lie."""
+def test_control_that_waited_for_the_lock_is_refused_after_the_end(tmp_path):
+    """The control is checked while the run is running, but the run ends before the lock is free."""
 
     async def scene() -> controls.HttpReply:
         syncer: Any = SyncerProcess(tmp_path, RunSettings(endless(), Numerics()))
         syncer.core = SimpleNamespace(state=SimpleNamespace(stage=RunStage.RUNNING, paused=False))
-        async with syncer._controlling:  # as `finish` holds it
-            wish = asyncio.create_task(controls.handle_control(syncer, {"kind": "pause", "requested_by": "ada"}))
-            await asyncio.wait((wish,), timeout=0)  # it is checked, and waits for its turn
+        async with syncer._control_lock:  # as `finish` holds it
+            request = asyncio.create_task(controls.handle_control(syncer, {"kind": "pause", "requested_by": "ada"}))
+            await asyncio.wait((request,), timeout=0)  # it is checked, and waits for the lock
             syncer.core.state.stage = RunStage.FINISHING
-        answer = await wish
+        answer = await request
         assert syncer.controls.controls == {}
         syncer.core = None
         await syncer.stop()
@@ -420,25 +420,25 @@ def test_a_wish_that_waited_behind_the_end_of_the_run_is_declined(tmp_path):
     assert asyncio.run(scene()) == controls.RUN_ENDED
 
 
-def test_a_snapshot_is_on_the_tape_with_who_asked(tmp_path):
+def test_snapshot_request_on_tape_has_requested_by(tmp_path):
     with Run(tmp_path, endless()) as run:
         learners = run.joined(1)
         run.go(*learners)
         run.until(run.merges(1), "the learner trains")
         assert run.ask("POST", "/v1/snapshot", json.dumps({"requested_by": "ada@desk"}).encode())[0] == 202
-        wrongs: tuple[Any, ...] = (
+        invalid_bodies: tuple[Any, ...] = (
             {"requested_by": "a\nb"},
             {"requested_by": 3},
             {"whom": "ada"},
             [],
             {"requested_by": "x" * 201},
         )
-        for wrong in wrongs:
-            code, body = run.ask("POST", "/v1/snapshot", json.dumps(wrong).encode())
-            assert (code, "who asks" in json.loads(body)["error"]) == (400, True)
+        for invalid in invalid_bodies:
+            code, body = run.ask("POST", "/v1/snapshot", json.dumps(invalid).encode())
+            assert (code, "requested_by" in json.loads(body)["error"]) == (400, True)
         run.end()
         run.finish(*learners)
     wanted = [entry for entry in syncer_entries(tmp_path) if isinstance(entry.event, SnapshotRequested)]
-    assert [entry.event.who for entry in wanted] == ["ada@desk"]
-    said = [str(effect.reason) for entry in wanted for effect in entry.effects if isinstance(effect, LogReason)]
-    assert any(sentence.endswith(" of 1 learners, asked for by ada@desk") for sentence in said)
+    assert [entry.event.requested_by for entry in wanted] == ["ada@desk"]
+    messages = [str(effect.reason) for entry in wanted for effect in entry.effects if isinstance(effect, LogReason)]
+    assert any(message.endswith(" of 1 learners, requested by ada@desk") for message in messages)

@@ -28,14 +28,14 @@ def stopped_at_the_end(run: Run) -> Iterator[Child]:
     with relay_to(run.address) as relay:
         (one,) = run.joined(1)
         two = run.start(2, relay.address)
-        two.hear("joined")
+        two.expect("joined")
         run.go(one, two)
         run.until(run.merges(3), "the run is under way")
         two.send(signal.SIGSTOP)
         relay.reset()  # at once what a silence of many seconds leads to
         run.until(run.learner(2, standing="disconnected"), "learner 2 is away")
         run.end()
-        assert one.hear("ended")["finished"]
+        assert one.expect("ended")["finished"]
         assert one.ended() == 0
         yield two
 
@@ -51,11 +51,11 @@ def test_learner_stopped_when_the_run_ends_receives_the_end_when_it_continues(tm
 
 def test_syncer_stops_serving_the_end_after_the_time_given_and_on_ctrl_c(tmp_path):
     with Run(tmp_path, endless(), serve_end_s=0.1) as run, stopped_at_the_end(run):
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         run.serve_end_s = 3600.0
         again = run.start_syncer()
         again.send(signal.SIGINT)
-        assert again.hear("ended") is True
+        assert again.expect("ended") is True
 
 
 @pytest.mark.long
@@ -63,15 +63,15 @@ def test_resume_on_a_finished_run_serves_the_end_until_every_learner_has_receive
     settings = JobSettings()
     with Run(tmp_path, endless(), extra=settings.to_json()) as run, stopped_at_the_end(run) as two:
         settings.save(tmp_path / CONFIG_FILE)
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert run.syncer.ended() == 0
         two.send(signal.SIGCONT)
         port = run.address.rpartition(":")[2]
         resume = ["syncer", "--out", str(tmp_path), "--resume", "--port", port]
         again = subprocess.run([sys.executable, "-m", "atoll", *resume], capture_output=True, text=True, timeout=300.0)
         assert again.returncode == 0, again.stderr
-        assert "its end has not reached learners 2." in again.stdout
-        assert two.hear("ended")["finished"]
+        assert "learners 2 have not received its end." in again.stdout
+        assert two.expect("ended")["finished"]
         assert two.ended() == 0
         assert learners_missing_end(tmp_path) == [], "another --resume would wait for nobody"
 
@@ -96,12 +96,12 @@ def test_paused_learner_without_a_syncer_raises_after_away_timeout_s(tmp_path):
         (one,) = run.joined(LearnerSpec(1, disconnect_timeout_s=0.2))
         run.go(one)
         assert run.ask("POST", "/v1/control", b'{"kind": "pause", "value": null, "requested_by": "test"}')[0] == 200
-        run.until(run.learner(1, reason="stands still: the run is paused"), "learner 1 stands still")
+        run.until(run.learner(1, reason="paused with the run"), "learner 1 stands still")
         run.syncer.kill()
-        assert one.hear("failed")[0] == "SyncerUnreachableError"
+        assert one.expect("failed")[0] == "SyncerUnreachableError"
 
 
-def test_away_timeout_s_that_is_no_time_is_refused(monkeypatch):
+def test_invalid_away_timeout_s_is_refused(monkeypatch):
     job = work()
     for wrong in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="disconnect_timeout_s is how long to train without a syncer"):

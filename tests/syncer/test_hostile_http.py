@@ -1,4 +1,4 @@
-"""Wrong bytes cost their sender a request or a link, with a sentence, and nobody else anything. Each is counted."""
+"""Invalid bytes are refused with a message and counted. They close the connection of their sender and no other."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from atoll.core.reasons import Reason
 from atoll.core.types import RoundId
 from atoll.tensors.codecs import get_codec
 from atoll.tensors.settings import Numerics
-from atoll.transport.wire import CODEC_NUMBERS, FrameKind, encode_frame_head, encode_message
+from atoll.transport.wire import CODEC_NUMBERS, WIRE_VERSION, FrameKind, encode_frame_head, encode_message
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, endless
-from tests.syncer.stranger import Stranger
+from tests.syncer.raw_learner import RawLearner
 
 READY = Ready(Reason("state-kept"))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One run for all of it: a learner trains from the first test to the last, and must not notice any of them."""
+    """One run for all tests: a learner trains all the time, and no test may affect it."""
     with Run(tmp_path_factory.mktemp("hostile"), endless(fragments=2, every_steps=2)) as run:
         (good,) = run.joined(LearnerSpec(1, pace_s=0.005))
         run.go(good)
@@ -47,10 +47,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
         run.end()
         run.assert_same(run.finish(good), 1)
-        assert run.log_lines(good, "the link closed") == []
+        assert run.log_lines(good, "connection closed: ") == []
         assert run.log_lines(run.syncer, " ERROR ") == []
         assert run.log_lines(run.syncer, "never retrieved") == []
-        run.verdict()  # as far as the tapes go: strangers leave none
+        run.verdict()  # as far as the tapes go: clients leave none
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +66,8 @@ def counted(run: Run, code: str) -> int:
     return int(run.status()["refused"].get(code, 0))
 
 
-def with_stranger(
-    run: Run, learner: int, test: Callable[[Stranger], Awaitable[Any]], incarnation: int | None = None
+def with_raw_learner(
+    run: Run, learner: int, test: Callable[[RawLearner], Awaitable[Any]], incarnation: int | None = None
 ) -> Any:
     """The test as a coroutine, with a learner that was joined by hand."""
     if incarnation is None:
@@ -75,23 +75,23 @@ def with_stranger(
         incarnation = json.loads(body)["incarnation"]
 
     async def told() -> Any:
-        async with Stranger(run, learner, incarnation) as stranger:
-            return await test(stranger)
+        async with RawLearner(run, learner, incarnation) as client:
+            return await test(client)
 
     return asyncio.run(told())
 
 
-async def trains(stranger: Stranger) -> Pull:
-    """Joined, one step taken, and asked for a contribution."""
-    await stranger.join()
-    await stranger.send(READY)
+async def trains(client: RawLearner) -> Pull:
+    """Join, train one step, and wait for a pull."""
+    await client.join()
+    await client.send(READY)
     step = 0
     while True:
         step += 1
-        stranger.step = step  # type: ignore[attr-defined]
-        await stranger.send(Report(step, 16 * step, 0.01))
-        await stranger.send(Ping(step))
-        found = await stranger.receive(Pull, Pong)
+        client.step = step  # type: ignore[attr-defined]
+        await client.send(Report(step, 16 * step, 0.01))
+        await client.send(Ping(step))
+        found = await client.receive(Pull, Pong)
         if isinstance(found, Pull):
             return found
 
@@ -102,7 +102,14 @@ async def trains(stranger: Stranger) -> Pull:
 FINE = b'ATLL\x04["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
 
 
-def head(kind: int = 1, codec: int = 1, header: int = 0, payload: int = 0, magic: bytes = b"ATLF", version: int = 3):
+def head(
+    kind: int = 1,
+    codec: int = 1,
+    header: int = 0,
+    payload: int = 0,
+    magic: bytes = b"ATLF",
+    version: int = WIRE_VERSION,
+):
     return struct.pack("<4sBBBBIQ", magic, version, kind, codec, 0, header, payload) + bytes(16)
 
 
@@ -125,7 +132,7 @@ WRONG_BODIES = {
 
 @pytest.mark.parametrize("path", ["/v1/contribution", "/v1/state"])
 @pytest.mark.parametrize("name", WRONG_BODIES)
-def test_a_frame_that_is_wrong_is_refused_with_its_code(run, path, name):
+def test_invalid_frame_is_refused_with_its_code(run, path, name):
     body, code = WRONG_BODIES[name]
     if path == "/v1/state" and body[:4] == b"ATLF" and body[5] == 1:  # the same, as the kind that belongs there
         body = body[:5] + b"\x03" + (body[6:7] if code == "codec" else b"\x00") + body[7:]
@@ -137,11 +144,11 @@ def test_a_frame_that_is_wrong_is_refused_with_its_code(run, path, name):
     assert counted(run, code) == before + 1
 
 
-def test_a_frame_of_a_link_that_is_closed_is_refused_and_no_offence(run):
+def test_frame_of_closed_link_is_refused_without_strike(run):
     before = run.status()["refused"]
-    stranger = Stranger(run, 50)
+    client = RawLearner(run, 50)
     body = Contribution(RoundId(0, 0, 1, 1), 1, 1, 16, 16, 0)
-    status, answer = run.ask("PUT", "/v1/contribution", stranger.frame(body, stranger.values(0)))
+    status, answer = run.ask("PUT", "/v1/contribution", client.frame(body, client.values(0)))
     assert status == 409
     assert b"closed" in answer
     assert run.status()["refused"] == before
@@ -163,20 +170,20 @@ WRONG_PATHS = [
 
 
 @pytest.mark.parametrize(("method", "path", "code"), WRONG_PATHS, ids=lambda value: str(value)[:30])
-def test_a_path_that_leads_nowhere(run, method, path, code):
+def test_unknown_path_is_not_found(run, method, path, code):
     assert run.ask(method, path)[0] == code
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"no JSON", b"[]", b'{"learner": 0}', b'{"learner": true}', b'{"learner": "1"}', b'{"learner": 1e9}']
 )
-def test_a_join_that_is_wrong(run, body):
+def test_invalid_join_is_refused(run, body):
     status, answer = run.ask("POST", "/v1/join", body)
     assert status == 400
     assert json.loads(answer)["code"] in ("json", "type")
 
 
-def test_bytes_that_are_no_http_cost_their_connection_only(run):
+def test_bytes_that_are_not_http_close_only_their_connection(run):
     host, _, port = run.address.rpartition(":")
     for data in (
         b"\x00\x01\x02\x03\r\n\r\n",
@@ -190,7 +197,7 @@ def test_bytes_that_are_no_http_cost_their_connection_only(run):
             assert answer == b"" or b" 400 " in answer.split(b"\r\n")[0], answer
 
 
-def test_an_upload_that_breaks_off_is_forgotten(run):
+def test_interrupted_upload_is_dropped(run):
     host, _, port = run.address.rpartition(":")
     for _ in range(3):
         with socket.create_connection((host, int(port)), timeout=LIMIT_S) as raw:
@@ -236,7 +243,7 @@ def test_another_model_is_refused(run, name):
 
 
 def test_the_model_of_the_run_may_be_offered_again(run):
-    plan = json.dumps(Stranger(run, 50).plan.to_json()).encode()
+    plan = json.dumps(RawLearner(run, 50).plan.to_json()).encode()
     code, answer = run.ask("PUT", "/v1/model", encode_frame_head(FrameKind.MODEL, 0, b"{}", plan) + b"{}" + plan)
     assert (code, json.loads(answer)) == (200, {"founded": False})
 
@@ -258,47 +265,47 @@ WRONG_MESSAGES = {
 
 
 @pytest.mark.parametrize("name", WRONG_MESSAGES)
-def test_a_message_that_is_wrong_closes_its_link_with_a_sentence(run, name):
+def test_invalid_message_closes_its_link_with_message(run, name):
     data, code = WRONG_MESSAGES[name]
     before = counted(run, code)
 
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        with contextlib.suppress(ConnectionError):  # what is too long is not read to its end
-            await stranger.socket.send_bytes(data)
-        return await stranger.wait_closed()
+    async def test(client: RawLearner) -> tuple[int, str]:
+        with contextlib.suppress(ConnectionError):  # a message that is too long is not read to its end
+            await client.socket.send_bytes(data)
+        return await client.wait_closed()
 
-    closing, sentence = with_stranger(run, 50, test)
+    closing, sentence = with_raw_learner(run, 50, test)
     assert name == "too long" or (closing == 1008 and sentence)
     assert counted(run, code) == before + 1
 
 
-def test_the_voice_of_another_on_a_link_closes_it(run):
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.join()
-        stranger.learner = 1
-        await stranger.send(Left("I am learner 1, believe me"))
-        return await stranger.wait_closed()
+def test_message_of_another_learner_closes_the_link(run):
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.join()
+        client.learner = 1
+        await client.send(Left("I am learner 1, believe me"))
+        return await client.wait_closed()
 
-    closing, sentence = with_stranger(run, 51, test)
+    closing, sentence = with_raw_learner(run, 51, test)
     assert closing == 1008
     assert sentence == "this link belongs to learner 51, the message says 1"
 
 
 @pytest.mark.parametrize("body", ["contribution", "state"])
-def test_values_do_not_travel_on_the_link(run, body):
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.join()
+def test_values_are_refused_on_the_link(run, body):
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.join()
         from atoll.core.types import RoundId
 
-        await stranger.send(
+        await client.send(
             Contribution(RoundId(0, 0, 1, 1), 1, 1, 1, 1, 0)
             if body == "contribution"
             else OptimizerState(52, 1, 1, 1, (0, 0))
         )
-        return await stranger.wait_closed()
+        return await client.wait_closed()
 
-    closing, sentence = with_stranger(run, 52, test)
-    assert (closing, "travels beside its values" in sentence) == (1008, True)
+    closing, sentence = with_raw_learner(run, 52, test)
+    assert (closing, "needs a frame with its values" in sentence) == (1008, True)
 
 
 @pytest.mark.parametrize(
@@ -311,27 +318,27 @@ def test_values_do_not_travel_on_the_link(run, body):
         ({"step": -1}, "refused-implausible"),
     ],
 )
-def test_a_hello_that_is_refused_is_told_why_counted_and_closed(run, hello, code):
+def test_refused_hello_gets_reason_is_counted_and_closed(run, hello, code):
     before = counted(run, code)
 
-    async def test(stranger: Stranger) -> Refuse:
-        await stranger.send(stranger.hello(**hello))
-        refuse: Refuse = await stranger.receive(Refuse)
-        assert (await stranger.wait_closed())[0] == 1001
+    async def test(client: RawLearner) -> Refuse:
+        await client.send(client.hello(**hello))
+        refuse: Refuse = await client.receive(Refuse)
+        assert (await client.wait_closed())[0] == 1001
         return refuse
 
-    refuse = with_stranger(run, 53, test)
+    refuse = with_raw_learner(run, 53, test)
     assert (refuse.reason.code, refuse.final) == (code, True)
     assert counted(run, code) == before + 1
 
 
 def test_an_old_incarnation_does_not_disturb_the_new_one(run):
-    async def test(stranger: Stranger) -> Refuse:
-        await stranger.send(stranger.hello())
-        found: Refuse = await stranger.receive(Refuse)
+    async def test(client: RawLearner) -> Refuse:
+        await client.send(client.hello())
+        found: Refuse = await client.receive(Refuse)
         return found
 
-    refuse = with_stranger(run, 1, test, incarnation=0)
+    refuse = with_raw_learner(run, 1, test, incarnation=0)
     assert refuse.reason.code == "refused-incarnation"
 
 
@@ -339,27 +346,27 @@ def test_an_old_incarnation_does_not_disturb_the_new_one(run):
     "text",
     ["no JSON", "[]", '{"loss": NaN}', '{"loss": "' + "x" * 5000 + '"}'],
 )
-def test_figures_that_are_none_close_the_link(run, text):
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.join()
-        await stranger.socket.send_str(text)
-        return await stranger.wait_closed()
+def test_invalid_metrics_close_the_link(run, text):
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.join()
+        await client.socket.send_str(text)
+        return await client.wait_closed()
 
-    assert with_stranger(run, 54, test)[0] == 1008
+    assert with_raw_learner(run, 54, test)[0] == 1008
 
 
-def test_figures_are_numbers_and_nothing_else_is_shown(run):
-    async def test(stranger: Stranger) -> Any:
-        await stranger.join()
+def test_status_shows_only_numeric_metrics(run):
+    async def test(client: RawLearner) -> Any:
+        await client.join()
         figures = {"loss": 1.5, "tokens_per_s": {"a": 1}, "step_s": "fast", "goodput": None, "standing": "king"}
-        await stranger.socket.send_str(json.dumps(figures)[:-1] + ', "boundary_s": 1e999}')
-        await stranger.send(Ping(1))
-        await stranger.receive(Pong)
+        await client.socket.send_str(json.dumps(figures)[:-1] + ', "boundary_s": 1e999}')
+        await client.send(Ping(1))
+        await client.receive(Pong)
         found = run.learner(55)(run.status())
         assert found is not None
         return found
 
-    shown = with_stranger(run, 55, test)
+    shown = with_raw_learner(run, 55, test)
     assert (shown["loss"], shown["goodput"], shown["standing"]) == (1.5, None, "joining")
     assert not {"tokens_per_s", "step_s", "boundary_s"} & shown.keys()
 
@@ -369,62 +376,62 @@ def test_figures_are_numbers_and_nothing_else_is_shown(run):
 
 
 @pytest.mark.parametrize("wrong", ["short", "long", "codec", "fragment", "digest", "trailing", "says its own problem"])
-def test_a_contribution_with_wrong_bytes_is_refused_and_the_next_one_is_taken(run, wrong):
+def test_damaged_contribution_is_refused_and_next_one_is_accepted(run, wrong):
     code = {"short": "size", "long": "size", "fragment": "type", "says its own problem": "type"}.get(wrong, wrong)
     before = counted(run, code)
 
-    async def test(stranger: Stranger) -> None:
-        pull = await trains(stranger)
-        step = stranger.step  # type: ignore[attr-defined]
-        body = stranger.contribution(pull, step)
-        data = stranger.values(pull.round.fragment)
+    async def test(client: RawLearner) -> None:
+        pull = await trains(client)
+        step = client.step  # type: ignore[attr-defined]
+        body = client.contribution(pull, step)
+        data = client.values(pull.round.fragment)
         if wrong == "short":
-            frame = stranger.frame(body, data[:-1])
+            frame = client.frame(body, data[:-1])
         elif wrong == "long":
-            frame = stranger.frame(body, torch.cat([data, data]))
+            frame = client.frame(body, torch.cat([data, data]))
         elif wrong == "codec":
-            frame = stranger.frame(body, data, codec=0)
+            frame = client.frame(body, data, codec=0)
         elif wrong == "fragment":
-            frame = stranger.frame(structs.replace(body, round=structs.replace(pull.round, fragment=99)), data)
+            frame = client.frame(structs.replace(body, round=structs.replace(pull.round, fragment=99)), data)
         elif wrong == "digest":
-            good = stranger.frame(body, data)
+            good = client.frame(body, data)
             frame = good[:-1] + bytes([good[-1] ^ 1])
         elif wrong == "trailing":
-            frame = stranger.frame(body, data) + b"more"
+            frame = client.frame(body, data) + b"more"
         else:
-            frame = stranger.frame(structs.replace(body, problem="mine is bad"), data)
-        status, told = await stranger.put("/v1/contribution", frame)
+            frame = client.frame(structs.replace(body, problem="mine is bad"), data)
+        status, told = await client.put("/v1/contribution", frame)
         assert (status, told["code"]) == (400, code), told
-        status, _ = await stranger.put("/v1/contribution", stranger.frame(body, data))
+        status, _ = await client.put("/v1/contribution", client.frame(body, data))
         assert status == 204
-        await stranger.send(Left("done"))
+        await client.send(Left("done"))
 
-    with_stranger(run, 60, test)
+    with_raw_learner(run, 60, test)
     assert counted(run, code) == before + 1
 
 
 def put_in(run: Run, learner: int, name: str, said: str | None = None) -> tuple[int, dict[str, Any]]:
     """A contribution in one codec whose head names the same or another one."""
 
-    async def test(stranger: Stranger) -> tuple[int, dict[str, Any]]:
-        pull = await trains(stranger)
-        values = get_codec(name).encode(torch.full((stranger.plan.numel(pull.round.fragment),), 0.001))
-        body = stranger.contribution(pull, stranger.step)  # type: ignore[attr-defined]
-        frame = stranger.frame(body, values, codec=CODEC_NUMBERS[said or name])
-        answer = await stranger.put("/v1/contribution", frame)
-        await stranger.send(Left("done"))
+    async def test(client: RawLearner) -> tuple[int, dict[str, Any]]:
+        pull = await trains(client)
+        values = get_codec(name).encode(torch.full((client.plan.numel(pull.round.fragment),), 0.001))
+        body = client.contribution(pull, client.step)  # type: ignore[attr-defined]
+        frame = client.frame(body, values, codec=CODEC_NUMBERS[said or name])
+        answer = await client.put("/v1/contribution", frame)
+        await client.send(Left("done"))
         return answer
 
-    return with_stranger(run, learner, test)  # type: ignore[no-any-return]
+    return with_raw_learner(run, learner, test)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_where_learners_choose_each_of_their_codecs_is_taken(run, name):
+def test_learner_may_choose_any_allowed_codec(run, name):
     assert run.settings.numerics.up == "auto"
     assert put_in(run, 62, name) == (204, {})
 
 
-def test_and_no_other_one_nor_one_whose_size_is_not_that_of_its_name(run):
+def test_other_codec_or_size_is_refused(run):
     status, told = put_in(run, 63, "f32")
     assert (status, told["code"]) == (400, "codec")
     assert told["error"] == "codec 0, the run's contributions are bf16 or int8 or int4"
@@ -433,19 +440,19 @@ def test_and_no_other_one_nor_one_whose_size_is_not_that_of_its_name(run):
         assert (status, told["code"]) == (400, "size"), (name, said, told)
 
 
-async def says_how_long_it_fetches(stranger: Stranger) -> tuple[int, str]:
-    """Asked for by nobody where the run names the codec of updates, and never more than its word where it does not."""
-    await stranger.join()
-    await stranger.send(DownloadTime(1e6))
-    await stranger.send(Left("done"))
-    return await stranger.wait_closed()
+async def says_how_long_it_fetches(client: RawLearner) -> tuple[int, str]:
+    """Only runs with an automatic codec of updates accept `DownloadTime`."""
+    await client.join()
+    await client.send(DownloadTime(1e6))
+    await client.send(Left("done"))
+    return await client.wait_closed()
 
 
-def test_where_the_run_names_a_codec_there_is_no_choice(tmp_path):
+def test_codec_of_the_run_is_the_only_one_accepted(tmp_path):
     with Run(tmp_path, endless(), Numerics(up="int8", down="int8")) as fixed:
         fixed.joined(1)
         assert put_in(fixed, 9, "int8") == (204, {})
-        assert with_stranger(fixed, 8, says_how_long_it_fetches)[0] == 1008
+        assert with_raw_learner(fixed, 8, says_how_long_it_fetches)[0] == 1008
         for number, name in enumerate(("f32", "bf16", "int4")):
             status, told = put_in(fixed, 10 + number, name)
             assert (status, told["code"]) == (400, "codec")
@@ -453,43 +460,43 @@ def test_where_the_run_names_a_codec_there_is_no_choice(tmp_path):
 
 
 @pytest.mark.parametrize("fill", [float("nan"), float("inf"), 3e38])
-def test_values_that_are_not_finite_are_refused_with_a_reason_and_quarantined_when_they_repeat(run, fill):
-    async def test(stranger: Stranger) -> Refuse:
-        await stranger.join()
-        await stranger.send(READY)
+def test_nonfinite_values_are_refused_and_repeated_ones_quarantined(run, fill):
+    async def test(client: RawLearner) -> Refuse:
+        await client.join()
+        await client.send(READY)
         step = 0
         with contextlib.suppress(ConnectionError):  # the syncer hangs up
-            while not stranger.socket.closed:
+            while not client.socket.closed:
                 step += 1
-                await stranger.send(Report(step, 16 * step, 0.01))
-                await stranger.send(Ping(step))
-                found = await stranger.receive(Pull, Pong)
+                await client.send(Report(step, 16 * step, 0.01))
+                await client.send(Ping(step))
+                found = await client.receive(Pull, Pong)
                 if isinstance(found, Pull):
-                    values = stranger.values(found.round.fragment, fill)
-                    await stranger.put("/v1/contribution", stranger.frame(stranger.contribution(found, step), values))
-        async with Stranger(run, stranger.learner, stranger.incarnation, session=2) as again:
-            again.epoch = stranger.epoch
+                    values = client.values(found.round.fragment, fill)
+                    await client.put("/v1/contribution", client.frame(client.contribution(found, step), values))
+        async with RawLearner(run, client.learner, client.incarnation, session=2) as again:
+            again.epoch = client.epoch
             await again.send(again.hello(step=step, trained=16 * step, training=True))
             refuse: Refuse = await again.receive(Refuse)
             return refuse
 
-    refuse = with_stranger(run, 61, test)
+    refuse = with_raw_learner(run, 61, test)
     assert refuse.reason.code == "refused-quarantined"
     shown = run.learner(61)(run.status())
     assert shown is not None
     assert (shown["standing"], shown["strikes"]) == ("quarantined", 3)
-    assert "bad values" in shown["reason"]
+    assert "invalid values" in shown["reason"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Inner state
 
 
-def test_two_peers_that_give_to_the_same_learner_at_once_do_not_hurt_each_other(run):
+def test_two_sources_of_optimizer_state_for_one_learner_do_not_interfere(run):
     """Both bodies are half-way at the same time, the second one shorter than the first."""
 
-    async def test(stranger: Stranger) -> None:
-        await stranger.join()
+    async def test(client: RawLearner) -> None:
+        await client.join()
 
         async def halves(frame: bytes, first: asyncio.Event, second: asyncio.Event) -> Any:
             async def body() -> Any:
@@ -498,11 +505,11 @@ def test_two_peers_that_give_to_the_same_learner_at_once_do_not_hurt_each_other(
                 await second.wait()
                 yield frame[len(frame) // 2 :]
 
-            async with stranger.http.put("/v1/state", data=body()) as answer:
+            async with client.http.put("/v1/state", data=body()) as answer:
                 return answer.status
 
-        state = OptimizerState(stranger.learner, 99, 7, 1, (0, 0))
-        large, small = stranger.frame(state, b"a" * 3_000_000), stranger.frame(state, b"b" * 1000)
+        state = OptimizerState(client.learner, 99, 7, 1, (0, 0))
+        large, small = client.frame(state, b"a" * 3_000_000), client.frame(state, b"b" * 1000)
         one_half, other_half = asyncio.Event(), asyncio.Event()
         one = asyncio.create_task(halves(large, one_half, other_half))
         await one_half.wait()
@@ -510,33 +517,33 @@ def test_two_peers_that_give_to_the_same_learner_at_once_do_not_hurt_each_other(
         async with asyncio.timeout(LIMIT_S):
             assert await other == 204
             assert await one == 204
-        async with stranger.http.get("/v1/state/99/7") as answer:
+        async with client.http.get("/v1/state/99/7") as answer:
             assert answer.status == 200
             assert len(await answer.read()) in (len(large), len(small))
-        await stranger.send(Left("done"))
+        await client.send(Left("done"))
 
-    with_stranger(run, 70, test)
+    with_raw_learner(run, 70, test)
 
 
-def test_inner_state_beyond_every_optimizer_is_refused_before_memory_is_taken(run):
-    async def test(stranger: Stranger) -> tuple[int, dict[str, Any]]:
-        await stranger.join()
-        header = encode_message(stranger.envelope(OptimizerState(stranger.learner, 99, 7, 1, (0, 0))))
-        frame = struct.pack("<4sBBBBIQ", b"ATLF", 3, 3, 0, 0, len(header), 2**39) + bytes(16) + header
-        return await stranger.put("/v1/state", frame)
+def test_too_large_optimizer_state_is_refused_before_allocation(run):
+    async def test(client: RawLearner) -> tuple[int, dict[str, Any]]:
+        await client.join()
+        header = encode_message(client.envelope(OptimizerState(client.learner, 99, 7, 1, (0, 0))))
+        frame = struct.pack("<4sBBBBIQ", b"ATLF", WIRE_VERSION, 3, 0, 0, len(header), 2**39) + bytes(16) + header
+        return await client.put("/v1/state", frame)
 
-    status, told = with_stranger(run, 71, test)
+    status, told = with_raw_learner(run, 71, test)
     assert (status, told["code"]) == (400, "size")
     assert "the limit is" in told["error"]
 
 
-def test_a_model_that_is_not_finite_founds_nothing(tmp_path):
+def test_nonfinite_model_creates_no_run(tmp_path):
     with Run(tmp_path) as empty:
-        stranger = Stranger(empty, 1)
-        plan = json.dumps(stranger.plan.to_json()).encode()
+        client = RawLearner(empty, 1)
+        plan = json.dumps(client.plan.to_json()).encode()
         body = encode_frame_head(FrameKind.MODEL, 0, b"{}", plan) + b"{}" + plan
-        for p in range(len(stranger.plan.fragments)):
-            values = torch.full((stranger.plan.numel(p),), float("nan")).numpy().tobytes()
+        for p in range(len(client.plan.fragments)):
+            values = torch.full((client.plan.numel(p),), float("nan")).numpy().tobytes()
             header = b'{"fragment":%d}' % p
             body += encode_frame_head(FrameKind.MODEL, 0, header, values) + header + values
         code, answer = empty.ask("PUT", "/v1/model", body)

@@ -17,14 +17,14 @@ import pytest
 from atoll.transport.listener import MAX_PENDING
 from benchmarks.hostile import ATTACKS, DISCONNECTED, AttackProcess, AttackTarget
 from tests.learner.runs import LearnerSpec, Run, endless, processes
-from tests.syncer.stranger import plan_of
+from tests.syncer.raw_learner import plan_of
 from tests.transport.key_rings import KeyRing
 from tests.transport.recorder import Recorder
 
 TOKEN = "correct horse battery staple"
 HALF_OPEN = 4000
 SPARE_FILES = 64
-"""Of the honest and of the syncer's own, besides those of strangers."""
+"""Of the honest and of the syncer's own, besides those of clients."""
 
 SILENT_MIB = 24.0
 SPEAKING_MIB = 0.5 * MAX_PENDING
@@ -45,7 +45,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def rings(tmp_path_factory: pytest.TempPathFactory) -> tuple[KeyRing, KeyRing]:
-    """Of the run, and of somebody else."""
+    """Keys of the run, and of another authority."""
     ring = KeyRing(tmp_path_factory.mktemp("keys") / "keys")
     ring.authority.add("bad", (9,))
     return ring, KeyRing(tmp_path_factory.mktemp("others") / "keys")
@@ -64,16 +64,16 @@ def prey_of(run: Run, rings: tuple[KeyRing, KeyRing], records: tuple[bytes, ...]
 
 @pytest.fixture(scope="module")
 def shipped(rings: tuple[KeyRing, KeyRing], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    """Learner 1 trains. Learner 2 was there before, and somebody has listened to it."""
+    """Learner 1 trains. Learner 2 has left, and its traffic was recorded."""
     ring, settings = rings[0], endless(fragments=2, every_steps=2)
     with Run(tmp_path_factory.mktemp("run"), settings, token=TOKEN, keys=ring.syncer) as run:
         with Recorder(run.address) as recorder:
             brief = run.start(spec(ring, "two", 2), recorder.address)
-            brief.hear("joined")
-            brief.order("train", 30)
-            brief.hear("trained")
-            brief.order("break")
-            brief.hear("ended")
+            brief.expect("joined")
+            brief.command("train", 30)
+            brief.expect("trained")
+            brief.command("break")
+            brief.expect("ended")
             assert brief.ended() == 0
             records = tuple(bytes(record) for record in recorder.sent if record)
         # Its steps are longer than those of the hostile learner, whose contributions would come too late otherwise.
@@ -83,7 +83,7 @@ def shipped(rings: tuple[KeyRing, KeyRing], tmp_path_factory: pytest.TempPathFac
         yield Attacked(run, prey_of(run, rings, records))
         run.end()
         run.assert_same(run.finish(good), 1)
-        assert run.log_lines(good, "the link closed") == []
+        assert run.log_lines(good, "connection closed: ") == []
         assert run.log_lines(run.syncer, " ERROR ") == []
         assert run.log_lines(run.syncer, "never retrieved") == []
         run.verdict()
@@ -94,7 +94,7 @@ def spec(ring: KeyRing, name: str, number: int) -> LearnerSpec:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is held of strangers
+# Resources of unauthenticated connections
 
 
 class Held(NamedTuple):
@@ -125,20 +125,20 @@ def storm(prey: AttackTarget, name: str, per_s: float, held: int) -> AttackProce
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "half-open"])
-def test_nobody_is_hurt_by(shipped, name):
+def test_hostile_clients_do_not_affect_learners(shipped, name):
     run, prey = shipped
     before, refused, merges = held(run), refused_incarnation(run, REFUSED[name]), run.status()["merges"]
     count, lines = VISITS.get(name, 30), len(run.log_lines(run.syncer, "was refused"))
     left = MAX_PENDING if name == "slow-loris" else 0  # those for which there is room stay for half a minute
-    with storm(prey, name, 400.0, 1 if name == "wild values" else count) as strangers:
-        run.until(lambda _: strangers.tally().ends.total() >= count - left, "each of them has had its answer")
+    with storm(prey, name, 400.0, 1 if name == "wild values" else count) as clients:
+        run.until(lambda _: clients.tally().ends.total() >= count - left, "each of them has had its answer")
         assert list(unbounded(before, held(run), SPEAKING_MIB)) == []
         run.until(run.merges(merges + 2), "the run goes on")
-        tally = strangers.tally()
+        tally = clients.tally()
     assert set(tally.ends) <= ATTACKS[name].expected_outcomes | {DISCONNECTED}, tally.ends
     assert ATTACKS[name].expected_outcomes <= set(tally.ends), tally.ends
     assert not REFUSED[name] or refused_incarnation(run, REFUSED[name]) > refused
-    assert len(run.log_lines(run.syncer, "was refused")) - lines < 12, "the log is filled by strangers"
+    assert len(run.log_lines(run.syncer, "was refused")) - lines < 12, "the log is filled by clients"
     one = run.until(run.learner(1), "learner 1 is shown")
     assert (one["standing"], one["link"], one["incarnation"]) == ("live", "up", 1)
     if name == "wild values":
@@ -151,17 +151,17 @@ def test_nobody_is_hurt_by(shipped, name):
 
 def half_open(run: Run, prey: AttackTarget, meanwhile: Callable[[], None]) -> Held:
     """What the syncer holds while thousands of connections that say nothing come, and go on coming."""
-    with storm(prey, "half-open", 3000.0, HALF_OPEN) as strangers:
-        run.until(lambda _: strangers.tally().begun >= HALF_OPEN, "thousands have come")
+    with storm(prey, "half-open", 3000.0, HALF_OPEN) as clients:
+        run.until(lambda _: clients.tally().begun >= HALF_OPEN, "thousands have come")
         found = held(run)
         meanwhile()
-        tally = strangers.tally()
+        tally = clients.tally()
     assert set(tally.ends) <= ATTACKS["half-open"].expected_outcomes | {DISCONNECTED}, tally.ends
     return found
 
 
 @pytest.mark.long
-def test_half_open_connections_by_the_thousand_cost_little_and_keep_nobody_out(shipped, rings):
+def test_thousands_of_half_open_connections_do_not_block_learners(shipped, rings):
     run, prey = shipped
     before, refused = held(run), refused_incarnation(run, {"unfinished"})
 
@@ -170,8 +170,8 @@ def test_half_open_connections_by_the_thousand_cost_little_and_keep_nobody_out(s
         (new,) = run.joined(spec(rings[0], "two", 2))
         run.go(new)
         run.until(run.learner(2, standing="live", link="up"), "a new learner trains with the others")
-        new.order("break")
-        new.hear("ended")
+        new.command("break")
+        new.expect("ended")
         assert new.ended() == 0
 
     found = half_open(run, prey, meanwhile)
@@ -180,7 +180,7 @@ def test_half_open_connections_by_the_thousand_cost_little_and_keep_nobody_out(s
 
 
 @pytest.mark.long
-def test_without_the_limit_they_would_all_be_held(rings, tmp_path):
+def test_without_the_limit_all_half_open_connections_stay_open(rings, tmp_path):
     with Run(tmp_path, endless(), token=TOKEN, keys=rings[0].syncer, planted="endless-room") as run:
         before = held(run)
         found = half_open(run, prey_of(run, rings), lambda: None)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 def checkpoint_of(job: Work, **changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The model of a job with other values, as a file has it. A change is another tensor, or none at all."""
+    """Return the tensors of a checkpoint with other values. `changes` replaces tensors, or removes them (None)."""
     drawn = torch.Generator().manual_seed(99)
     found = {
         name: (torch.rand(tensor.shape, generator=drawn) + 0.5).to(tensor.dtype)
@@ -38,7 +38,7 @@ def test_every_learner_starts_with_the_values_of_the_checkpoint(tmp_path, name, 
             assert all(torch.equal(held[tensor], given[tensor]) for tensor in travels)
 
 
-def test_a_frozen_tensor_of_the_checkpoint_is_left_alone(tmp_path):
+def test_frozen_tensor_of_checkpoint_is_ignored(tmp_path):
     job = work("mixed", seed=1)
     before = values(job.model)["frozen.weight"].clone()
     save_file(checkpoint_of(job), tmp_path / INIT_FILE)
@@ -46,7 +46,7 @@ def test_a_frozen_tensor_of_the_checkpoint_is_left_alone(tmp_path):
         assert torch.equal(values(job.model)["frozen.weight"], before)
 
 
-def test_buffers_of_a_frozen_module_may_be_in_the_checkpoint_and_are_left_alone(tmp_path):
+def test_buffers_of_frozen_module_in_checkpoint_are_ignored(tmp_path):
     """They are not in the plan, and a checkpoint of the whole model has them."""
     job = work("mixed", seed=1)
     job.model.get_submodule("norm").requires_grad_(False)
@@ -72,7 +72,7 @@ def test_buffers_of_a_frozen_module_may_be_in_the_checkpoint_and_are_left_alone(
         ({"first.bias": torch.full((24,), torch.inf)}, "holds values that are not finite"),
     ],
 )
-def test_a_checkpoint_of_another_model_founds_nothing(tmp_path, changes, sentence):
+def test_checkpoint_of_another_model_creates_no_run(tmp_path, changes, sentence):
     job = work()
     save_file(checkpoint_of(job, **changes), tmp_path / INIT_FILE)
     with Run(tmp_path) as run:
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_another_model_founds_nothing(tmp_path, changes, sentenc
         assert not (tmp_path / "store/run.json").exists()
 
 
-def test_a_damaged_checkpoint_is_said(tmp_path):
+def test_damaged_checkpoint_is_reported(tmp_path):
     plan = make_plan(describe_tensors(work().model), 2, "balanced")
     assert load_initial_values(tmp_path, plan) is None
     (tmp_path / INIT_FILE).write_bytes(b"\x10\0\0\0\0\0\0\0no json at all..")

@@ -75,7 +75,7 @@ def test_every_durable_version_has_its_line_also_after_the_syncer_was_killed(tmp
         assert of_one[-1]["step"] > 0 < of_one[-1]["tokens"]
 
 
-def test_the_line_of_a_merge_is_what_was_merged(tmp_path):
+def test_merge_line_matches_merge(tmp_path):
     numel = 400
     plan = make_single_fragment_plan(("weight", numel))
     held = SyncerFragment(plan, 0, Numerics(up="int8", down="int4", norm_clip=0.0), 0, torch.zeros(numel))
@@ -102,7 +102,7 @@ def test_the_line_of_a_merge_is_what_was_merged(tmp_path):
     assert found["momentum_norm"] is None
 
 
-def test_a_learner_that_talks_too_much_is_written_once_a_second_and_shown_as_it_is(tmp_path):
+def test_metrics_of_chatty_learner_are_written_once_per_second(tmp_path):
     metrics = SyncerMetrics(tmp_path, logging.getLogger("atoll.test"))
     for tenth in range(35):
         metrics.record_learner(tenth / 10, 4, 1, {"loss": float(tenth)})
@@ -114,8 +114,8 @@ def test_a_learner_that_talks_too_much_is_written_once_a_second_and_shown_as_it_
 def test_the_status_shows_the_cores_step(tmp_path):
     with Run(tmp_path, endless()) as run:
         (learner,) = run.joined(1)
-        learner.order("train", 40)
-        learner.hear("trained")
+        learner.command("train", 40)
+        learner.expect("trained")
         shown = run.until(run.learner(1, standing="live"), "it is there")
         assert isinstance(shown["step"], int)
         run.until(lambda status: has_told(tmp_path, {1}), "it has told of itself")

@@ -1,4 +1,4 @@
-"""Large payloads in slices: what is missing, how fast and how wide they go, and that they go on after a break."""
+"""Large payloads in slices: missing ranges, bandwidth limits, parallel streams, and resumed transfers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atoll.core.types import RoundId
 from atoll.learner.api import Learner
 from atoll.syncer.fragment_endpoints import MemoryGate, PartialUploads, UploadKey
 from atoll.tensors.settings import Numerics
-from atoll.transport.buffers import BufferPool, Spans, StreamingBuffer
+from atoll.transport.buffers import ByteBufferPool, Spans, StreamingBuffer
 from atoll.transport.pacing import (
     FIRST_SLICE_BYTES,
     MAX_BURST_S,
@@ -32,10 +32,10 @@ from atoll.transport.wire import FrameKind, SliceHeader, WireError, encode_frame
 from tests.chaos.relays import relay_to
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.learner.small_models import work
-from tests.syncer.stranger import Stranger
+from tests.syncer.raw_learner import RawLearner
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is missing
+# Missing ranges
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(0, 40)), max_size=30), st.integers(1, 9))
@@ -69,17 +69,17 @@ def test_spans_are_a_set_of_bytes(steps, most):
     ("text", "bytes_per_s"),
     [("2gbit", 2.5e8), ("500 Mbit", 6.25e7), ("10MB/s", 1e7), ("1e3kbit/s", 1.25e5), ("8bit", 1.0), (".5GB/s", 5e8)],
 )
-def test_rates_are_read(text, bytes_per_s):
+def test_rates_are_parsed(text, bytes_per_s):
     assert parse_rate(text) == bytes_per_s
 
 
 @pytest.mark.parametrize("text", ["", "2", "fast", "-1gbit", "0gbit", "1e999bit", "2 gbits", "nan bit"])
-def test_what_is_no_rate_is_refused_with_an_example(text):
+def test_invalid_rate_is_refused_with_example(text):
     with pytest.raises(ValueError, match="as 2gbit, 500mbit or 10MB/s"):
         parse_rate(text)
 
 
-def test_a_pace_is_kept_and_standing_still_saves_up_no_more_than_a_burst():
+def test_rate_limit_allows_one_burst_after_idle_time():
     now = [100.0]
     pace = RateLimiter(1000.0, clock=lambda: now[0])
     for _ in range(50):
@@ -95,12 +95,12 @@ def test_a_pace_is_kept_and_standing_still_saves_up_no_more_than_a_burst():
 
 
 @pytest.mark.parametrize("wanted", [0, 17, -1, 2.0, True, "4"])
-def test_what_is_no_number_of_streams_is_refused(wanted):
+def test_invalid_number_of_streams_is_refused(wanted):
     with pytest.raises(ValueError, match="give a number of connections from 1 to 16"):
         check_streams(wanted)
 
 
-def test_a_learner_hands_on_how_many_streams_are_wanted():
+def test_learner_passes_streams_to_its_transfers():
     job = work()
     bulk = Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=3)._background.bulk
     assert (bulk.up.streams, bulk.down.streams) == (3, 3)
@@ -108,7 +108,7 @@ def test_a_learner_hands_on_how_many_streams_are_wanted():
         Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=17)
 
 
-def test_slices_are_what_a_connection_carries_in_a_second():
+def test_slice_size_is_one_second_of_throughput():
     async def scene(size: int) -> int:
         direction = TransferDirection(None, "up", streams=2)
 
@@ -122,7 +122,7 @@ def test_slices_are_what_a_connection_carries_in_a_second():
     assert asyncio.run(scene(64 * 2**20)) == MAX_SLICE_BYTES
 
 
-def test_what_fails_is_missing_again_and_nothing_else():
+def test_only_failed_slice_is_missing_again():
     moved: list[tuple[int, int]] = []
 
     async def move(begin: int, end: int) -> None:
@@ -144,7 +144,7 @@ def test_what_fails_is_missing_again_and_nothing_else():
 # Sent while they are still written
 
 
-def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not_the_links_time():
+def test_streaming_buffer_wait_does_not_count_as_link_time():
     size, first = 3 * FIRST_SLICE_BYTES + 5, FIRST_SLICE_BYTES + 1000
     moved: list[tuple[int, int]] = []
     sent = threading.Event()
@@ -177,7 +177,7 @@ def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not
     assert direction.idle_s > 0
 
 
-def test_what_goes_wrong_with_the_writer_is_raised_where_bytes_are_sent():
+def test_error_of_writer_is_raised_by_transfer():
     async def move(begin: int, end: int) -> None:
         raise AssertionError("nothing was written")
 
@@ -191,7 +191,7 @@ def test_what_goes_wrong_with_the_writer_is_raised_where_bytes_are_sent():
         asyncio.run(scene())
 
 
-def test_a_transfer_that_moves_is_not_idle_though_another_one_waits():
+def test_direction_is_not_idle_while_any_transfer_moves():
     """Of two that share a link one is still encoded: what the other one takes is the link's time."""
 
     async def scene() -> float:
@@ -226,7 +226,7 @@ def key(learner: int = 1, fragment: int = 0, attempt: int = 1, incarnation: int 
 
 @pytest.fixture
 def arrivals(tmp_path):
-    return PartialUploads(tmp_path, BufferPool(), MemoryGate(100))
+    return PartialUploads(tmp_path, ByteBufferPool(), MemoryGate(100))
 
 
 def bring(arrivals: PartialUploads, of: UploadKey, begin: int, end: int, size: int) -> None:
@@ -254,7 +254,7 @@ def test_a_contribution_has_one_size(arrivals):
                 lambda size=size: arrivals.missing(key(), size),
                 lambda size=size: arrivals.take_complete(key(), size),
             ):
-                with pytest.raises(WireError, match=f"{size} bytes of a contribution that was begun with 20"):
+                with pytest.raises(WireError, match=f"contribution of {size} bytes, its first slice said 20"):
                     ask()
         assert arrivals.missing(key(), 20) == [(10, 20)]
         arrivals.close()
@@ -263,7 +263,7 @@ def test_a_contribution_has_one_size(arrivals):
 
 
 @pytest.mark.parametrize("size", [80, 200], ids=["in memory", "in a file"])
-def test_slices_in_any_order_become_the_whole(arrivals, size):
+def test_slices_in_any_order_complete_the_upload(arrivals, size):
     def scene() -> None:
         other = arrivals.begin_slice(key(learner=2), 0, 1, 60)  # leaves no room for the large one
         assert other is not None
@@ -280,7 +280,7 @@ def test_slices_in_any_order_become_the_whole(arrivals, size):
     in_loop(scene)
 
 
-def test_a_slice_that_is_brought_again_replaces_the_one_on_its_way_and_never_what_has_arrived(arrivals):
+def test_repeated_slice_replaces_pending_write_but_no_received_bytes(arrivals):
     def scene() -> None:
         first = arrivals.begin_slice(key(), 0, 10, 30)
         second = arrivals.begin_slice(key(), 5, 15, 30)
@@ -293,7 +293,7 @@ def test_a_slice_that_is_brought_again_replaces_the_one_on_its_way_and_never_wha
     in_loop(scene)
 
 
-def test_what_is_begun_and_left_is_forgotten(arrivals):
+def test_idle_upload_is_dropped(arrivals):
     def scene() -> None:
         arrivals.begin_slice(key(attempt=1), 0, 10, 30)
         newer = arrivals.begin_slice(key(attempt=2), 0, 10, 30)
@@ -304,7 +304,7 @@ def test_what_is_begun_and_left_is_forgotten(arrivals):
         arrivals.begin_slice(key(incarnation=2), 0, 10, 30)
         assert len(arrivals._uploads) == 1, "what an older incarnation began never comes"
         arrivals.close()
-        assert arrivals._gate.reserved_bytes == 0
+        assert arrivals._gate.used_bytes == 0
 
     in_loop(scene)
 
@@ -320,11 +320,11 @@ def wide(
     return run.start(spec, *([address] if address else []))
 
 
-def test_a_run_in_slices_is_the_same_run(tmp_path):
+def test_sliced_uploads_do_not_change_the_run(tmp_path):
     with Run(tmp_path, endless(fragments=2, every_steps=8), Numerics(plan="rows")) as run:
         learners = [wide(run, 1), run.start(LearnerSpec(2, "wide", pace_s=0.01))]
         for learner in learners:
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(*learners)
         run.until(run.merges(6), "merges")
         run.end()
@@ -342,33 +342,33 @@ def breaks_in_the_middle(directory: Any, bug: str = "") -> int:
         relay_to(run.address) as relay,
     ):
         far = wide(run, 1, relay.address, streams=1)
-        far.hear("joined")
+        far.expect("joined")
         relay.break_after(0.6 * CONTRIBUTION)
-        far.order("go")
+        far.command("go")
         run.until(lambda status: relay.broken >= 4 or status["merges"], "connections break")
         merges: int = run.status()["merges"]
         assert relay.broken >= 1
-        assert run.log_lines(far, "the link closed") == [], "messages went on"
-        far.order("break")
+        assert run.log_lines(far, "connection closed: ") == [], "messages went on"
+        far.command("break")
         return merges
 
 
-def test_a_contribution_goes_on_where_its_connection_was_lost(tmp_path):
+def test_contribution_upload_resumes_after_lost_connection(tmp_path):
     assert breaks_in_the_middle(tmp_path / "resumed") >= 1
     assert breaks_in_the_middle(tmp_path / "bug", "forgotten-slices") == 0
 
 
-def test_a_fragment_goes_on_where_its_connection_was_lost(tmp_path):
+def test_fragment_download_resumes_after_lost_connection(tmp_path):
     """A learner joins over a link on which no connection lives for as long as its fragment of 2 MB takes."""
     with (
         Run(tmp_path, endless(fragments=1, every_steps=8), Numerics(plan="rows")) as run,
         relay_to(run.address) as relay,
     ):
         near = wide(run, 1)
-        near.hear("joined")
+        near.expect("joined")
         relay.break_after(0.8 * CONTRIBUTION)
         far = wide(run, 2, relay.address, streams=1)
-        far.hear("joined")
+        far.expect("joined")
         assert relay.broken >= 2
         relay.break_after(None)
         run.go(near, far)
@@ -379,20 +379,20 @@ def test_a_fragment_goes_on_where_its_connection_was_lost(tmp_path):
 
 
 @pytest.mark.long
-def test_a_link_that_gets_thin_has_coarser_values_and_one_that_is_wide_again_finer_ones(tmp_path):
+def test_codec_adapts_to_link_bandwidth(tmp_path):
     with (
         Run(tmp_path, endless(fragments=1, every_steps=4), Numerics(plan="rows")) as run,
         relay_to(run.address) as relay,
     ):
         far = wide(run, 1, relay.address, "telling")
-        far.hear("joined")
+        far.expect("joined")
         relay.throttle(1e6)
-        far.order("go")
-        up, down = "contributions go in int", "updates go in int"
+        far.command("go")
+        up, down = "contributions are now sent in int", "updates are now sent in int"
         run.until(lambda _: run.log_lines(far, up), "contributions are coarser")
         run.until(lambda _: run.log_lines(run.syncer, down), "updates are coarser")
         relay.throttle(None)
-        up, down = "contributions go in bf16 from here on", "updates go in bf16 from here on"
+        up, down = "contributions are now sent in bf16", "updates are now sent in bf16"
         run.until(lambda _: run.log_lines(far, up), "contributions are fine again")
         run.until(lambda _: run.log_lines(run.syncer, down), "updates are fine again")
         run.end()
@@ -400,15 +400,15 @@ def test_a_link_that_gets_thin_has_coarser_values_and_one_that_is_wide_again_fin
 
 
 @pytest.mark.long
-def test_a_bounded_rate_is_kept(tmp_path):
+def test_rate_limit_of_learner_is_respected(tmp_path):
     with (
         Run(tmp_path, endless(fragments=1, every_steps=1), Numerics(plan="rows")) as run,
         relay_to(run.address) as relay,
     ):
         far = run.start(LearnerSpec(1, "wide", pace_s=0.001, max_rate="16mbit"), relay.address)
-        far.hear("joined")
+        far.expect("joined")
         began, before = time.monotonic(), relay.counts()
-        far.order("go")
+        far.command("go")
         run.until(run.merges(3), "merges")
         took_s, after = time.monotonic() - began, relay.counts()
         assert after.up_bytes - before.up_bytes > 2 * CONTRIBUTION
@@ -416,27 +416,27 @@ def test_a_bounded_rate_is_kept(tmp_path):
         assert (
             after.down_bytes - before.down_bytes < 2e6 * took_s + 1_500_000
         )  # what sockets hold has come, not been read
-        far.order("break")
+        far.command("break")
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Hostile slices
 
 
-def slice_frame(stranger: Stranger, said: SliceHeader, payload: bytes) -> bytes:
+def slice_frame(client: RawLearner, said: SliceHeader, payload: bytes) -> bytes:
     header = said.encode()
     return encode_frame_head(FrameKind.SLICE, 0, header, payload) + header + payload
 
 
-def test_slices_that_do_not_fit_are_refused_and_what_is_missing_is_told(tmp_path):
+def test_invalid_slices_are_refused_and_missing_ranges_reported(tmp_path):
     with Run(tmp_path, endless()) as run:
         run.joined(1)
 
         async def scene() -> None:
-            async with Stranger(run, 9) as stranger:
-                await stranger.join()
-                size = len(stranger.values(0).numpy())
-                good = SliceHeader(9, 1, 1, RoundId(0, 0, stranger.epoch, 1), 0, size)
+            async with RawLearner(run, 9) as client:
+                await client.join()
+                size = len(client.values(0).numpy())
+                good = SliceHeader(9, 1, 1, RoundId(0, 0, client.epoch, 1), 0, size)
                 wrong = {
                     "another size": (good._replace(total_bytes=size + 1), b"x"),
                     "beyond the end": (good._replace(begin=size - 1), b"xx"),
@@ -444,21 +444,19 @@ def test_slices_that_do_not_fit_are_refused_and_what_is_missing_is_told(tmp_path
                     "no such fragment": (good._replace(round=RoundId(99, 0, 1, 1)), b"x"),
                 }
                 for name, (said, payload) in wrong.items():
-                    status, told = await stranger.put("/v1/slice", slice_frame(stranger, said, payload))
+                    status, told = await client.put("/v1/slice", slice_frame(client, said, payload))
                     assert status == 400, (name, told)
                 for other in (good._replace(learner=5), good._replace(session=7), good._replace(incarnation=2)):
-                    status, _ = await stranger.put("/v1/slice", slice_frame(stranger, other, b"x"))
+                    status, _ = await client.put("/v1/slice", slice_frame(client, other, b"x"))
                     assert status == 409, "there is no such link"
-                frame = bytearray(slice_frame(stranger, good, b"abc"))
+                frame = bytearray(slice_frame(client, good, b"abc"))
                 frame[-1] ^= 1
-                status, told = await stranger.put("/v1/slice", bytes(frame))
+                status, told = await client.put("/v1/slice", bytes(frame))
                 assert (status, told["code"]) == (400, "digest")
-                assert (await stranger.put("/v1/slice", slice_frame(stranger, good, b"abc")))[0] == 204
-                assert (await stranger.put("/v1/slice", slice_frame(stranger, good, b"abc")))[0] == 204
+                assert (await client.put("/v1/slice", slice_frame(client, good, b"abc")))[0] == 204
+                assert (await client.put("/v1/slice", slice_frame(client, good, b"abc")))[0] == 204
                 pull = Pull(good.round)
-                status, told = await stranger.put(
-                    "/v1/contribution", stranger.frame(stranger.contribution(pull, 1), b"")
-                )
+                status, told = await client.put("/v1/contribution", client.frame(client.contribution(pull, 1), b""))
                 assert (status, told["missing"]) == (202, [[3, size]])
 
         asyncio.run(scene())

@@ -1,4 +1,4 @@
-"""The syncer as a process, and the parts it is made of: what is served, what waits, what is held, what is kept."""
+"""The syncer process and its parts: served versions, send queues, the memory gate, the optimizer state spool."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from atoll.tensors.syncer_fragment import MAX_PINNED_VERSIONS, SyncerFragment
 from atoll.transport.websocket import MAX_QUEUED_MESSAGES, WebSocketConnection
 from atoll.transport.wire import FrameKind, decode_message, encode_frame_head
 from tests.learner.runs import LIMIT_S, Run, config, endless
-from tests.syncer.stranger import Stranger
+from tests.syncer.raw_learner import RawLearner
 
 # --------------------------------------------------------------------------------------------------------------------
 # The process
 
 
-def test_before_a_model_came_the_syncer_says_that_it_waits_for_one(tmp_path):
+def test_status_before_model_is_waiting_for_a_model(tmp_path):
     with Run(tmp_path, extra={"lr": 0.5}) as run:
         status = run.status()
         assert (status["stage"], status["founded"], status["merges"]) == ("waiting for a model", False, 0)
         settings = json.loads(run.ask("GET", "/v1/run")[1])
-        assert (settings["founded"], settings["extra"], settings["protocol"]) == (False, {"lr": 0.5}, 2)
+        assert (settings["founded"], settings["extra"], settings["protocol"]) == (False, {"lr": 0.5}, 3)
         assert run.ask("GET", "/v1/link", Connection="Upgrade", Upgrade="websocket")[0] == 409
         assert run.ask("GET", "/v1/fragment/0/0")[0] == 404
         assert run.ask("POST", "/v1/finish")[0] == 204
         assert run.status()["stage"] == "waiting for a model"
 
 
-def test_a_founder_that_dies_half_way_leaves_the_run_to_the_next_one(tmp_path):
+def test_next_learner_creates_run_after_interrupted_upload(tmp_path):
     with Run(tmp_path, config(budget_merges=3)) as run:
-        plan = json.dumps(Stranger(run, 1).plan.to_json()).encode()
+        plan = json.dumps(RawLearner(run, 1).plan.to_json()).encode()
         head = encode_frame_head(FrameKind.MODEL, 0, b"{}", plan) + b"{}" + plan
         host, _, port = run.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=LIMIT_S) as dying:
@@ -61,12 +61,12 @@ def test_a_founder_that_dies_half_way_leaves_the_run_to_the_next_one(tmp_path):
 
 def test_a_directory_serves_one_syncer_at_a_time(tmp_path):
     with Run(tmp_path) as run:
-        with pytest.raises(ValueError, match=rf"in use by the process {run.syncer.pid}"):
+        with pytest.raises(ValueError, match=rf"in use by process {run.syncer.pid}"):
             serve_syncer(tmp_path, RunSettings(config()), port=0)
         assert run.status()["stage"] == "waiting for a model"
 
 
-def test_what_the_directory_says_decides_and_only_the_budget_may_change(tmp_path):
+def test_stored_settings_override_all_but_the_budget(tmp_path):
     with Run(tmp_path, endless(every_steps=4), Numerics(outer_lr=0.25)) as run:
         (one,) = run.joined(1)
         run.go(one)
@@ -78,10 +78,10 @@ def test_what_the_directory_says_decides_and_only_the_budget_may_change(tmp_path
         assert (told.config.every_steps, told.numerics.outer_lr) == (4, 0.25)
         assert told.config.budget_merges == 6
         run.assert_same(run.finish(one), 1)
-        assert run.log_lines(run.syncer, "the budget is reached")
+        assert run.log_lines(run.syncer, "the budget is used up")
 
 
-def test_a_store_that_was_damaged_is_said_and_nothing_older_is_taken(tmp_path):
+def test_damaged_store_is_reported_and_no_older_version_loaded(tmp_path):
     with Run(tmp_path, endless()) as run:
         (one,) = run.joined(1)
         run.go(one)
@@ -92,11 +92,11 @@ def test_a_store_that_was_damaged_is_said_and_nothing_older_is_taken(tmp_path):
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
     newest.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"{newest.name}: the digest is wrong"):
+    with pytest.raises(ValueError, match=rf"{newest.name}: the digest does not match"):
         serve_syncer(tmp_path, RunSettings(config()), port=0)
 
 
-def test_numbers_are_given_out_once(tmp_path):
+def test_learner_ids_are_assigned_once(tmp_path):
     with Run(tmp_path) as run:
 
         def join(learner: int | None) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def test_numbers_are_given_out_once(tmp_path):
         assert [join(None), join(None), join(7), join(7), join(None)] == [(1, 1), (2, 1), (7, 1), (7, 2), (3, 1)]
 
 
-def test_a_finished_run_ends_again_by_itself(tmp_path):
+def test_resumed_finished_run_ends_again(tmp_path):
     """Started once more on a finished directory: who missed the end may come for it; then there is nothing to do."""
     with Run(tmp_path, config(budget_merges=3, limits=Limits(initial_wait_s=0.5))) as run:
         (one,) = run.joined(1)
@@ -121,7 +121,7 @@ def test_a_finished_run_ends_again_by_itself(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is served
+# Served versions
 
 
 def held_fragment() -> SyncerFragment:
@@ -148,14 +148,14 @@ def test_what_is_served_changes_at_the_moment_it_is_durable():
     assert not torch.equal(held.served.value, before.value)
 
 
-def test_a_version_that_is_being_fetched_stays_as_it_is_however_many_come_after_it():
+def test_version_in_download_stays_unchanged():
     """On a thin link the next two versions come sooner than the last byte of this one."""
     held = held_fragment()
     slow = held.pin(0)
     assert slow is held.served
     kept = slow.value.clone()
     for _ in range(4):
-        held.pin(held.served.version)  # somebody quicker
+        held.pin(held.served.version)  # a faster learner
         merged(held)
         held.mark_durable()
         held.unpin(held.served.version - 1)
@@ -173,14 +173,14 @@ def test_a_version_that_is_being_fetched_stays_as_it_is_however_many_come_after_
     assert len(buffers) == 2, "when nobody is slow two buffers take turns"
 
 
-def test_how_many_old_versions_are_kept_for_the_slow_is_bounded():
+def test_number_of_pinned_old_versions_is_bounded():
     held = held_fragment()
     for version in range(MAX_PINNED_VERSIONS + 3):
         held.pin(version)
         merged(held)
         held.mark_durable()
     assert [version for version in range(MAX_PINNED_VERSIONS + 4) if held.pin(version) is not None] == [3, 4, 5, 6, 7]
-    held.unpin(0)  # who was told of it long ago gives up
+    held.unpin(0)  # the slow learner gives up
     held.unpin(1)
 
 
@@ -200,7 +200,7 @@ def test_sums_that_differ_from_what_was_sealed_fail_the_merge_and_publish_nothin
 
 
 class Reader:
-    """The other end of a link: reads when it is told to."""
+    """The peer of a link. It reads on command."""
 
     def __init__(self) -> None:
         self.reads = asyncio.Event()
@@ -237,7 +237,7 @@ def to_learner(body: Any) -> Envelope:
     return Envelope(1, 1, 1, 1, 1, 1, 0, body)
 
 
-def test_a_newer_version_takes_the_place_of_an_older_notice_and_nothing_else_is_lost():
+def test_newer_version_replaces_queued_notice():
     async def test(link: SyncerLink, reader: Reader) -> None:
         link.post(to_learner(Pong(0)))
         await others()  # the first message is on its way and cannot be replaced any more
@@ -255,7 +255,7 @@ def test_a_newer_version_takes_the_place_of_an_older_notice_and_nothing_else_is_
     on_a_link(test)
 
 
-def test_a_learner_is_told_of_one_version_at_a_time_which_is_kept_until_it_has_it():
+def test_one_version_is_announced_at_a_time_and_pinned():
     held = held_fragment()
 
     def published() -> Envelope:
@@ -297,7 +297,7 @@ def test_a_learner_is_told_of_one_version_at_a_time_which_is_kept_until_it_has_i
     on_a_link(test, {0: held})
 
 
-def test_a_learner_that_never_reads_is_cut_off_and_what_waits_for_it_is_bounded(monkeypatch):
+def test_learner_that_never_reads_is_disconnected(monkeypatch):
     monkeypatch.setattr("atoll.transport.websocket.CLOSE_TIMEOUT_S", 0.05)
 
     async def test(link: SyncerLink, reader: Reader) -> None:
@@ -316,7 +316,7 @@ def test_a_learner_that_never_reads_is_cut_off_and_what_waits_for_it_is_bounded(
 
 
 async def others() -> None:
-    """Everybody else has had a turn, and those who were waked by them."""
+    """Let all other tasks run, and the tasks that they wake."""
     loop = asyncio.get_running_loop()
     for _ in range(3):
         turn = loop.create_future()
@@ -325,13 +325,13 @@ async def others() -> None:
 
 
 async def taken(gate: MemoryGate, size: int) -> asyncio.Task[None]:
-    """Somebody who asks for this much; it has either got it or waits."""
+    """Start a task that acquires this much. It has acquired it, or waits."""
     task = asyncio.ensure_future(gate.acquire(size))
     await others()
     return task
 
 
-def test_the_gate_lets_in_what_fits_in_the_order_of_coming():
+def test_gate_admits_in_order():
     async def test() -> None:
         gate = MemoryGate(100)
         first, second, third, fourth = [await taken(gate, size) for size in (60, 50, 30, 10)]
@@ -344,7 +344,7 @@ def test_the_gate_lets_in_what_fits_in_the_order_of_coming():
     asyncio.run(test())
 
 
-def test_what_is_larger_than_the_gate_passes_alone():
+def test_gate_admits_larger_piece_alone():
     async def test() -> None:
         gate = MemoryGate(100)
         small, huge, later = [await taken(gate, size) for size in (10, 500, 10)]
@@ -360,7 +360,7 @@ def test_what_is_larger_than_the_gate_passes_alone():
 
 
 @pytest.mark.parametrize("when", ["while it waits", "at the moment of its turn"])
-def test_who_gives_up_waiting_holds_nothing_and_lets_the_next_one_in(when):
+def test_cancelled_waiter_reserves_nothing(when):
     async def test() -> None:
         gate = MemoryGate(100)
         first, impatient, small = [await taken(gate, size) for size in (60, 90, 30)]
@@ -382,7 +382,7 @@ def test_who_gives_up_waiting_holds_nothing_and_lets_the_next_one_in(when):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_gate_never_holds_more_than_it_may_and_never_forgets_anybody(seed):
+def test_gate_never_exceeds_limit_nor_loses_waiter(seed):
     async def test() -> None:
         rng = random.Random(seed)
         gate = MemoryGate(100)
@@ -427,7 +427,7 @@ def spooled(spool: StateSpool, key: tuple[int, int], payload: bytes) -> Path:
     return found
 
 
-def test_inner_state_waits_as_a_whole_frame_and_the_newest_of_one_learner_counts(tmp_path):
+def test_spool_stores_newest_optimizer_state_as_frame(tmp_path):
     spool = StateSpool(tmp_path)
     first = spooled(spool, (3, 1), b"first")
     second = spooled(spool, (3, 1), b"the second one")
@@ -444,7 +444,7 @@ def test_inner_state_waits_as_a_whole_frame_and_the_newest_of_one_learner_counts
 def test_two_files_for_one_learner_share_no_memory(tmp_path):
     spool = StateSpool(tmp_path)
     large, small = spool.create_file((3, 1), b"header", 2**20), spool.create_file((3, 1), b"header", 10)
-    large.payload[:] = b"x" * 2**20  # memory of a file that somebody cut would end the process
+    large.payload[:] = b"x" * 2**20  # writing to the mapping of a truncated file would end the process
     small.close()
     large.write_head()
     large.publish()
@@ -452,7 +452,7 @@ def test_two_files_for_one_learner_share_no_memory(tmp_path):
     assert [path.suffix for path in tmp_path.iterdir()] == [".state"]
 
 
-def test_the_oldest_makes_room_and_leftovers_are_removed(tmp_path):
+def test_spool_deletes_oldest_and_leftover_files(tmp_path):
     (tmp_path / "learner-1-i1-1.part").write_bytes(b"of a syncer that was killed")
     spool = StateSpool(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -62,7 +62,7 @@ def differences(page: str, text: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Of a run before it has a model and while it trains, with something refused and somebody killed."""
+    """Metrics of a run before it has a model and while it trains, with a refused request and a killed learner."""
     directory = tmp_path_factory.mktemp("prometheus")
     with Run(directory, endless(quorum=2), token=TOKEN) as run:
         first = run.ask("GET", "/metrics")
@@ -78,7 +78,7 @@ def answers(tmp_path_factory):
     return first, later, newer, status
 
 
-def test_the_answer_of_a_real_syncer_is_what_the_page_tells(answers):
+def test_metrics_of_real_syncer_match_the_page(answers):
     _, (code, body), _, _ = answers
     assert code == 200
     assert list(differences(PAGE, body.decode())) == []
@@ -123,7 +123,7 @@ def test_before_there_is_a_model_little_is_known(answers):
     assert answered(body.decode()).keys() == METRICS.keys()
 
 
-def test_whoever_asks_for_open_metrics_gets_them(answers):
+def test_open_metrics_are_served_on_request(answers):
     code, body = answers[2]
     assert code == 200
     assert body.endswith(b"# EOF\n")

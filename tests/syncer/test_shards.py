@@ -1,4 +1,4 @@
-"""Fragments in processes of their own: the same run, shards and syncers that die, and shards that are wrong."""
+"""Runs with shards: results, killed shards and syncers, and shards of other runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_codecs_change_under_way_and_all_hold_the_same_values(tmp_path, shards, 
         plants = ["seemingly-thin small-slices", "seemingly-thin" if thin == 2 else ""]
         learners = [run.start(LearnerSpec(i + 1, "tall", planted=plant)) for i, plant in enumerate(plants)]
         for learner in learners:
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(*learners)
 
         def changed(status: Any) -> bool:
@@ -83,20 +83,20 @@ def versions(run: Run) -> list[int]:
     return [fragment["version"] for fragment in run.status()["fragments"]]
 
 
-def test_a_shard_that_is_killed_stops_its_own_fragments_and_comes_back(tmp_path):
+def test_killed_shard_stops_only_its_fragments_and_reconnects(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
         run.until(run.merges(12), "merges")
         run.shards[1].kill()
-        run.until(lambda _: run.log_lines(run.syncer, "shard 1 is away"), "its end is noticed")
+        run.until(lambda _: run.log_lines(run.syncer, "shard 1 disconnected"), "its end is noticed")
         before = versions(run)
         run.until(lambda _: min(versions(run)[0::2]) > max(before[0::2]) + 3, "the other's fragments are merged on")
         after = versions(run)
         assert after[1::2] == before[1::2], "nobody merges what nobody holds"
         shown = run.status()["fragments"]
         assert [each["away"] for each in shown] == [False, True, False, True]
-        assert shown[1]["reason"] == shown[3]["reason"] == "its shard is away: the connection was closed"
+        assert shown[1]["reason"] == shown[3]["reason"] == "its shard is unavailable: the connection was closed"
         assert {each["standing"] for each in run.status()["learners"]} == {"live"}
         run.shards[1] = run.start_shard(1)
         run.until(lambda _: min(versions(run)[1::2]) > max(after[1::2]) + 3, "its fragments are merged again")
@@ -123,8 +123,8 @@ def test_a_syncer_that_is_killed_finds_the_versions_at_its_shards(tmp_path):
 
 
 @pytest.mark.long
-def test_a_merge_that_was_not_durable_when_the_link_broke_is_made_again(tmp_path):
-    """Whatever the instant: a shard is killed again and again, and every version that was told is found."""
+def test_merge_not_durable_at_disconnect_is_repeated(tmp_path):
+    """A shard is killed repeatedly at any moment, and every announced version is found again."""
     with Run(tmp_path, endless(fragments=2), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
@@ -144,7 +144,7 @@ def test_a_merge_that_was_not_durable_when_the_link_broke_is_made_again(tmp_path
         run.assert_clean()
 
 
-def test_a_shard_without_its_fragments_is_refused_with_a_sentence(tmp_path):
+def test_shard_without_its_fragments_is_refused(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         run.joined(1)
         for shard in run.shards:
@@ -152,15 +152,15 @@ def test_a_shard_without_its_fragments_is_refused_with_a_sentence(tmp_path):
         wrong = run.start_shard(0, "elsewhere")
         run.until(lambda _: run.log_lines(wrong, "holds no run"), "it is refused")
         assert run.status()["stage"] == "running"
-        with pytest.raises(ValueError, match="is not that of shard 1 of 2"):
+        with pytest.raises(ValueError, match="does not belong to shard 1 of 2"):
             serve_shard(tmp_path / "shards" / "0", 1, 2, parse_endpoint(run.address))
 
 
-def test_without_its_shards_a_run_is_not_founded(tmp_path):
+def test_run_is_not_created_without_its_shards(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         run.shards[1].kill()
         run.until(lambda _: [place is None for place in where(run)] == [False, True], "one is here and one is not")
         learner = run.start(1)
         run.until(lambda _: run.log_lines(learner, "1 of 2 are not here"), "the learner is told why it waits")
         run.start_shard(1)
-        learner.hear("joined")
+        learner.expect("joined")

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.store.snapshots import read_snapshot_info, snapshot_version_path
 from atoll.store.tensor_file import read_tensors
-from tests.learner.fault_injection import struck
+from tests.learner.fault_injection import fault_marker
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.syncer.test_shards import versions
 
@@ -73,7 +73,7 @@ def test_versions_of_a_snapshot_stay_however_long_its_parts_take(tmp_path):
         os.mkfifo(tmp_path / "hold")
         number = asked(run)
         before = versions(run)
-        run.until(lambda _: struck(tmp_path, "part").exists(), "the part is being written")
+        run.until(lambda _: fault_marker(tmp_path, "part").exists(), "the part is being written")
         run.until(lambda _: min(versions(run)) > max(before) + 4, "merges go on")
         assert state(run, number)["state"] == "being taken"
         (tmp_path / "hold").write_bytes(b"")
@@ -86,7 +86,7 @@ def test_versions_of_a_snapshot_stay_however_long_its_parts_take(tmp_path):
 
 
 @pytest.mark.long
-def test_a_shard_that_dies_while_a_snapshot_is_written_leaves_none_and_the_next_one_is_whole(tmp_path):
+def test_killed_shard_aborts_snapshot_and_next_is_complete(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.shards[1].kill()
@@ -113,7 +113,7 @@ def test_a_shard_that_dies_while_a_snapshot_is_written_leaves_none_and_the_next_
 
 
 @pytest.mark.long
-def test_without_a_shard_there_is_no_snapshot_and_it_says_why(tmp_path):
+def test_snapshot_without_shard_fails_with_reason(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
@@ -122,7 +122,7 @@ def test_without_a_shard_there_is_no_snapshot_and_it_says_why(tmp_path):
         run.until(lambda status: status["fragments"][1]["away"], "it is missed")
         number = asked(run)
         run.until(lambda _: state(run, number)["state"] == "abandoned", "nobody waits for it")
-        assert "shard 1 of 2 is away" in state(run, number)["said"]
+        assert "shard 1 of 2 is unavailable" in state(run, number)["said"]
         run.start_shard(1)
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)

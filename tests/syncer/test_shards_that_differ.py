@@ -1,4 +1,4 @@
-"""A shard may hold what its syncer has no record of: a version, a model, or the word of another syncer."""
+"""Shards that store what their syncer has no record of: a version, a model, or the epoch of another syncer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atoll.core.types import Limits, RunConfig
 from atoll.store.tensor_file import decode_small_file
 from atoll.store.version_store import Store
 from atoll.tape.format import decode
-from tests.learner.fault_injection import struck
+from tests.learner.fault_injection import fault_marker
 from tests.learner.runs import Child, Run, endless
 from tests.store.store_samples import make_tensors, make_version
 from tests.syncer.test_shards import syncer_entries, versions
@@ -52,24 +52,24 @@ def ended_without_a_version(run: Run) -> tuple[list[Child], int, int]:
     run.shards[1].expected_to_end = True
     (run.directory / "shards" / "1" / "die").touch()
     run.shards[1].ended()
-    run.until(lambda _: len(run.log_lines(run.syncer, "shard 1 is away")) == 2, "its end is noticed")
+    run.until(lambda _: len(run.log_lines(run.syncer, "shard 1 disconnected")) == 2, "its end is noticed")
     (run.directory / "shards" / "1" / "die").unlink()
-    fragment, number = map(int, struck(run.directory / "shards" / "1", "version").read_text().split())
+    fragment, number = map(int, fault_marker(run.directory / "shards" / "1", "version").read_text().split())
     assert versions(run)[fragment] == number - 1
     run.end()
     for learner in learners:
-        assert learner.hear("ended")["finished"]
+        assert learner.expect("ended")["finished"]
     assert manifest(run)[fragment] == number - 1
     assert on_disk(run, 1)[fragment][-1] == number
     return learners, fragment, number
 
 
 @pytest.mark.long
-def test_a_version_that_the_end_does_not_name_is_forgotten_when_its_shard_is_back(tmp_path):
+def test_version_not_in_manifest_is_rolled_back_on_reconnect(tmp_path):
     with Run(tmp_path, both(), shards=2) as run:
         _, fragment, number = ended_without_a_version(run)
         run.shards[1] = run.start_shard(1)
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         run.assert_same(load_file(tmp_path / "published.safetensors"), 1, 2)
         assert on_disk(run, 1)[fragment][-1] == number - 1
         back = [entry.event for entry in syncer_entries(run) if type(entry.event) is ShardReconnected][-1]
@@ -78,13 +78,13 @@ def test_a_version_that_the_end_does_not_name_is_forgotten_when_its_shard_is_bac
 
 
 @pytest.mark.long
-def test_so_it_is_when_the_syncer_is_started_again_after_the_end(tmp_path):
+def test_version_not_in_manifest_is_rolled_back_after_restart(tmp_path):
     with Run(tmp_path, both(), shards=2) as run:
         _, fragment, number = ended_without_a_version(run)
         run.syncer.kill()
         run.start_syncer()
         run.shards[1] = run.start_shard(1)
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         run.assert_same(load_file(tmp_path / "published.safetensors"), 1, 2)
         assert on_disk(run, 1)[fragment][-1] == number - 1
         run.assert_clean()
@@ -95,7 +95,7 @@ def is_taken(fragment: int, number: int, status: dict[str, Any]) -> bool:
 
 
 @pytest.mark.long
-def test_a_version_that_was_written_and_not_told_counts_while_the_run_goes_on(tmp_path):
+def test_unreported_durable_version_counts_while_run_continues(tmp_path):
     """Whether its shard, or the syncer too, starts again: it is merged once."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
@@ -109,7 +109,7 @@ def test_a_version_that_was_written_and_not_told_counts_while_the_run_goes_on(tm
             (tmp_path / "shards" / "1" / "die").touch()
             run.shards[1].ended()
             (tmp_path / "shards" / "1" / "die").unlink()
-            fragment, number = map(int, struck(tmp_path / "shards" / "1", "version").read_text().split())
+            fragment, number = map(int, fault_marker(tmp_path / "shards" / "1", "version").read_text().split())
             if syncer_too:
                 run.syncer.kill()
                 run.start_syncer()
@@ -119,21 +119,21 @@ def test_a_version_that_was_written_and_not_told_counts_while_the_run_goes_on(tm
         run.until(run.merges(merges + 8), "merges")
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
-        assert run.log_lines(run.syncer, "a directory of another time or run") == []
+        assert run.log_lines(run.syncer, "check that its directory belongs to this run") == []
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_a_model_that_its_syncer_has_no_record_of_is_of_no_run(tmp_path):
+def test_fragments_without_syncer_record_belong_to_no_run(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2, planted="deadly-founding") as run:
         run.syncer.expected_to_end = True
         learners = [run.start(1), run.start(2)]
         run.syncer.ended()
-        assert struck(tmp_path, "founding").exists()
+        assert fault_marker(tmp_path, "founding").exists()
         run.planted = ""
         run.start_syncer()
         for learner in learners:
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(*learners)
         run.until(run.merges(8), "merges")
         run.end()
@@ -141,7 +141,7 @@ def test_a_model_that_its_syncer_has_no_record_of_is_of_no_run(tmp_path):
         assert run.verdict().finished
 
 
-def test_a_syncer_without_a_model_takes_no_shard_of_a_run_that_was_founded(tmp_path):
+def test_new_syncer_refuses_shard_of_existing_run(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         run.joined(1)
         held = run.log_lines(run.shards[0], "took 2 fragments")
@@ -156,8 +156,8 @@ def test_a_syncer_without_a_model_takes_no_shard_of_a_run_that_was_founded(tmp_p
 
 
 @pytest.mark.long
-def test_a_shard_that_has_served_a_syncer_serves_no_older_one(tmp_path):
-    """Whatever it has heard of a newer one it remembers on disk: that it was killed since changes nothing."""
+def test_shard_refuses_syncer_of_older_epoch(tmp_path):
+    """The shard stores the newest epoch on disk, so a restart changes nothing."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
@@ -192,7 +192,7 @@ def test_a_shard_that_has_served_a_syncer_serves_no_older_one(tmp_path):
 # Its directory
 
 
-def test_only_the_newest_version_is_forgotten_and_for_good(tmp_path):
+def test_roll_back_removes_only_newest_version(tmp_path):
     with Store.open(tmp_path) as store:
         store.write_initial(0, make_tensors(0))
         for number in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Shards over TLS: they show the key of the syncer, learners show theirs to both, and wrong ones are refused."""
+"""Shards over TLS: they use the key of the syncer, learners use theirs for both, and invalid keys are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory, ring: KeyRing) -> KeyRing:
-    """Keys of somebody else, who trusts our authority."""
+    """Keys of another authority, which trusts ours."""
     other = KeyRing(tmp_path_factory.mktemp("others") / "keys")
     shutil.copy(ring["syncer"] / "authority.pem", other["syncer"] / "authority.pem")
     return other
@@ -65,7 +65,7 @@ def unhurt(run: Run) -> Iterator[None]:
     assert learners == [("live", "up", 1)] * 2
     for old, new in zip(before["fragments"], after["fragments"], strict=True):
         assert new["version"] > old["version"]
-    assert run.log_lines(run.syncer, "is away") == []
+    assert run.log_lines(run.syncer, "disconnected") == []
 
 
 async def let_go(http: aiohttp.ClientSession) -> None:
@@ -83,7 +83,7 @@ def counted(run: Run, code: str) -> int:
 
 
 def assert_refused(run: Run, shard: Child, code: str, told: str) -> None:
-    """It is counted at the syncer, and the shard says why; it goes on asking, which hurts nobody."""
+    """Check that the syncer counts the refusal and the shard logs the reason. The shard keeps retrying."""
     run.until(lambda _: counted(run, code) >= 2, "it is counted")
     run.until(lambda _: run.log_lines(shard, told), "the shard is told")
     shard.kill()
@@ -91,7 +91,7 @@ def assert_refused(run: Run, shard: Child, code: str, told: str) -> None:
 
 @pytest.mark.usefixtures("unhurt")
 def test_a_run_with_keys_trains_over_tls(run):
-    assert run.log_lines(run.syncer, "TLS, for those who have a key")
+    assert run.log_lines(run.syncer, "TLS, for clients with a key")
     run.until(lambda status: status["bytes"]["up"] and status["bytes"]["down"], "values go by way of the shards")
 
 
@@ -144,8 +144,8 @@ def test_the_link_of_a_key_that_is_revoked_is_closed(run, ring):
     assert counted(run, "revoked") == 1
 
 
-def test_learners_do_not_speak_to_a_shard_that_is_no_syncer(run, ring):
-    """An island's certificate is not one of a server: whoever has stolen one cannot collect models with it."""
+def test_learner_refuses_shard_without_syncer_key(run, ring):
+    """A learner's certificate is not valid for a server: a stolen one cannot be used to collect models."""
     shard = run.start_shard(0, "posing", keys=ring["one"])
 
     async def knock() -> None:
@@ -163,4 +163,4 @@ def test_learners_do_not_speak_to_a_shard_that_is_no_syncer(run, ring):
 def test_without_keys_of_an_authority_there_is_no_tls_between_shards(ring, tmp_path, capsys):
     files = ["--certificate", str(ring["syncer"] / "certificate.pem"), "--private-key", str(ring["syncer"] / "key.pem")]
     assert main(["syncer", "--out", str(tmp_path / "run"), "--token", "a long secret", "--shards", "2", *files]) == 2
-    assert "know each other by keys: give --keys in place of --certificate" in capsys.readouterr().err
+    assert "authenticate each other by keys: give --keys in place of --certificate" in capsys.readouterr().err

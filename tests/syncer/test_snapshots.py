@@ -1,4 +1,4 @@
-"""Snapshots of real processes: what learners keep, what is left of a snapshot that was interrupted, who starts from it.
+"""Snapshots of real processes: stored parts, interrupted snapshots, and restarts from a snapshot.
 
 Every fault is a real one, and each test asserts that it happened.
 """
@@ -27,7 +27,7 @@ from atoll.store.run_settings import CONFIG_FILE
 from atoll.store.snapshots import list_snapshots
 from atoll.store.tensor_file import encode_tensor_file
 from atoll.tensors import optimizer_state
-from tests.learner.fault_injection import struck
+from tests.learner.fault_injection import fault_marker
 from tests.learner.in_process import driver_of, learner_of, train
 from tests.learner.runs import QUICK, Child, LearnerSpec, Run, config, endless
 from tests.learner.small_models import work
@@ -60,10 +60,10 @@ def damage(path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is kept
+# Stored parts
 
 
-def test_a_snapshot_on_request_is_durable_when_it_is_said_to_be(tmp_path):
+def test_requested_snapshot_is_durable_when_reported(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         learners = run.joined(1, 2)
         under_way(run, *learners)
@@ -142,7 +142,7 @@ def test_versions_of_a_snapshot_are_kept_however_late_its_parts_come(tmp_path):
         under_way(run, *learners)
         os.mkfifo(hold)
         number = json.loads(run.ask("POST", "/v1/snapshot")[1])["snapshot"]
-        run.until(lambda _: struck(tmp_path, "part").exists(), "the part is being written")
+        run.until(lambda _: fault_marker(tmp_path, "part").exists(), "the part is being written")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 15), "five more versions of every fragment")
         hold.write_bytes(b"go on")
@@ -165,19 +165,19 @@ def test_snapshot_is_taken_and_restored_when_no_learner_has_a_run_directory(tmp_
         said = capsys.readouterr().out
         for learner in (1, 2):
             assert re.search(rf"learner {learner}: step [\d,]+, [\d,]+ tokens, no part \(no run directory\)", said)
-        assert "to keep parts, give run_directory= to atoll.Learner" in said
+        assert "to save parts, give run_directory= to atoll.Learner" in said
         for child in learners:
             assert len(run.log_lines(child, "no run_directory: ")) == 1, "two snapshots, and it is logged once"
             assert not run.log_lines(child, "WARNING")
-        assert not run.log_lines(run.syncer, "left out")
+        assert not run.log_lines(run.syncer, "is not part of snapshot")
     settings = JobSettings(numerics=run.settings.numerics)
     settings.save(old / CONFIG_FILE)
     lines: list[str] = []
     assert restore_run(parse_restore_source(str(old)), new, run_settings_for(settings, "new"), lines.append) > 0
-    assert "learners start with fresh inner state" in lines[-1]
+    assert "learners start with fresh optimizer state" in lines[-1]
     with Run(new, endless(limits=PATIENT)) as run:
         (again,) = run.joined(LearnerSpec(1, keeps=False))
-        assert run.log_lines(again, "training starts: fresh inner moments")
+        assert run.log_lines(again, "training starts: fresh optimizer state")
 
 
 def test_part_of_a_learner_without_run_directory_is_named_beside_the_others(tmp_path):
@@ -192,12 +192,12 @@ def test_failed_snapshot_says_why_each_learner_is_left_out(tmp_path, capsys):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         (one,) = run.joined(LearnerSpec(1, "tall"))
         under_way(run, one)
-        one.order("small files", 100_000)
+        one.command("small files", 100_000)
         assert main(["snapshot", str(tmp_path)]) == 1
         said = capsys.readouterr().err
         assert "is abandoned: no learner has saved its part; learner 1 is left out" in said
         assert "File too large" in said
-        one.order("small files", resource.RLIM_INFINITY)
+        one.command("small files", resource.RLIM_INFINITY)
 
 
 def test_no_snapshot_before_there_is_a_model_nor_without_the_token(tmp_path):
@@ -213,11 +213,11 @@ def test_no_snapshot_before_there_is_a_model_nor_without_the_token(tmp_path):
 # Faults
 
 
-def test_a_full_disk_while_a_part_is_written_is_said_and_training_goes_on(tmp_path):
+def test_full_disk_during_snapshot_part_does_not_stop_training(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         one, two = run.joined(LearnerSpec(1, "tall"), LearnerSpec(2, "tall"))
         under_way(run, one, two)
-        one.order("small files", 100_000)
+        one.command("small files", 100_000)
         told = taken(run)
         assert (told["state"], told["left_out"]) == ("durable", [1])
         lines = run.log_lines(one, "could not save its part")
@@ -227,14 +227,14 @@ def test_a_full_disk_while_a_part_is_written_is_said_and_training_goes_on(tmp_pa
         assert not [*tmp_path.glob("parts/learner-1/.*")], "half a part is left"
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "both go on")
-        one.order("small files", resource.RLIM_INFINITY)
+        one.command("small files", resource.RLIM_INFINITY)
         again = taken(run)
         assert (again["state"], again["left_out"]) == ("durable", [])
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
 
 
-def test_a_learner_that_is_killed_while_it_writes_its_part_is_left_out_and_leaves_nothing_whole(tmp_path):
+def test_learner_killed_during_snapshot_part_is_left_out(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         one, two = run.joined(LearnerSpec(1, planted="deadly-part"), 2)
         under_way(run, one, two)
@@ -243,14 +243,14 @@ def test_a_learner_that_is_killed_while_it_writes_its_part_is_left_out_and_leave
         one.expected_to_end = True
         told = taken(run)
         assert one.ended() == -signal.SIGKILL
-        assert struck(tmp_path, "part").exists()
+        assert fault_marker(tmp_path, "part").exists()
         assert (told["state"], told["left_out"]) == ("durable", [1])
         (tmp_path / "die").unlink()
         assert list_parts(tmp_path) == {1: [first], 2: [first, told["snapshot"]]}
         assert [path.name for path in (tmp_path / "parts/learner-1").iterdir() if path.name.startswith(".")]
         again = run.start(1)
-        assert again.hear("joined")["moments"] > 0
-        again.order("go")
+        assert again.expect("joined")["moments"] > 0
+        again.command("go")
         third = taken(run)
         assert third["state"] == "durable"
         assert not [*tmp_path.glob("parts/learner-1/.*")], "the half of a part was not cleared away"
@@ -267,7 +267,7 @@ def test_a_syncer_that_is_killed_during_a_snapshot_leaves_none_and_the_next_one_
         run.syncer.expected_to_end = True
         assert run.ask("POST", "/v1/snapshot")[0] == 202
         assert run.syncer.ended() == -signal.SIGKILL
-        assert struck(tmp_path, "snapshot").exists()
+        assert fault_marker(tmp_path, "snapshot").exists()
         half = [path for path in (tmp_path / "store/snapshots").iterdir() if not (path / "record.json").exists()]
         assert len(half) == 1
         assert [info.number for info in list_snapshots(tmp_path)] == [first]
@@ -293,13 +293,13 @@ def test_a_part_that_takes_too_long_does_not_pile_up(tmp_path):
         under_way(run, one, two)
         os.mkfifo(hold)
         assert taken(run)["state"] == "abandoned"
-        assert struck(tmp_path, "part").exists()
+        assert fault_marker(tmp_path, "part").exists()
         assert taken(run)["state"] == "abandoned"
         assert run.log_lines(one, "the part before it is still being written")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Everybody dies and comes back
+# Restart of all processes
 
 
 def all_dead(run: Run, *learners: Child) -> None:
@@ -322,46 +322,46 @@ def test_all_learners_die_and_return_from_their_parts_and_the_newest_versions(tm
         run.start_syncer()
         assert run.status()["merges"] >= before["merges"], "versions went back"
         again = run.start(LearnerSpec(1, draws=True))
-        joined = again.hear("joined")
+        joined = again.expect("joined")
         steps = {part["learner"]: part["step"] for part in told["parts"]}
         assert (joined["moments"], joined["lr_scale"]) == (steps[1], 1.0)
-        words = f"training starts: inner state from the part that learner 1 saved in snapshot {told['snapshot']}"
+        words = f"training starts: optimizer state that learner 1 saved in snapshot {told['snapshot']}"
         assert run.log_lines(again, words)
         part = read_part(part_path(tmp_path, 1, told["snapshot"]))
         same = torch.Generator()
         same.set_state(part.tensors["rng.cpu"])
         assert joined["next_drawn"] == float(torch.rand(1, generator=same)), "torch draws other numbers"
         assert joined["restored"] == part.extra != {"drawn": []}
-        again.order("go")
+        again.command("go")
         run.until(run.learner(1, standing="live"), "it trains")
         run.until(lambda status: status["merges"] > before["merges"], "and merges")
         other = run.start(2)
-        assert other.hear("joined")["moments"] > 0
-        assert run.log_lines(other, "training starts: inner state from learner 1"), "a live peer goes first"
-        other.order("go")
+        assert other.expect("joined")["moments"] > 0
+        assert run.log_lines(other, "training starts: optimizer state from learner 1"), "a live peer goes first"
+        other.command("go")
         run.end()
         run.assert_same(run.finish(again, other), 1, 2)
         run.verdict()
 
 
-def test_a_learner_that_was_never_there_takes_the_part_of_another(tmp_path):
+def test_new_learner_restores_part_of_another(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         one, two = run.joined(1, 2)
         under_way(run, one, two)
         told = taken(run)
         all_dead(run, one, two)
         (three,) = [run.start(3)]
-        joined = three.hear("joined")
+        joined = three.expect("joined")
         assert joined["moments"] == told["parts"][0]["step"]
         assert joined["restored"] is None
-        words = f"inner state from the part that learner 1 saved in snapshot {told['snapshot']}"
+        words = f"optimizer state that learner 1 saved in snapshot {told['snapshot']}"
         assert run.log_lines(three, words)
-        three.order("go")
+        three.command("go")
         run.end()
         run.assert_same(run.finish(three), 3)
 
 
-def test_a_damaged_part_is_said_and_the_next_older_one_is_taken(tmp_path):
+def test_damaged_part_is_reported_and_older_one_restored(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         (one,) = run.joined(1)
         under_way(run, one)
@@ -369,16 +369,16 @@ def test_a_damaged_part_is_said_and_the_next_older_one_is_taken(tmp_path):
         all_dead(run, one)
         damage(part_path(tmp_path, 1, newer["snapshot"]))
         again = run.start(1)
-        assert again.hear("joined")["moments"] == older["parts"][0]["step"]
+        assert again.expect("joined")["moments"] == older["parts"][0]["step"]
         (line,) = run.log_lines(again, "trying an older one")
-        assert f"{newer['snapshot']:09d}.safetensors: the digest is wrong" in line
+        assert f"{newer['snapshot']:09d}.safetensors: the digest does not match" in line
         again.kill()
         run.until(lambda status: status["alive"] == 0, "everybody is gone")
         damage(part_path(tmp_path, 1, older["snapshot"]))
         fresh = run.start(1)
-        told = fresh.hear("joined")
+        told = fresh.expect("joined")
         assert (told["moments"], told["lr_scale"] < 1) == (0.0, True)
-        assert run.log_lines(fresh, "training starts: fresh inner moments")
+        assert run.log_lines(fresh, "training starts: fresh optimizer state")
 
 
 def test_parts_of_another_run_or_another_optimizer_are_not_taken(tmp_path):
@@ -402,11 +402,11 @@ def test_parts_of_another_run_or_another_optimizer_are_not_taken(tmp_path):
     assert "is of another model" in said[-1]
     sgd = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
     assert not found(ours, sgd)
-    assert "the inner state is of AdamW" in said[-1]
+    assert "the optimizer state is of AdamW" in said[-1]
     assert not sgd.state, "it was changed all the same"
 
 
-def test_inner_state_that_was_prepared_changes_nothing_until_it_is_installed():
+def test_prepared_optimizer_state_has_no_effect_before_install():
     job, other = work("plain", 1), work("plain", 2)
     for number in range(3):
         job.step(number)
@@ -444,5 +444,5 @@ def test_an_extra_state_that_fails_costs_the_part_and_nothing_else(tmp_path):
 def test_a_file_that_is_no_part_is_refused(tmp_path, text):
     path = tmp_path / "000000001.safetensors"
     write_file(path, encode_tensor_file(text, {"a": torch.zeros(2)}))
-    with pytest.raises(ValueError, match=r"not the part of a learner|Expecting value"):
+    with pytest.raises(ValueError, match=r"not a part of a learner|Expecting value"):
         read_part(path)

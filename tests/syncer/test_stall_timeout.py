@@ -1,4 +1,4 @@
-"""One timer for a whole transfer: it ends one that stands still, and no other."""
+"""`StallTimeout` ends a transfer that stalls, and no other."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ async def until(moment):
     await reached
 
 
-def test_a_transfer_that_stands_still_is_given_up():
+def test_stalled_transfer_times_out():
     async def transfer():
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -29,7 +29,7 @@ def test_a_transfer_that_stands_still_is_given_up():
     assert asyncio.run(transfer()) >= LIMIT_S
 
 
-def test_one_that_moves_goes_on_for_as_long_as_it_takes():
+def test_moving_transfer_does_not_time_out():
     async def transfer():
         loop = asyncio.get_running_loop()
         end = loop.time() + 5 * LIMIT_S
@@ -41,7 +41,7 @@ def test_one_that_moves_goes_on_for_as_long_as_it_takes():
     asyncio.run(transfer())
 
 
-def test_one_that_stops_after_it_has_moved_is_given_up_too():
+def test_transfer_that_stalls_later_times_out():
     async def transfer():
         async with StallTimeout(LIMIT_S) as still:
             still.progress += 1
@@ -51,7 +51,7 @@ def test_one_that_stops_after_it_has_moved_is_given_up_too():
         asyncio.run(transfer())
 
 
-def test_a_pause_is_nobodys_silence():
+def test_paused_time_does_not_count_as_stall():
     async def transfer():
         loop = asyncio.get_running_loop()
         async with StallTimeout(LIMIT_S) as still:
@@ -62,7 +62,7 @@ def test_a_pause_is_nobodys_silence():
     asyncio.run(transfer())
 
 
-def test_after_a_pause_it_may_be_silent_no_longer_than_before():
+def test_full_timeout_applies_after_pause():
     async def transfer():
         async with StallTimeout(LIMIT_S) as still:
             still.pause()

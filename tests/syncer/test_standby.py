@@ -45,17 +45,17 @@ def free_port() -> int:
 # Real processes
 
 
-def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes_back(tmp_path):
+def test_standby_takes_over_and_frozen_syncer_is_fenced(tmp_path):
     with Run(tmp_path, endless(limits=BRISK)) as run:
         port = free_port()
         both = f"{run.address},127.0.0.1:{port}"
         learners = [run.start(number, both) for number in (1, 2)]
         for learner in learners:
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(*learners)
         run.until(run.merges(6), "the run is under way")
         standby = run.start_standby(port, AFTER_S)
-        standby.hear("waits")
+        standby.expect("waits")
         before = run.status()["merges"]
         first = run.syncer
         first.send(signal.SIGSTOP)
@@ -70,7 +70,7 @@ def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes
         merged = run.status()["merges"]
         first.expected_to_end = True
         first.send(signal.SIGCONT)
-        kind, sentence = first.hear("failed")
+        kind, sentence = first.expect("failed")
         assert kind == "SupersededError"
         assert sentence.endswith("belongs to a syncer of epoch 2; this one, epoch 1, has to stop")
         assert first.ended() == 0
@@ -92,7 +92,7 @@ def test_a_standby_takes_over_the_address_of_a_syncer_that_was_killed(tmp_path):
         run.go(*learners)
         run.until(run.merges(6), "the run is under way")
         standby = run.start_standby(int(run.address.rpartition(":")[2]), 600.0)
-        standby.hear("waits")
+        standby.expect("waits")
         merges = run.status()["merges"]
         run.syncer.kill()
         assert run.took_over(standby) == TakeoverDecision("no syncer is there", False)
@@ -106,10 +106,10 @@ def test_a_standby_ends_with_the_run(tmp_path):
     with Run(tmp_path, config(budget_merges=6)) as run:
         learners = run.joined(1)
         standby = run.start_standby(0, 600.0)
-        standby.hear("waits")
+        standby.expect("waits")
         run.go(*learners)
         run.finish(*learners)
-        assert standby.hear("turn") is None
+        assert standby.expect("turn") is None
         assert standby.ended() == 0
 
 
@@ -120,7 +120,7 @@ def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
         port = free_port()
         learners = [run.start(number, f"{run.address},127.0.0.1:{port}") for number in (1, 2)]
         for learner in learners:
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(*learners)
         run.until(run.merges(6), "the run is under way")
         run.syncer.kill()
@@ -131,14 +131,14 @@ def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
         run.until(run.merges(merges + 6), "the run goes on")
         run.end()
         for learner in learners:
-            assert learner.hear("ended")["finished"]
-        assert standby.hear("ended") is True
+            assert learner.expect("ended")["finished"]
+        assert standby.expect("ended") is True
         run.syncer.expected_to_end = True
 
 
 @pytest.mark.long
 def test_the_commands_of_the_manual(tmp_path):
-    """`atoll syncer --standby` beside `atoll syncer`: said on the terminal, with exit codes."""
+    """Run `atoll syncer --standby` next to `atoll syncer`, and check output and exit codes."""
     run, atoll = tmp_path / "run", [sys.executable, "-m", "atoll", "syncer", "--out", str(tmp_path / "run")]
     ports = [free_port(), free_port()]
     piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -180,7 +180,7 @@ class Clock:
         return self.now
 
 
-def test_a_standby_counts_by_its_own_clock_and_from_the_last_change(tmp_path):
+def test_standby_measures_heartbeats_with_its_own_clock(tmp_path):
     clock = Clock()
     with create_store(tmp_path) as store:
         watcher = HeartbeatWatcher(tmp_path, 10.0, clock)
@@ -196,7 +196,7 @@ def test_a_standby_counts_by_its_own_clock_and_from_the_last_change(tmp_path):
         assert turn.is_forced
 
 
-def test_who_is_gone_on_this_machine_is_known_at_once_and_on_another_not(tmp_path, monkeypatch):
+def test_exited_owner_is_detected_only_on_same_machine(tmp_path, monkeypatch):
     clock = Clock()
     create_store(tmp_path).close()
     assert read_heartbeat(tmp_path) is None, "an orderly end leaves no sign"
@@ -213,12 +213,12 @@ def test_who_is_gone_on_this_machine_is_known_at_once_and_on_another_not(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["", "x", "a b c d", "host/boot 1 2", "host/boot 1 2 3 4", "\x00" * 200])
-def test_a_sign_that_is_no_sign(tmp_path, text):
+def test_invalid_heartbeat_is_ignored(tmp_path, text):
     (tmp_path / "alive").write_text(text)
     assert read_heartbeat(tmp_path) is None
 
 
-def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monkeypatch):
+def test_live_syncer_on_another_machine_blocks_start(tmp_path, monkeypatch):
     """As on a network file system without locks between machines."""
     create_store(tmp_path, 1).close()
     monkeypatch.setattr(fencing, "HEARTBEAT_INTERVAL_S", 0.1)
@@ -235,13 +235,13 @@ def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monk
     try:
         while read_heartbeat(tmp_path) is None:
             pass
-        with pytest.raises(StoreInUseError, match=r"in use by the process 77 on elsewhere: .* --standby"):
+        with pytest.raises(StoreInUseError, match=r"in use by process 77 on elsewhere: .* --standby"):
             Store.open(tmp_path)
     finally:
         over.set()
         living.join()
     monkeypatch.setattr(fencing, "REMOTE_HEARTBEAT_WAIT_S", 0.3)
-    with Store.open(tmp_path) as store:  # it is gone, and its sign stands still
+    with Store.open(tmp_path) as store:  # the owner has exited, and its heartbeat does not change
         sign = read_heartbeat(tmp_path)
         assert sign == Heartbeat(machine_id(), os.getpid(), store.epoch, 1)
 
@@ -251,7 +251,7 @@ def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monk
 
 
 @pytest.mark.long
-def test_of_many_who_take_over_at_once_at_most_one_is_left():
+def test_concurrent_takeovers_leave_at_most_one_owner():
     rows = kills("race", "20", "Store")
     assert len(rows) == 20
     for row in rows:
@@ -262,18 +262,18 @@ def test_of_many_who_take_over_at_once_at_most_one_is_left():
 
 
 @pytest.mark.parametrize(("kind", "left"), [(Store, 1), (NoClaimsStore, 2)])
-def test_two_who_have_read_the_same_epoch_do_not_share_the_next(tmp_path, kind, left):
-    """The second starts and ends its start between what the first reads and what it takes. NoClaimsStore is wrong."""
+def test_concurrent_claims_get_different_epochs(tmp_path, kind, left):
+    """The second store claims an epoch between the read and the claim of the first. NoClaimsStore has the race."""
     create_store(tmp_path, 1).close()
     stores: list[Store] = []
 
     class Slow(kind):  # type: ignore[misc, valid-type]
         def _claim(self, epoch: int) -> int:
-            stores.append(kind.open(tmp_path, take_over=True))
+            stores.append(kind.open(tmp_path, is_takeover=True))
             found: int = super()._claim(epoch)
             return found
 
-    stores.append(Slow.open(tmp_path, take_over=True))
+    stores.append(Slow.open(tmp_path, is_takeover=True))
     may_write = []
     for store in stores:
         try:
@@ -287,8 +287,8 @@ def test_two_who_have_read_the_same_epoch_do_not_share_the_next(tmp_path, kind, 
 
 
 @pytest.mark.parametrize("kind", ["version", "members"])
-def test_a_write_that_had_its_last_look_before_the_take_over_finds_its_file_gone(tmp_path, kind):
-    """1. The old syncer looks at the epoch for the last time and stands still. 2. Another takes over and reads. 3. The
+def test_write_checked_before_takeover_fails(tmp_path, kind):
+    """1. The old syncer checks the epoch for the last time and stalls. 2. Another takes over and reads. 3. The
     old one comes back and gives its file the name."""
     old = create_store(tmp_path, 1)
     successors: list[Store] = []

@@ -18,18 +18,18 @@ def largest(published: dict[str, Tensor]) -> float:
     return max(float(value.abs().max()) for value in published.values())
 
 
-def test_a_wild_contribution_is_refused_with_its_size_and_repeated_ones_end_in_quarantine(tmp_path):
+def test_oversized_contribution_is_refused_and_repeats_quarantined(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         learners = run.joined(1, 2, 3)
         run.go(*learners)
         run.until(run.merges(ROUNDS), "the usual size is known")
         wild, *others = learners
         wild.expected_to_end = True
-        wild.order("wild", FAR)
+        wild.command("wild", FAR)
         shown = run.until(run.learner(1, standing="quarantined"), "it is quarantined")
         assert "times the usual size" in shown["reason"]
         assert shown["strikes"] == 3
-        assert "times the usual size" in wild.hear("failed")[1]
+        assert "times the usual size" in wild.expect("failed")[1]
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "the others go on")
         run.end()
@@ -39,12 +39,12 @@ def test_a_wild_contribution_is_refused_with_its_size_and_repeated_ones_end_in_q
         run.verdict()
 
 
-def test_without_that_refusal_it_would_have_been_merged(tmp_path):
+def test_without_norm_check_oversized_contribution_is_merged(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT), planted="tame") as run:
         learners = run.joined(1, 2, 3)
         run.go(*learners)
         run.until(run.merges(ROUNDS), "the run is under way")
-        learners[0].order("wild", FAR)
+        learners[0].command("wild", FAR)
         merges = run.status()["merges"]
         run.until(run.merges(merges + 9), "every fragment was merged again")
         run.end()
@@ -56,16 +56,16 @@ def test_without_that_refusal_it_would_have_been_merged(tmp_path):
     [Numerics(merge="trimmed"), pytest.param(Numerics(norm_clip=2.0), marks=pytest.mark.long)],
     ids=["trimmed", "norm-clip"],
 )
-def test_a_robust_run_bears_what_is_not_refused(tmp_path, numerics):
+def test_robust_merge_tolerates_accepted_outliers(tmp_path, numerics):
     """Planted: nothing is refused. Four learners, of which one is far off; the merge alone has to hold."""
     with Run(tmp_path, endless(quorum=4, limits=PATIENT), numerics, planted="tame") as run:
         learners = run.joined(1, 2, 3, 4)
         run.go(*learners)
         run.until(run.merges(ROUNDS), "the usual size is known")
-        learners[0].order("wild", FAR)
+        learners[0].command("wild", FAR)
         merges = run.status()["merges"]
         run.until(run.merges(merges + 9), "every fragment was merged again")
-        run.syncer.kill()  # what is usual outlives it
+        run.syncer.kill()  # the norm statistics survive the restart
         run.start_syncer()
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "the run goes on")

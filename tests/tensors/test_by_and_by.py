@@ -26,45 +26,45 @@ def test_every_byte_has_one_place(coder, numel):
     assert bool((counted == 1).all())
 
 
-class Early(ErrorFeedback):
-    """A bug: bytes are called final before they are written."""
+class ReportsTooEarly(ErrorFeedback):
+    """A planted bug: bytes are reported as final before they are written."""
 
-    def encode(self, x: Tensor, out: Tensor | None = None, by: Codec | None = None, told=None) -> Tensor:
+    def encode(self, x: Tensor, out: Tensor | None = None, codec: Codec | None = None, on_progress=None) -> Tensor:
         for begin, end in chunk_ranges(0, self.numel):
-            if told is not None:
-                told(begin, end)
-        return super().encode(x, out, by)
+            if on_progress is not None:
+                on_progress(begin, end)
+        return super().encode(x, out, codec)
 
 
-def told_and_final(kind: type[ErrorFeedback], coder: Codec, numel: int) -> bool:
-    """All is told of, and what was told of does not change any more."""
+def are_reported_bytes_final(kind: type[ErrorFeedback], coder: Codec, numel: int) -> bool:
+    """Return whether all bytes are reported, and do not change after they are reported."""
     out = torch.zeros(coder.encoded_size(numel), dtype=torch.uint8)
     seen: list[tuple[int, int, Tensor]] = []
 
-    def told(begin: int, end: int) -> None:
+    def on_progress(begin: int, end: int) -> None:
         for first, last in coder.byte_ranges(numel, begin, end):
             seen.append((first, last, out[first:last].clone()))
 
-    kind(coder, numel).encode(random_tensor(3, numel), out, on_progress=told)
+    kind(coder, numel).encode(random_tensor(3, numel), out, on_progress=on_progress)
     whole = sum(last - first for first, last, _ in seen) == out.numel()
     return whole and all(torch.equal(out[first:last], then) for first, last, then in seen)
 
 
 @codecs
 @pytest.mark.parametrize("numel", [65, LONG])
-def test_what_is_told_of_is_final(coder, numel):
-    assert told_and_final(ErrorFeedback, coder, numel)
+def test_reported_bytes_are_final(coder, numel):
+    assert are_reported_bytes_final(ErrorFeedback, coder, numel)
 
 
 @codecs
-def test_what_is_told_of_too_early_is_noticed(coder):
-    assert not told_and_final(Early, coder, LONG)
+def test_check_finds_bytes_reported_too_early(coder):
+    assert not are_reported_bytes_final(ReportsTooEarly, coder, LONG)
 
 
 @codecs
 @given(data=st.data())
-def test_a_value_that_is_put_together_by_and_by_is_the_same(coder, data):
-    """What has not arrived is noise, and shows nowhere in what is done."""
+def test_update_applied_in_parts_equals_update_applied_at_once(coder, data):
+    """Bytes that have not arrived are noise, and must not affect the applied values."""
     numel = data.draw(st.integers(1, 3000))
     old, update = random_tensor(1, numel), coder.encode(random_tensor(2, numel))
     whole = PublishedValue.apply(coder, old, update, torch.empty(numel))

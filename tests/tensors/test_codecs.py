@@ -237,14 +237,14 @@ def test_feedback_loses_nothing_where_the_codec_changes_under_way(seed, numel, n
     assert bool((feedback.residual.abs() <= 1.02 * max_rounding_error(last, last.decode(data, numel)) + 1e-5).all())
 
 
-def test_a_codec_that_leaves_nothing_out_has_no_feedback_to_change_to():
+def test_error_feedback_does_not_switch_between_lossless_and_lossy_codecs():
     for one, other in (("f32", "bf16"), ("int8", "f32")):
-        with pytest.raises(ValueError, match=f"a feedback of {one} cannot send in {other}"):
+        with pytest.raises(ValueError, match=f"error feedback for {one} cannot encode in {other}"):
             ErrorFeedback(get_codec(one), 3).encode(torch.ones(3), codec=get_codec(other))
 
 
 class NoFeedback(ErrorFeedback):
-    """A bug: every send starts from nothing."""
+    """A planted bug: every send starts without a residual."""
 
     def settle(self, sent: bool) -> None:
         super().settle(sent)

@@ -262,7 +262,7 @@ def test_a_wrapper_whose_state_cannot_be_found_is_named_with_the_fix():
     model = built()
     wrapper = ChainedOptimizers(*make_two_optimizers(model))
     train(model, wrapper, range(2))
-    with pytest.raises(ValueError, match=r"Both holds no optimizer state .* pass the list of optimizers"):
+    with pytest.raises(ValueError, match=r"ChainedOptimizers holds no optimizer state .* pass the list of optimizers"):
         check_has_state(wrapper, copy_state(wrapper, model))
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, plain, range(2))
@@ -387,8 +387,8 @@ def trained():
     [
         (lambda about, tensors: about.update(format=2), "format 2"),
         (lambda about, tensors: about.update(state=[]), "no list of parameters"),
-        (lambda about, tensors: about.update(refused="no memory"), "it has none to give: no memory"),
-        (lambda about, tensors: about.update(counters=[7]), "the counters of the inner state cannot be read"),
+        (lambda about, tensors: about.update(refused="no memory"), "the peer has no state to provide: no memory"),
+        (lambda about, tensors: about.update(counters=[7]), "the counters of the optimizer state cannot be read"),
         (lambda about, tensors: about.update(counters=[counters(lr=1.0)]), "1.0 as the counter 'lr'"),
         (lambda about, tensors: about.update(counters=[counters(params=1)]), "1 as the counter 'params'"),
         (lambda about, tensors: about.update(counters=[counters(k="x")]), "x as the counter 'k'"),
@@ -396,7 +396,10 @@ def trained():
             lambda about, tensors: about.update(counters=[whole_group(k={"scalar": 1, "dtype": "load"})]),
             "a counter of dtype 'load'",
         ),
-        (lambda about, tensors: about.update(counters=[counters(k=3)]), "weight has other counters in the inner state"),
+        (
+            lambda about, tensors: about.update(counters=[counters(k=3)]),
+            "weight has other counters in the optimizer state",
+        ),
         (lambda about, tensors: about["state"].update(other={}), "'other', which is no parameter"),
         (lambda about, tensors: about["state"]["bias"].update(exp_avg=[1]), "exp_avg of bias is nothing"),
         (lambda about, tensors: about["state"]["bias"].update(exp_avg={"tensor": "99"}), "exp_avg of bias is nothing"),

@@ -72,8 +72,8 @@ def test_the_streamed_mean_is_that_of_the_formula(how, plan, seed, weights):
 class NoBars(Accumulator):
     """A bug, as the formula is printed in the paper: sizes are left out, the mean of unit vectors comes out."""
 
-    def _factor(self, run, w, size, scale):
-        factor = super()._factor(run, w, size, scale)
+    def _direction_factor(self, run, w, size, scale):
+        factor = super()._direction_factor(run, w, size, scale)
         run.weighted_norms += w - w * size
         return factor
 
@@ -81,16 +81,16 @@ class NoBars(Accumulator):
 class NotUnit(Accumulator):
     """A bug: the direction is that of the plain mean, so that large contributions decide it."""
 
-    def _factor(self, run, w, size, scale):
-        super()._factor(run, w, size, scale)
+    def _direction_factor(self, run, w, size, scale):
+        super()._direction_factor(run, w, size, scale)
         return w
 
 
 class Unweighted(Accumulator):
     """A bug: every learner counts the same."""
 
-    def _relative(self, weight):
-        super()._relative(weight)
+    def _relative_weight(self, weight):
+        super()._relative_weight(weight)
         return 1.0
 
 
@@ -234,7 +234,7 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="average, radial"):
         Accumulator(WEIGHT, 0, "median")
     accumulator = Accumulator(WEIGHT, 0, "radial")
-    with pytest.raises(ValueError, match="no mean of no contributions"):
+    with pytest.raises(ValueError, match="the round has no contributions"):
         accumulator.result()
     with pytest.raises(ValueError, match="50 values are 200 flat bytes in f32"):
         add_contribution(accumulator, torch.zeros(51), 1.0)

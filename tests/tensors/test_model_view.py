@@ -212,7 +212,7 @@ def test_a_staged_value_is_adopted_as_the_flat_one():
 
 def test_unknown_or_incomplete_ways_to_adopt_are_refused():
     view, _ = one(torch.ones(2))
-    with pytest.raises(ValueError, match="no way 'merge'"):
+    with pytest.raises(ValueError, match="unknown method 'merge'"):
         view.adopt(0, "merge", torch.ones(2), None)
     with pytest.raises(ValueError, match="carry needs the reference"):
         view.adopt(0, "carry", torch.ones(2), None)
@@ -253,7 +253,7 @@ def test_the_first_difference_between_model_and_plan_is_named():
         (nn.Linear(3, 2, bias=False), "the plan has bias 2 float32 weight, which the model lacks"),
         (nn.Linear(4, 2), "the model has weight 2x4 float32 weight, the plan weight 2x3 float32 weight"),
         (nn.Linear(3, 2).bfloat16(), "the model has bias 2 bfloat16 weight, the plan bias 2 float32"),
-        (nn.Sequential(nn.Linear(3, 2)), "the model has 0.bias 2 float32 weight, which the plan does not know"),
+        (nn.Sequential(nn.Linear(3, 2)), "the model has 0.bias 2 float32 weight, which the plan lacks"),
         (frozen, "the model has bias 2 float32 frozen"),
     ):
         with pytest.raises(ValueError, match=sentence):

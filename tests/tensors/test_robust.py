@@ -95,7 +95,7 @@ def test_memory_does_not_grow_with_learners():
         sums.result()
         assert [sums._low.data_ptr(), sums._high.data_ptr(), sums._between.data_ptr()] == held
         sums.reset()
-    with pytest.raises(ValueError, match="no mean of no contributions"):
+    with pytest.raises(ValueError, match="the round has no contributions"):
         sums.result()
 
 

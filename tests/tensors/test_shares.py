@@ -81,7 +81,7 @@ def test_what_fsdp_cuts_after_tensor_parallelism_is_together(rows, mesh):
 
 
 def test_rows_that_are_dealt_out_in_turns_are_refused():
-    with pytest.raises(ValueError, match="dealt out in turns"):
+    with pytest.raises(ValueError, match="sharded into separate spans"):
         box_from_placements((8,), (2,), (0,), (_StridedShard(0, split_factor=2),))
 
 

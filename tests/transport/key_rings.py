@@ -1,4 +1,4 @@
-"""Keys for tests: an authority with a syncer and a few islands, and keys that are wrong in one way each."""
+"""Keys for tests: an authority with a syncer and a few learners, and keys with one defect each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listens on the way to a syncer, and says again what it heard: a replay, to the last byte."""
+"""Recording proxy in front of a syncer, for replay attacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class Recorder:
-    """Passes connections on to a syncer, and keeps what was sent to it on each."""
+    """Forward connections to a syncer, and record the bytes sent on each."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")

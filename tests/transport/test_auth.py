@@ -50,7 +50,7 @@ def everything_written(directory: Path) -> str:
     return "\n".join([*texts, *(str(path) for path in directory.rglob("*"))])
 
 
-def test_with_the_right_token_a_run_trains_and_the_token_is_written_nowhere(tmp_path):
+def test_token_is_accepted_and_never_written(tmp_path):
     with Run(tmp_path, token=TOKEN) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
@@ -62,7 +62,7 @@ def test_with_the_right_token_a_run_trains_and_the_token_is_written_nowhere(tmp_
     assert "this machine only" not in written
 
 
-def test_every_path_asks_for_the_token_and_no_answer_tells_it(tmp_path):
+def test_every_path_requires_token_and_no_response_has_it(tmp_path):
     with Run(tmp_path, token=TOKEN) as run:
         refused = 0
         for method, path in PATHS:
@@ -79,7 +79,7 @@ def test_every_path_asks_for_the_token_and_no_answer_tells_it(tmp_path):
 
 
 @pytest.mark.parametrize("token", [None, WRONG])
-def test_a_learner_with_a_wrong_token_is_told_so_at_once(tmp_path, caplog, token):
+def test_learner_with_invalid_token_fails_immediately(tmp_path, caplog, token):
     with Run(tmp_path, token=TOKEN) as run:
         job = work()
         learner = Learner(job.model, job.optimizer, run.address, token, learner=1, join_timeout_s=LIMIT_S)
@@ -92,22 +92,22 @@ def test_a_learner_with_a_wrong_token_is_told_so_at_once(tmp_path, caplog, token
     assert WRONG not in everything_written(tmp_path)
 
 
-def test_a_token_that_is_wrong_from_one_day_to_the_next_is_said_and_training_goes_on(tmp_path):
+def test_changed_token_is_logged_and_training_continues(tmp_path):
     """The syncer is started again with another token: learners that have the old one train on and say why."""
     with Run(tmp_path, config(budget_merges=None), token=TOKEN) as run:
         (one,) = run.joined(1)
         run.go(one)
         run.until(run.merges(3), "the run is under way")
-        one.order("hold")
-        one.hear("held")
+        one.command("hold")
+        one.expect("held")
         run.syncer.kill()
         run.token = "a new token, which nobody knows"
         run.start_syncer()
-        one.order("train", 100)
-        one.hear("trained")
+        one.command("train", 100)
+        one.expect("trained")
         run.until(lambda _: run.log_lines(one, "the syncer answered 401"), "the learner says why")
-        one.order("break")
-        one.hear("ended")
+        one.command("break")
+        one.expect("ended")
 
 
 def test_a_websocket_without_the_token_is_not_opened(tmp_path):
@@ -135,7 +135,7 @@ def test_without_keys_only_this_machine_is_served(tmp_path, host, token):
     assert list(tmp_path.iterdir()) == [], "nothing was begun"
 
 
-def test_plain_text_beyond_this_machine_is_asked_for_by_its_name_and_needs_a_token(tmp_path):
+def test_plain_text_to_other_machines_needs_option_and_token(tmp_path):
     check_access("0.0.0.0", TOKEN, plain_text=True)
     with pytest.raises(ValueError, match=r"without a token.*give --token"):
         serve_syncer(tmp_path, RunSettings(config()), host="0.0.0.0", plain_text=True)
@@ -143,7 +143,7 @@ def test_plain_text_beyond_this_machine_is_asked_for_by_its_name_and_needs_a_tok
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
-def test_without_a_token_this_machine_may(host):
+def test_this_machine_needs_no_token(host):
     check_access(host, None)
     check_access(host, TOKEN)
 
@@ -159,7 +159,7 @@ def test_without_a_token_the_syncer_says_that_it_serves_this_machine_only(tmp_pa
         assert run.log_lines(run.syncer, "this machine only: no token was given")
 
 
-def test_a_port_that_is_taken_and_a_host_that_nobody_knows_are_said(tmp_path):
+def test_port_in_use_and_unknown_host_are_reported(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*give another --port"):

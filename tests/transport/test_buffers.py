@@ -1,13 +1,13 @@
-"""Memory for what is received: used again, bounded, never handed out twice."""
+"""Buffer pool: buffers are reused, bounded, and never returned twice."""
 
 import pytest
 import torch
 
-from atoll.transport.buffers import BufferPool
+from atoll.transport.buffers import ByteBufferPool
 
 
-def test_a_buffer_that_was_given_back_is_taken_again():
-    buffers = BufferPool(max_bytes=100, min_bytes=1)
+def test_released_buffer_is_reused():
+    buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
     first = buffers.acquire(40)
     assert first.dtype == torch.uint8
     assert first.shape == (40,)
@@ -17,14 +17,14 @@ def test_a_buffer_that_was_given_back_is_taken_again():
 
 
 def test_another_size_is_another_buffer():
-    buffers = BufferPool(max_bytes=100, min_bytes=1)
+    buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
     buffers.release(buffers.acquire(40))
     assert buffers.acquire(41).numel() == 41
     assert buffers.pooled_bytes == 40
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes_first():
-    buffers = BufferPool(max_bytes=100, min_bytes=1)
+def test_pool_is_bounded_and_drops_oldest():
+    buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
     taken = [buffers.acquire(40) for _ in range(3)]
     for buffer in taken:
         buffers.release(buffer)
@@ -35,20 +35,20 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first():
 
 
 def test_a_single_buffer_is_kept_however_large_it_is():
-    buffers = BufferPool(max_bytes=100, min_bytes=1)
+    buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
     large = buffers.acquire(1000)
     buffers.release(large)
     assert buffers.acquire(1000) is large
 
 
 def test_small_ones_are_left_to_the_allocator():
-    buffers = BufferPool(max_bytes=100, min_bytes=10)
+    buffers = ByteBufferPool(max_bytes=100, min_bytes=10)
     buffers.release(buffers.acquire(9))
     assert buffers.pooled_bytes == 0
 
 
-def test_giving_back_twice_is_our_mistake():
-    buffers = BufferPool(max_bytes=100, min_bytes=1)
+def test_releasing_twice_is_an_assertion():
+    buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
     buffer = buffers.acquire(40)
     buffers.release(buffer)
     with pytest.raises(AssertionError, match="twice"):

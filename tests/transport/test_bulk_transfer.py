@@ -1,4 +1,4 @@
-"""A transfer ends with its link: a syncer that stands still holds nothing after another one has taken over."""
+"""Transfers end with their link: a stalled syncer blocks nothing after a takeover."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(then: Any) -> None:
     asyncio.run(asyncio.wait_for(with_a_fetch_under_way(then), 30.0))
 
 
-def test_a_fetch_ends_with_its_link():
+def test_download_ends_with_its_link():
     async def then(standing, link, fetch):
         link.disconnect(1)
         with pytest.raises(LinkClosedError):
@@ -86,7 +86,7 @@ def test_a_fetch_ends_with_its_link():
     run(then)
 
 
-def test_whoever_is_cancelled_takes_the_transfer_along():
+def test_cancelled_caller_cancels_transfer():
     async def then(standing, link, fetch):
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -96,7 +96,7 @@ def test_whoever_is_cancelled_takes_the_transfer_along():
     run(then)
 
 
-def test_what_a_transfer_gives_or_raises_is_passed_on():
+def test_result_or_error_of_transfer_is_returned():
     async def then(standing, link, fetch):
         async def fine() -> int:
             return 7

@@ -29,18 +29,18 @@ def until_logged(run: Run, child: Child, words: str, count: int = 1) -> None:
 
 
 NEW_AT_THE_SYNCER = "the keys have changed: new connections use them"
-NEW_AT_THE_LEARNER = "the keys have changed: dialling with the new ones"
+NEW_AT_THE_LEARNER = "the key files have changed; connecting with the new keys"
 
 
 def test_every_key_and_the_authority_change_while_the_run_goes_on(tmp_path):
-    """In the order of docs/security.md. Nobody is stopped; who has only an old key in the end is refused."""
+    """Follow the order of docs/security.md. No process restarts. A learner with only an old key is refused."""
     ring = KeyRing(tmp_path / "keys")
     shutil.copytree(ring["one"], tmp_path / "old key")
     with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
         with relay_to(run.address) as relay:
             one, two = (run.start(LearnerSpec(n, keys=ring[k]), relay.address) for n, k in ((1, "one"), (2, "two")))
             for learner in (one, two):
-                learner.hear("joined")
+                learner.expect("joined")
             run.go(one, two)
 
             def dial_again(times: int) -> None:
@@ -70,7 +70,7 @@ def test_every_key_and_the_authority_change_while_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.long
-def test_a_learner_that_is_behind_with_its_key_is_refused_and_comes_back_with_a_new_one(tmp_path):
+def test_learner_with_revoked_key_reconnects_with_new_key(tmp_path):
     """It trains on meanwhile, and says why it has no link."""
     ring = KeyRing(tmp_path / "keys")
     with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
@@ -85,20 +85,20 @@ def test_a_learner_that_is_behind_with_its_key_is_refused_and_comes_back_with_a_
         assert run.status()["refused"]["revoked"] >= 1
         run.until(run.merges(run.status()["merges"] + 3), "the other one goes on")
         assert run.until(run.learner(1), "learner 1 is shown")["link"] == "up"
-        two.order("hold")
-        two.hear("held")
-        two.order("train", 20)
-        assert two.hear("trained")["steps"] == 20
+        two.command("hold")
+        two.expect("held")
+        two.command("train", 20)
+        assert two.expect("trained")["steps"] == 20
         ring.authority.add("two-again", (2,))
         for file in ("authority.pem", "key.pem", "certificate.pem"):
             shutil.copy(ring["two-again"] / file, ring["two"] / file)
-        two.order("go")
+        two.command("go")
         run.until(run.learner(2, standing="live", link="up", incarnation=1), "it is back with its new key")
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
 
 
-def test_keys_that_cannot_be_used_do_not_replace_those_that_can(tmp_path):
+def test_unusable_keys_do_not_replace_usable_ones(tmp_path):
     ring = KeyRing(tmp_path / "keys")
     with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
         (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
@@ -106,7 +106,7 @@ def test_keys_that_cannot_be_used_do_not_replace_those_that_can(tmp_path):
         run.keys = find_key_files(Path(shutil.copytree(ring["syncer"], tmp_path / "as it was")))
         shutil.copy(ring["two"] / "certificate.pem", tmp_path / "other.pem")
         (tmp_path / "other.pem").replace(ring["syncer"] / "certificate.pem")  # at once, or half of it is a change too
-        until_logged(run, run.syncer, "cannot be used, those before stay in use")
+        until_logged(run, run.syncer, "cannot be used, the previous ones stay in use")
         run.until(run.merges(run.status()["merges"] + 2), "new connections are taken, and the run goes on")
         assert len(run.log_lines(run.syncer, "cannot be used")) == 1, "it is said once"
 
@@ -119,7 +119,7 @@ def test_a_key_that_expires_while_its_link_is_up_ends_it(tmp_path):
         with days_ago(1 - 5 / 86400):
             ring.authority.add("brief", (3,), days=1)  # it ends in a few seconds
         brief = run.start(LearnerSpec(3, keys=ring["brief"]))
-        brief.hear("joined")
+        brief.expect("joined")
         run.go(one, brief)
         until_logged(run, run.syncer, "was refused: the key of brief expired on")
         run.until(run.learner(3, link="down"), "its link is closed")
@@ -138,16 +138,16 @@ def merged_by(run: Run, status: dict[str, Any]) -> list[Any]:
     return [line["merged"] for line in status["ledger"]]
 
 
-def test_recorded_bytes_of_a_safe_session_do_nothing(tmp_path):
-    """Every connection of a session, to the last byte, is played twice: no request is heard, nothing is merged."""
+def test_replayed_tls_session_has_no_effect(tmp_path):
+    """Replay every connection of a session twice: no request is accepted, nothing is merged."""
     ring = KeyRing(tmp_path / "keys")
     with Run(tmp_path / "run", endless(), keys=ring.syncer) as run, Recorder(run.address) as recorder:
         one = run.start(LearnerSpec(1, keys=ring["one"]), recorder.address)
-        one.hear("joined")
-        one.order("go")
+        one.expect("joined")
+        one.command("go")
         run.until(run.merges(5), "there is something to record")
-        one.order("break")
-        one.hear("ended")
+        one.command("break")
+        one.expect("ended")
         run.until(run.learner(1, link="down"), "it has left")
         before = run.status()
         records = [bytes(record) for record in recorder.sent if record]
@@ -162,21 +162,21 @@ def test_recorded_bytes_of_a_safe_session_do_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
+def test_replayed_plain_session_changes_nothing(tmp_path):
     """On this machine nothing is encrypted, and who replays is let in. Incarnations and sessions make it harmless."""
     with Run(tmp_path, endless()) as run, Recorder(run.address) as recorder:
         one = run.start(LearnerSpec(1, pace_s=0.01), recorder.address)
-        one.hear("joined")
-        one.order("go")
+        one.expect("joined")
+        one.command("go")
         run.until(run.merges(5), "there is something to record")
         recorder.disconnect()
-        until_logged(run, one, "the link closed")
+        until_logged(run, one, "connection closed: ")
         run.until(run.learner(1, standing="live", link="up"), "its second session")
         records = [bytes(record) for record in recorder.sent if b"GET /v1/run" not in record and record]
         old = [record for record in records if b"/v1/contribution" in record or b"/v1/link" in record][:3]
         assert len(old) >= 2
-        one.order("hold")
-        steps = one.hear("held")
+        one.command("hold")
+        steps = one.expect("held")
         run.until(lambda status: status["rounds_in_flight"] == 0 or None, "nothing is on its way")
         before = run.status()
         for record in old:
@@ -189,7 +189,7 @@ def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
         assert (shown["link"], shown["incarnation"]) == ("up", 1)
         assert shown["standing"] in ("live", "suspect"), "it stands still, and may be suspected for that"
         assert run.log_lines(one, "WARNING") == [], "the live link is left alone"
-        one.order("go")
+        one.command("go")
         run.until(run.merges(before["merges"] + 3), "the run goes on")
         run.end()
         run.assert_same(run.finish(one), 1)

@@ -70,16 +70,16 @@ def test_private_files_are_private_from_their_first_byte(tmp_path):
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
 
 
-def test_nothing_is_written_over(tmp_path, capsys):
+def test_existing_keys_are_not_overwritten(tmp_path, capsys):
     ring = str(tmp_path / "keys")
     atoll_keys(capsys, "init", ring)
     atoll_keys(capsys, "add", ring, "far")
     before = everything(tmp_path)
-    assert "is not empty, and keys are never written over" in refused(capsys, "init", ring)
+    assert "is not empty, and keys are never overwritten" in refused(capsys, "init", ring)
     assert "far has a key" in refused(capsys, "add", ring, "far")
     assert "learner 1 is named by the key of far" in refused(capsys, "add", ring, "other", "--learner", "1")
     assert everything(tmp_path) == before
-    with pytest.raises(ValueError, match="never written over"):
+    with pytest.raises(ValueError, match="never overwritten"):
         write_key_file(tmp_path / "keys/far/key.pem", b"another", is_secret=True)
     assert everything(tmp_path) == before, "and nothing half is left beside it"
 
@@ -88,7 +88,7 @@ def test_nothing_is_written_over(tmp_path, capsys):
     ("words", "sentence"),
     [
         (["frobnicate", "DIR"], "there is no action 'frobnicate'; give one of init, add"),
-        (["add", "DIR"], "say whose key: atoll keys add DIR NAME"),
+        (["add", "DIR"], "add needs the name of the key: atoll keys add DIR NAME"),
         (["show", "DIR", "far"], "show takes no name"),
         (["add", "DIR", "../evil"], "is no name for a key"),
         (["add", "DIR", "syncer"], "is no name for a key"),
@@ -101,7 +101,7 @@ def test_nothing_is_written_over(tmp_path, capsys):
         (["show", "ELSEWHERE"], "holds no authority: make one with atoll keys init"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(tmp_path, capsys, words, sentence):
+def test_impossible_command_is_refused_in_one_line(tmp_path, capsys, words, sentence):
     Authority.init(tmp_path / "keys")
     before = everything(tmp_path)
     places = {"DIR": str(tmp_path / "keys"), "ELSEWHERE": str(tmp_path)}
@@ -126,7 +126,7 @@ def test_renew_keeps_the_holder_and_revoke_ends_all_keys_of_a_name(tmp_path, cap
     assert atoll_keys(capsys, "add", ring, "far2", "--learner", "4")["keys"][0]["learners"] == [4], "it is free again"
 
 
-def test_an_authority_is_retired_when_nobody_needs_it_any_more(tmp_path, capsys):
+def test_authority_is_retired_when_unused(tmp_path, capsys):
     ring = str(tmp_path / "keys")
     atoll_keys(capsys, "init", ring)
     atoll_keys(capsys, "add", ring, "far")

@@ -56,7 +56,7 @@ def test_two_that_share_a_link_measure_it_once():
     assert line.told[1:] == [LinkMeasured("up", 1000, 1.0, LARGE)]
 
 
-def test_a_link_that_breaks_says_nothing():
+def test_broken_link_is_not_measured():
     line = Line()
     with pytest.raises(ConnectionError):
         line.breaks(ConnectionError(), 1000, 900, 60.0)
@@ -64,7 +64,7 @@ def test_a_link_that_breaks_says_nothing():
 
 
 @pytest.mark.parametrize("moved", [MIN_CANCELLED_SAMPLE_BYTES, MIN_CANCELLED_SAMPLE_BYTES - 1])
-def test_one_that_is_given_up_for_a_newer_one_counts_if_it_was_long_enough(moved):
+def test_long_cancelled_transfer_is_measured(moved):
     line = Line()
     with pytest.raises(asyncio.CancelledError):
         line.breaks(asyncio.CancelledError(), 2**30, moved, 100.0)

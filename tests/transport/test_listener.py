@@ -1,4 +1,4 @@
-"""The port itself: who speaks is heard, however many knock beside it. One event loop, no other process."""
+"""The listener: a speaking connection is accepted during a flood of silent ones. One event loop, no other process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST, REST = b"let me", b" in\n"
 
 
 class Door(asyncio.Protocol):
-    """Lets in whoever says a whole sentence, answers it and hangs up."""
+    """Authenticate a client that sends the whole request, reply, and close the connection."""
 
     def __init__(self, proved: Callable[[asyncio.BaseTransport], None], spoken: asyncio.Event) -> None:
         self.proved = proved
@@ -80,7 +80,7 @@ def tell(story: Callable[[Port], Awaitable[None]], planted: Callable[[Port], Non
 
 
 async def speak_before_many(port: Port) -> None:
-    """Somebody speaks, then so many knock and say nothing that the port is full of them; only now it is opened."""
+    """One client speaks, then silent ones fill the backlog, and only then the listener starts."""
     honest = port.knock()
     honest.sendall(FIRST + REST)
     for _ in range(KNOCKS):
@@ -91,7 +91,7 @@ async def speak_before_many(port: Port) -> None:
 
 
 async def speak_slowly_among_many(port: Port) -> None:
-    """Somebody has begun to speak; before it has said all, many come from the same address and say nothing."""
+    """One client has sent a part of its request when many silent ones connect from the same address."""
     port.listener.start()
     honest = port.knock()
     honest.sendall(FIRST)
@@ -103,22 +103,22 @@ async def speak_slowly_among_many(port: Port) -> None:
     assert await asyncio.get_running_loop().sock_recv(honest, 100) == b"come in"
 
 
-def test_who_speaks_is_heard_although_more_than_there_is_room_for_come_after_it():
+def test_speaking_connection_survives_flood():
     tell(speak_before_many)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that nobody closes
-def test_if_all_were_taken_at_once_it_would_be_dropped_unheard(monkeypatch):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that are not closed
+def test_without_accept_limit_flood_drops_speaking_connection(monkeypatch):
     monkeypatch.setattr(listener, "MAX_ACCEPTS_PER_ITERATION", 10**9)
     with pytest.raises(ConnectionResetError):
         tell(speak_before_many)
 
 
-def test_the_silent_do_not_take_the_place_of_one_who_speaks():
+def test_silent_connections_do_not_displace_speaking_one():
     tell(speak_slowly_among_many)
 
 
-def test_in_one_crowd_with_the_silent_it_would_lose_its_place():
+def test_with_one_pool_silent_connections_displace_speaking_one():
     def one_crowd(port: Port) -> None:
         port.listener._speaking = port.listener._silent
 

@@ -1,4 +1,4 @@
-"""TLS between learners and syncer: who is let in, as whom, and what the others are told. Each refusal is counted."""
+"""TLS between learners and syncer: authentication, authorization, refusal messages and counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, endless
 from tests.learner.small_models import work
-from tests.syncer.stranger import Stranger
+from tests.syncer.raw_learner import RawLearner
 from tests.transport.key_rings import KeyRing, days_ago
 
 TOKEN = "correct horse battery staple"
@@ -49,7 +49,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
-    """Of somebody else."""
+    """Keys of another authority."""
     return KeyRing(tmp_path_factory.mktemp("others") / "keys")
 
 
@@ -64,7 +64,7 @@ def run(ring: KeyRing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield run
         run.end()
         run.assert_same(run.finish(good), 1)
-        assert run.log_lines(good, "the link closed") == []
+        assert run.log_lines(good, "connection closed: ") == []
         assert run.log_lines(run.syncer, " ERROR ") == []
         assert run.log_lines(run.syncer, "never retrieved") == []
         run.verdict()
@@ -91,7 +91,7 @@ def knock(run: Run, address: str = "", **settings: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Keys that are wrong
+# Invalid keys
 
 WRONG_KEYS = {
     "expired": (
@@ -128,7 +128,7 @@ def test_refused_key_does_not_found_the_run(tmp_path, ring):
 
 @pytest.mark.parametrize("name", WRONG_KEYS)
 @pytest.mark.usefixtures("unhurt")
-def test_a_key_that_is_not_good_is_refused_by_name(run, ring, name):
+def test_invalid_key_is_refused_by_name(run, ring, name):
     keys, number, error, told, code, logged = WRONG_KEYS[name]
     before = counted(run, code)
     with pytest.raises(error, match=told):
@@ -138,7 +138,7 @@ def test_a_key_that_is_not_good_is_refused_by_name(run, ring, name):
 
 
 @pytest.mark.usefixtures("unhurt")
-def test_no_key_is_refused_with_a_sentence(run, ring):
+def test_missing_key_is_refused_with_message(run, ring):
     before = counted(run, "no-key")
     with pytest.raises(LearnerRefusedError, match="asks for a key, and none was shown"):
         knock(run, ca=ring["authority.pem"], token=TOKEN)
@@ -146,7 +146,7 @@ def test_no_key_is_refused_with_a_sentence(run, ring):
 
 
 @pytest.mark.usefixtures("unhurt")
-def test_a_key_of_another_authority_is_told_so_by_the_syncer(run, ring, other):
+def test_key_of_another_authority_is_refused_with_reason(run, ring, other):
     before = counted(run, "authority")
     with pytest.raises(KeysRefusedError, match="it does not trust the authority of this key"):
         knock(run, keys=other["one"], ca=ring["authority.pem"])
@@ -155,13 +155,13 @@ def test_a_key_of_another_authority_is_told_so_by_the_syncer(run, ring, other):
 
 
 @pytest.mark.usefixtures("unhurt")
-def test_a_syncer_of_another_authority_is_not_spoken_to(run, other):
+def test_learner_refuses_syncer_of_another_authority(run, other):
     with pytest.raises(KeysRefusedError, match="its certificate is of an authority that is not trusted here"):
         knock(run, keys=other["one"])
 
 
 @pytest.mark.usefixtures("unhurt")
-def test_a_syncer_by_another_name_is_not_spoken_to(run, ring):
+def test_learner_refuses_syncer_with_another_name(run, ring):
     with (
         closing(Relays()) as relays,
         pytest.raises(KeysRefusedError, match="its certificate does not name this address"),
@@ -179,7 +179,7 @@ def test_an_island_does_not_pass_for_a_syncer(run, ring, tmp_path):
         knock(run, false.address, ca=ring["authority.pem"], token=TOKEN)
 
 
-def test_an_expired_syncer_is_not_spoken_to(tmp_path):
+def test_learner_refuses_expired_syncer(tmp_path):
     with days_ago(400):
         ring = KeyRing(tmp_path / "keys")
     with (
@@ -222,10 +222,10 @@ def test_an_older_tls_is_refused(run, ring):
 # Identity
 
 
-def as_stranger(run: Run, keys: Path, learner: int, test: Callable[[Stranger], Awaitable[Any]]) -> Any:
+def as_raw_learner(run: Run, keys: Path, learner: int, test: Callable[[RawLearner], Awaitable[Any]]) -> Any:
     async def told() -> Any:
-        async with Stranger(run, learner, keys=keys) as stranger:
-            return await test(stranger)
+        async with RawLearner(run, learner, keys=keys) as client:
+            return await test(client)
 
     return asyncio.run(told())
 
@@ -234,12 +234,12 @@ def as_stranger(run: Run, keys: Path, learner: int, test: Callable[[Stranger], A
 def test_a_hello_of_another_closes_the_link(run, ring):
     before = counted(run, "identity")
 
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.send(stranger.hello())
-        return await stranger.wait_closed()
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.send(client.hello())
+        return await client.wait_closed()
 
-    closing, sentence = as_stranger(run, ring["two"], 1, test)
-    assert (closing, sentence) == (1008, "the key of two is for 2, and does not speak as learner 1")
+    closing, sentence = as_raw_learner(run, ring["two"], 1, test)
+    assert (closing, sentence) == (1008, "the key of two is for 2, and cannot act as learner 1")
     assert counted(run, "identity") == before + 1
 
 
@@ -249,33 +249,33 @@ def test_values_in_the_name_of_another_are_refused_although_that_one_is_linked(r
     """Number, incarnation and session are those of the link that is up."""
     before = counted(run, "identity")
 
-    async def test(stranger: Stranger) -> tuple[int, dict[str, Any]]:
-        body, values = Contribution(RoundId(0, 0, 1, 1), 1, 1, 16, 16, 0), stranger.values(0)
+    async def test(client: RawLearner) -> tuple[int, dict[str, Any]]:
+        body, values = Contribution(RoundId(0, 0, 1, 1), 1, 1, 16, 16, 0), client.values(0)
         if how == "whole":
-            return await stranger.put("/v1/contribution", stranger.frame(body, values))
+            return await client.put("/v1/contribution", client.frame(body, values))
         header = SliceHeader(1, 1, 1, body.round, 0, values.numel()).encode()
         raw = values.numpy().tobytes()
-        return await stranger.put("/v1/slice", encode_frame_head(FrameKind.SLICE, 0, header, raw) + header + raw)
+        return await client.put("/v1/slice", encode_frame_head(FrameKind.SLICE, 0, header, raw) + header + raw)
 
-    status, told = as_stranger(run, ring["two"], 1, test)
+    status, told = as_raw_learner(run, ring["two"], 1, test)
     assert (status, told["code"]) == (403, "identity")
     assert counted(run, "identity") == before + 1
 
 
 @pytest.mark.usefixtures("unhurt")
-def test_the_inner_state_of_another_is_not_handed_out(run, ring):
-    async def test(stranger: Stranger) -> tuple[int, int]:
-        async with stranger.http.get("/v1/state/1/1") as theirs, stranger.http.get("/v1/state/2/1") as own:
+def test_optimizer_state_of_another_learner_is_not_served(run, ring):
+    async def test(client: RawLearner) -> tuple[int, int]:
+        async with client.http.get("/v1/state/1/1") as theirs, client.http.get("/v1/state/2/1") as own:
             return theirs.status, own.status
 
-    assert as_stranger(run, ring["two"], 2, test) == (403, 404)
+    assert as_raw_learner(run, ring["two"], 2, test) == (403, 404)
 
 
 def request(run: Run, keys: Path, method: str, path: str, body: Any = None) -> int:
     async def asked() -> int:
         async with (
-            Stranger(run, 1, keys=keys).without_link() as stranger,
-            stranger.http.request(method, path, json=body) as answer,
+            RawLearner(run, 1, keys=keys).without_link() as client,
+            client.http.request(method, path, json=body) as answer,
         ):
             await answer.read()
             return answer.status
@@ -298,8 +298,8 @@ def test_a_key_is_for_its_own_paths(run, ring):
 def joins_as(run: Run, keys: Path, wanted: int | None) -> Any:
     async def asked() -> Any:
         async with (
-            Stranger(run, 1, keys=keys).without_link() as stranger,
-            stranger.http.post("/v1/join", json={"learner": wanted}) as answer,
+            RawLearner(run, 1, keys=keys).without_link() as client,
+            client.http.post("/v1/join", json={"learner": wanted}) as answer,
         ):
             told = await answer.json()
             return told.get("learner", answer.status)
@@ -338,7 +338,7 @@ def test_connections_that_say_nothing_are_bounded_and_ended(run):
     finally:
         for each in silent:
             each.close()
-    assert len(run.log_lines(run.syncer, "who it is")) < 50, "the log was filled by strangers"
+    assert len(run.log_lines(run.syncer, "who it is")) < 50, "the log was filled by clients"
 
 
 @pytest.mark.usefixtures("unhurt")
@@ -401,7 +401,7 @@ def test_with_a_certificate_and_a_token_a_run_trains(tmp_path, ring):
     """Without keys of islands: who has the token is let in, as any learner."""
     served = KeyFiles(ring["syncer"] / "certificate.pem", ring["syncer"] / "key.pem")
     with Run(tmp_path, keys=served, token=TOKEN) as run:
-        assert run.log_lines(run.syncer, "TLS, for those who have the token")
+        assert run.log_lines(run.syncer, "TLS, for clients with the token")
         with pytest.raises(LearnerRefusedError, match="the token is missing or wrong"):
             knock(run, ca=ring["authority.pem"], token="another token")
         with pytest.raises(KeysRefusedError, match="authority that is not trusted here"):
@@ -432,7 +432,7 @@ def test_large_fragments_go_in_slices_over_tls_and_through_resets(tmp_path, ring
     with Run(tmp_path, settings, Numerics(plan="rows"), keys=ring.syncer) as run, relay_to(run.address) as relay:
         spec = LearnerSpec(1, "wide", pace_s=0.01, planted="small-slices", keys=ring["one"])
         one = run.start(spec, relay.address)
-        one.hear("joined")
+        one.expect("joined")
         run.go(one)
         for _ in range(3):
             run.until(run.merges(run.status()["merges"] + 2), "merges go on")
@@ -495,7 +495,7 @@ def test_a_name_that_leads_elsewhere_from_one_day_to_the_next(tmp_path, monkeypa
         ("head:7400", {"ca": "nowhere.pem"}, "nowhere.pem"),
     ],
 )
-def test_what_would_not_be_safe_is_refused_before_anything_is_sent(syncer, settings, sentence):
+def test_unsafe_endpoint_is_refused_before_any_request(syncer, settings, sentence):
     job = work()
     with pytest.raises((ValueError, OSError), match=sentence):  # noqa: SIM117 - entering is part of it
         with Learner(job.model, job.optimizer, syncer, TOKEN, **settings):
@@ -507,13 +507,13 @@ def test_the_directory_of_an_authority_is_not_that_of_a_key(ring):
         ClientTls(ring.directory).make_context()
 
 
-def test_the_voice_of_a_learner_with_a_key_is_its_own_on_its_link_too(run, ring):
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.join()
-        stranger.learner = 1
-        await stranger.send(Left("I am learner 1, believe me"))
-        return await stranger.wait_closed()
+def test_learner_key_is_enforced_on_the_link(run, ring):
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.join()
+        client.learner = 1
+        await client.send(Left("I am learner 1, believe me"))
+        return await client.wait_closed()
 
     assert joins_as(run, ring["fleet"], 60) == 60
-    assert as_stranger(run, ring["fleet"], 60, test)[0] == 1008
+    assert as_raw_learner(run, ring["fleet"], 60, test)[0] == 1008
     assert json.dumps(run.status()["refused"])

@@ -1,4 +1,4 @@
-"""The golden bytes: what we write is what stands there, and what stands there is read with the meaning beside it."""
+"""Golden bytes: encoding gives the bytes of the vectors, and decoding them gives the stored meaning."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def read(name: str) -> list[Row]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_we_write_what_stands_there(name: str, pytestconfig: pytest.Config) -> None:
+def test_encoding_matches_vectors(name: str, pytestconfig: pytest.Config) -> None:
     text = as_text(FILES[name]())
     path = FOLDER / name
     if pytestconfig.getoption("--rewrite-vectors"):
@@ -150,7 +150,7 @@ def parsed(data: bytes, kind: int, room: int) -> Frame:
     return parser.finish()
 
 
-def test_messages_mean_what_stands_there():
+def test_decoded_messages_match_vectors():
     for row in read("messages.json"):
         assert to_readable_json(decode_message(bytes.fromhex(row["hex"]), row["sender"])) == row["means"], row["name"]
 
@@ -162,7 +162,7 @@ def test_bad_messages_are_refused_with_their_code():
         assert caught.value.code == row["error"], row["name"]
 
 
-def test_frames_mean_what_stands_there():
+def test_decoded_frames_match_vectors():
     for row in read("frames.json"):
         means = row["means"]
         payload = bytes.fromhex(means["payload_hex"])
@@ -184,7 +184,7 @@ def test_the_plan_of_a_new_model_is_a_plan():
     assert FragmentPlan.from_json(raw).to_json() == raw
 
 
-def test_codecs_read_what_stands_there():
+def test_decoded_codecs_match_vectors():
     for row, codec in zip(read("codecs.json"), CODECS, strict=True):
         data = torch.frombuffer(bytearray.fromhex(row["hex"]), dtype=torch.uint8)
         numel = len(row["f32_hex"]) // 8
@@ -239,7 +239,7 @@ def encoded_by_the_page(name: str, values: Any) -> bytes:
     return scale_bytes + bytes(halves[:, 0] | halves[:, 1] << 4)
 
 
-def test_codecs_are_as_the_page_tells_them():
+def test_codecs_match_the_page():
     for row in read("codecs.json"):
         values = np.frombuffer(bytes.fromhex(row["f32_hex"]), "<f4")
         data = bytes.fromhex(row["hex"])

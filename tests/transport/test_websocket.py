@@ -131,7 +131,7 @@ def test_peer_that_does_not_read_is_cut_off(monkeypatch, with_transport):
 
 
 @pytest.mark.parametrize(("reason", "ended"), [(b"", CLOSED_REASON), (b"enough", f"{CLOSED_REASON} (1008): enough")])
-def test_messages_end_with_the_close_frame_and_its_reason_is_told(reason, ended):
+def test_messages_end_with_close_frame_and_reason(reason, ended):
     async def test(socket, transport, peer):
         connection = WebSocketConnection(socket, transport)
         await peer.send_str("a")

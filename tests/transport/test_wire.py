@@ -91,7 +91,7 @@ def refused(code: str) -> Iterator[None]:
 
 
 class Memory:
-    """Accepts every frame up to some size, and remembers how often it was asked."""
+    """Accept every frame up to a size, and count the calls."""
 
     def __init__(self, most: int = 2**20) -> None:
         self.most = most
@@ -151,7 +151,7 @@ def test_a_bad_message_is_refused(bad):
         decode_message(bad.data, bad.sender)
 
 
-def test_a_message_has_a_largest_size_and_the_size_is_looked_at_first():
+def test_message_size_is_checked_first():
     empty = Envelope(1, 1, 1, 1, 1, 1, 0, Left(""))
     fits = structs.replace(empty, body=Left("x" * (MAX_MESSAGE_BYTES - len(encode_message(empty)))))
     over = structs.replace(fits, body=Left("x" * MAX_MESSAGE_BYTES))
@@ -160,7 +160,7 @@ def test_a_message_has_a_largest_size_and_the_size_is_looked_at_first():
     with refused("size"):
         encode_message(over)
     with refused("size"):
-        decode_message(bytes(MAX_MESSAGE_BYTES + 1), "learner")  # its magic is wrong too
+        decode_message(bytes(MAX_MESSAGE_BYTES + 1), "learner")  # its magic is invalid too
 
 
 def test_what_cannot_be_read_cannot_be_sent():
@@ -242,13 +242,13 @@ def test_a_changed_message_is_a_message_or_refused(message, at, new, drop):
 @pytest.mark.parametrize(
     "text", ["NaN", "-Infinity", "[1e400", "9223372036854775808", "-" + "9" * 5000, '"\\udc00"', ""]
 )
-def test_json_that_others_cannot_read_is_refused(text):
+def test_non_portable_json_is_refused(text):
     with refused("json"):
         parse_json(text.encode())
 
 
 @pytest.mark.parametrize("text", ["9223372036854775807", "-9223372036854775808", '"\\ud83c\\udf0a"', '"🌊"', "1.5"])
-def test_json_that_others_can_read_is_read(text):
+def test_portable_json_is_parsed(text):
     assert parse_json(text.encode()) == json.loads(text)
 
 
@@ -377,7 +377,7 @@ def test_no_memory_is_taken_for_what_a_head_promises():
         tracemalloc.stop()
 
 
-def test_a_wrong_head_is_refused_before_anybody_is_asked():
+def test_invalid_head_is_refused_before_accept():
     memory = Memory()
     for bad in BAD_FRAMES:
         if bad.code in ("magic", "version", "kind", "codec"):
@@ -417,14 +417,14 @@ def test_a_body_may_hold_several_frames():
         assert [(f.header, bytes(f.payload)) for f in arrived] == [(f.header, f.payload) for f in sent]
 
 
-def test_who_reads_the_rest_takes_care_of_it():
+def test_reading_rest_accepts_trailing_bytes():
     parser = FrameParser(FRAMES[0].kind, Memory(), several=True)
     parser.feed(FRAMES[0].data() + b"next")
     assert parser.is_done
     assert parser.rest == b"next"
     parser.finish()
     with refused("trailing"):
-        parser.feed(b"more")  # it was to be asked for the frame first
+        parser.feed(b"more")  # `finish` must be called first
 
 
 def test_payloads_are_tensors_arrays_or_bytes_and_are_not_copied():

@@ -117,7 +117,7 @@ def the_example_is_what_is_written(text: str) -> Iterator[str]:
         yield "the example is not how it is written"
 
 
-CHECKS: dict[Check, tuple[str, str]] = {  # each with a word that is changed, and what it is changed to
+CHECKS: dict[Check, tuple[str, str]] = {  # each with a replacement that must make it fail
     every_path_is_told_and_served: ("| `POST /v1/join`", "| `POST /v1/enter`"),
     every_body_is_told: ("`RefuseContribution`, `Published`", "`Published`"),
     every_kind_is_told: ("| 3 | `OPTIMIZER_STATE`", "| 5 | `OPTIMIZER_STATE`"),

@@ -1,1 +1,5 @@
-"""Real faults in a real run of real processes, drawn by a seed and judged by the run's tapes. docs/chaos.md."""
+"""Inject real faults into a real run, drawn by a seed, and evaluate the run from its tapes. See docs/chaos.md.
+
+Processes, links and disks are faulted from outside. Only `in_process` runs inside the faulted processes. No other
+package except the command line knows this one.
+"""

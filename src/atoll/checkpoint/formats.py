@@ -1,7 +1,7 @@
-"""Models on their way out of a run and into another: safetensors, torch.distributed.checkpoint, torch.save.
+"""Export the model of a run, and import a model into a new run: safetensors, torch.distributed.checkpoint, torch.save.
 
-Out goes what is published, under the names that the model's own modules have. In comes any file or directory of these
-kinds; what becomes of it is one safetensors file, which a run is founded with (`--init`).
+An export has the published values, under the names of the model's modules. An import reads a file or directory of any
+of these formats and writes one safetensors file, from which a run can start (`--init`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DCP_METADATA_FILE = ".metadata"
 MAX_READ_ATTEMPTS = 5
 
 TRANSFORMERS_NEEDS_CONFIG = (
-    "--to transformers wants --config, the configuration of the model of transformers that your islands train;"
+    "--to transformers needs --config, the configuration of the model of transformers that your islands train;"
     " transformers has no architecture for the model of atoll train: it has learned positions, RMSNorm before each"
     " part, no biases, and a squared ReLU without a gate, and no text decoder of transformers 5.22 has all of these"
 )
 
 
 class ExportedModel(NamedTuple):
-    """A model of a run, by name, and which one it is, in words."""
+    """Tensors of a run's model, with a description of its source."""
 
     tensors: dict[str, Tensor]
     description: str
@@ -49,7 +49,7 @@ class ExportedModel(NamedTuple):
 
 
 def read_run_model(run: Path, snapshot: int | None = None) -> ExportedModel:
-    """The final model, or the newest published one of a run that goes on, or that of a snapshot."""
+    """Read the model of a snapshot, else the final model, or the newest published one of an unfinished run."""
     if not run.is_dir():
         raise ValueError(f"{run}: no such run directory")
     if snapshot is not None:
@@ -60,7 +60,7 @@ def read_run_model(run: Path, snapshot: int | None = None) -> ExportedModel:
         try:
             found = read_published_tensors(run)
             break
-        except FileNotFoundError:  # the syncer has removed an old version between two looks
+        except FileNotFoundError:  # the syncer has deleted an old version in between
             if not left:
                 raise
     return ExportedModel(found, "the newest published version of each fragment; the run is not over")
@@ -78,13 +78,13 @@ def _read_snapshot_model(run: Path, number: int) -> ExportedModel:
 
 
 def export_model(model: ExportedModel, to: str, out: Path) -> None:
-    """Write it where nothing is yet."""
+    """Write a model to a new path. Raise ValueError if the path exists."""
     if to not in EXPORT_FORMATS:
-        raise ValueError(f"there is no format {to!r}; give one of {', '.join(EXPORT_FORMATS)}")
+        raise ValueError(f"unknown format {to!r}; use one of {', '.join(EXPORT_FORMATS)}")
     if to == "transformers":
         raise ValueError(TRANSFORMERS_NEEDS_CONFIG)
     if out.exists() and not (to == "dcp" and out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} is there already, and nothing is written over: give another --out")
+        raise ValueError(f"{out} exists and is not overwritten: choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     if to == "safetensors":
         write_tensors(model.tensors, out)
@@ -97,7 +97,7 @@ def export_model(model: ExportedModel, to: str, out: Path) -> None:
 
 @contextmanager
 def _single_process() -> Iterator[None]:
-    """torch says at each use that it assumes one process. It is one, and was told so."""
+    """Suppress torch's warning that it assumes a single process, which is correct here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -109,13 +109,18 @@ def _single_process() -> Iterator[None]:
 
 class ImportedModel(NamedTuple):
     tensors: dict[str, Tensor]  # sorted by name
-    skipped: tuple[str, ...]  # counters and masks: whole numbers stay local, and are no part of a run's model
+    skipped: tuple[str, ...]  # integer tensors such as counters and masks, which stay local
 
 
 def read_checkpoint(path: Path, prefix: str = "", renames: Sequence[str] = ()) -> ImportedModel:
-    """The model in a file or directory. With `prefix` only what is below it, without it; a rename is NEW=OLD."""
+    """Read the model in a file or directory.
+
+    Args:
+        prefix: Read only names with this prefix, and remove it.
+        renames: Each is NEW=OLD.
+    """
     if not path.exists():
-        raise ValueError(f"{path}: there is no such checkpoint")
+        raise ValueError(f"{path}: no such checkpoint")
     found: Mapping[str, Tensor]
     if path.is_file():
         found = read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
@@ -148,7 +153,7 @@ def _is_model_tensor(tensor: Tensor) -> bool:
 
 
 def _read_sharded_safetensors(folder: Path) -> dict[str, Tensor]:
-    """A model in several files, as transformers writes it. Only files within the folder are opened."""
+    """Read a model in several files, as written by transformers. Only files within the folder are opened."""
     try:
         names = sorted(set(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -159,13 +164,13 @@ def _read_sharded_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
-    """What `torch.save(model.state_dict(), path)` wrote. Only tensors are read: nothing in it is executed."""
+    """Read a file of `torch.save(model.state_dict(), path)`. Only tensors are read, no code is executed."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as wrong:  # on bytes that are no checkpoint torch stumbles in many ways
-        first = str(wrong).partition("\n")[0]
+    except Exception as error:  # torch raises many types for invalid bytes
+        first = str(error).partition("\n")[0]
         raise ValueError(f"{path} is neither safetensors nor tensors of torch.save: {first}") from None
     return _flatten("", found)
 
@@ -185,10 +190,10 @@ def _read_dcp(folder: Path) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    kept = FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     found: dict[str, Tensor] = {
         name: torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in sorted(kept.items())
+        for name, each in sorted(metadata.items())
         if isinstance(each, TensorStorageMetadata)
     }
     with _single_process():

@@ -18,12 +18,12 @@ MODEL_FILE = "model.safetensors"
 
 
 def model_digest(model: nn.Module) -> str:
-    """xxh3 over names, shapes, dtypes and bytes of everything that is trained: two equal models have the same."""
+    """Return the xxh3 over names, shapes, dtypes and bytes of a model's tensors."""
     return tensors_digest(named_tensors(model))
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """The same of a model's tensors, in the order of their names."""
+    """Return the digest of `model_digest` for these tensors."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()
@@ -51,7 +51,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_into_model(model: nn.Module, values: Mapping[str, Tensor], source: str) -> None:
-    """Set every tensor of the model; names and shapes must be exactly its own."""
+    """Set every tensor of the model. Names and shapes must match exactly."""
     tensors = named_tensors(model)
     if set(tensors) != set(values):
         odd = min(set(tensors) ^ set(values))

@@ -1,4 +1,4 @@
-"""The published model of a decoupled run, read from the syncer's store without disturbing whoever owns it."""
+"""Read the published model of a decoupled run from the syncer's store, without locks: the syncer may be running."""
 
 from __future__ import annotations
 
@@ -9,26 +9,39 @@ import torch
 from torch import Tensor
 
 from atoll.core.protocol import ManifestRecord, MembersRecord
-from atoll.store.run_settings import RunSettings
+from atoll.store.run_settings import RunSettings, check_run_format
 from atoll.store.snapshots import STORE_FOLDER, list_stores
 from atoll.store.tensor_file import read_tensors
-from atoll.store.version_store import END_RECEIVED_FILE, fragment_folder, list_versions, read_record, read_value
+from atoll.store.version_store import (
+    END_RECEIVED_FILE,
+    SETTINGS_FILE,
+    fragment_folder,
+    list_versions,
+    read_record,
+    read_value,
+)
 from atoll.tensors.plan import FragmentPlan
 
 
 def read_run_settings(run: Path) -> RunSettings | None:
-    """What the run was founded with; None where no learner has brought a model yet."""
-    raw = read_value(run / STORE_FOLDER / "run.json")
-    return RunSettings.from_json(raw) if raw is not None else None
+    """Return the stored settings of a run; None if no learner has uploaded a model yet.
+
+    Raise RunFormatError for a run directory of another version of Atoll.
+    """
+    raw = read_value(run / STORE_FOLDER / SETTINGS_FILE)
+    if raw is None:
+        return None
+    check_run_format(raw, run)
+    return RunSettings.from_json(raw)
 
 
 def is_run_finished(run: Path) -> bool:
-    """The syncer has made the final manifest durable: no version will change any more."""
+    """Return whether the final manifest is durable: versions do not change any more."""
     return (run / STORE_FOLDER / "manifest.json").exists()
 
 
 def learners_missing_end(run: Path) -> list[int]:
-    """Return the learners of a finished run that may come back and have not received its end."""
+    """Return the learners of a finished run that may reconnect and have not yet acknowledged its end."""
     members = read_record(run / STORE_FOLDER / "members.json", MembersRecord)
     if members is None:
         return []
@@ -38,9 +51,10 @@ def learners_missing_end(run: Path) -> list[int]:
 
 
 def read_published_versions(run: Path, plan: FragmentPlan) -> Iterator[int]:
-    """Find the newest durable version of every fragment, one after the other, or those with which the run ended.
+    """Yield the newest durable version of each fragment, or the final versions of a finished run.
 
-    A shard that was away at the end may hold a later one, which no learner has received.
+    The final versions come from the manifest: a shard that was unavailable at the end may hold a later version, which
+    no learner has received.
     """
     manifest = read_record(run / STORE_FOLDER / "manifest.json", ManifestRecord)
     yield from (
@@ -51,7 +65,7 @@ def read_published_versions(run: Path, plan: FragmentPlan) -> Iterator[int]:
 
 
 def read_published_fragments(run: Path, versions: Iterable[int] | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Read these versions of the fragments, or else the published ones, as flat tensors with their numbers."""
+    """Yield each fragment's number and flat values, of these versions or else of the published ones."""
     for p, version in enumerate(read_published_versions(run, read_plan(run)) if versions is None else versions):
         yield p, _read_version(run, p, version)
 
@@ -62,21 +76,21 @@ def read_published_tensors(run: Path) -> dict[str, Tensor]:
 
 
 def assemble_tensors(plan: FragmentPlan, values: Iterable[tuple[int, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors by name, in their shapes and dtypes, from the flat fragments of a plan."""
+    """Return tensors by name, in the shapes and dtypes of the plan, from flat fragments with their numbers."""
     model = {info.name: torch.empty(info.shape) for info in plan.tensors if info.is_synced}
     for p, flat in values:
         for piece, begin, end in plan.spans(p):
-            whole = model[piece.tensor]
-            rows = (whole if plan.by_name[piece.tensor].shape else whole.unsqueeze(0))[piece.start : piece.stop]
+            tensor = model[piece.tensor]
+            rows = (tensor if plan.by_name[piece.tensor].shape else tensor.unsqueeze(0))[piece.start : piece.stop]
             rows.copy_(flat[begin:end].view(rows.shape))
     return {name: value.to(getattr(torch, plan.by_name[name].dtype)) for name, value in model.items()}
 
 
 def read_plan(run: Path) -> FragmentPlan:
-    kept = read_run_settings(run)
-    if kept is None or kept.plan is None:
+    settings = read_run_settings(run)
+    if settings is None or settings.plan is None:
         raise ValueError(f"{run} has no model yet: no learner has joined")
-    return kept.plan
+    return settings.plan
 
 
 def _find_fragment_folder(run: Path, p: int) -> Path:
@@ -88,12 +102,12 @@ def _find_newest_version(run: Path, p: int) -> int:
     folder = _find_fragment_folder(run, p)
     versions = list_versions(folder)
     if not versions:
-        raise ValueError(f"{folder} has no version of its fragment: bring it back from a copy")
+        raise ValueError(f"{folder} has no version of its fragment: restore it from a backup")
     return versions[-1]
 
 
 def _read_version(run: Path, p: int, version: int) -> Tensor:
     path = _find_fragment_folder(run, p) / f"{version:09d}.safetensors"
     if not path.exists() and is_run_finished(run):
-        raise ValueError(f"{path} is not there, and the run has ended with it: bring it back from a copy")
+        raise ValueError(f"{path} is missing, and it is a final version of the run: restore it from a backup")
     return read_tensors(path)[1]["published"]

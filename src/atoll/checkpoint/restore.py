@@ -1,17 +1,17 @@
-"""A new run that starts from a snapshot of another: published values, outer optimizer, inner state, tokens done.
+"""Restore: start a new run from a snapshot of another one, with its values, optimizer states and token count.
 
-Nothing of the other run is changed, and it may go on. What is taken over:
+The other run is not changed and may continue. The new run gets:
 
-| of the snapshot | becomes, in the new run |
+| in the snapshot | in the new run |
 |---|---|
 | value, precise value, outer state and usual size of every fragment | version 1; version 0 is the same value |
-| tokens that were merged into it | tokens that are done already, of the budget and in the books |
-| parts of learners | parts of the new run: whoever finds no peer starts from one, whatever its number |
+| tokens that were merged into it | tokens that are already done, in the budget and in the ledger |
+| parts of learners | parts of the new run: a learner without a peer starts from one, of any learner |
 
-Work that was in flight or not merged is in the parts of the old run and in no published value: it is not taken over.
+Work that was in flight or not merged is not restored: it is in the parts of the old run and in no published value.
 
-The new run keeps what it began with in `beginning`, under second names, so that it can be replayed when its store and
-its learners hold none of it any more.
+The new run keeps its initial state in `beginning`, under second names. A replay needs it after the store and the
+learners have deleted theirs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from atoll.store.version_store import Store
 from atoll.tape import format
 
 INITIAL_FOLDER = "beginning"
-"""Within a run that was restored: what it began with."""
+"""Folder in the directory of a restored run with its initial state."""
 
 
 class RestoreSource(NamedTuple):
@@ -49,13 +49,13 @@ class RestoreSource(NamedTuple):
 
 
 def parse_restore_source(text: str) -> RestoreSource:
-    """Raises ValueError with what is missing and what there is."""
+    """Find the snapshot that `--restore` names. Raise ValueError if it does not exist."""
     name, at, number = text.rpartition("@")
     if not at or Path(text).is_dir():
         name, number = text, ""
     run = Path(name)
     if number and not number.isdigit():
-        raise ValueError(f"--restore {text}: after the @ comes a number of those in atoll snapshot {run} --list")
+        raise ValueError(f"--restore {text}: the @ needs a snapshot number; see atoll snapshot {run} --list")
     kept = read_run_settings(run) if run.is_dir() else None
     if kept is None or kept.plan is None or not (run / CONFIG_FILE).is_file():
         raise ValueError(f"--restore {run}: no run of atoll train or atoll syncer is there, or it has no model yet")
@@ -73,9 +73,10 @@ def parse_restore_source(text: str) -> RestoreSource:
 
 
 def restore_run(source: RestoreSource, run: Path, settings: RunSettings, log: Callable[[str], None]) -> int:
-    """Make the directory of the new run and return the tokens that it has done already. Leave nothing if it fails.
+    """Make the directory of the new run and return its number of tokens already done. Remove it on failure.
 
-    `settings` of the new run: their `extra` are the settings of its job.
+    Args:
+        settings: Settings of the new run; `extra` has the settings of its job.
     """
     check_is_new_run(run)
     fragments = (
@@ -99,7 +100,9 @@ def restore_run(source: RestoreSource, run: Path, settings: RunSettings, log: Ca
         if was_there:
             run.mkdir()
         raise
-    inner = f"inner state of {len(parts)} learners is there" if parts else "learners start with fresh inner state"
+    inner = (
+        f"optimizer state of {len(parts)} learners is there" if parts else "learners start with fresh optimizer state"
+    )
     log(f"restored from snapshot {source.info.number} of {source.run}: {done:,} tokens are done, {inner}")
     return done
 
@@ -141,7 +144,7 @@ def _write_store(
         store.write(MembersRecord(1, (), (), done))
         cut = source.info.record
         if cut is not None and cut.next_sample:
-            # What was trained after the cut is not in this model: it is leased again, with all that nobody had merged.
+            # Samples trained after the cut are not in this model: lease them again, with all unmerged samples.
             left = sum(end - begin for begin, end in cut.unmerged)
             store.write(LeaseRecord(1, cut.next_sample, cut.unmerged, (), cut.next_sample - left))
         store.write_settings(made.to_json())
@@ -158,13 +161,13 @@ def _write_fragment(
     link_or_copy(store.version_path(p, 0 if record is None else 1), kept)
 
 
-def _write_parts(source: RestoreSource, run: Path, run_id: str, say: Callable[[str], None]) -> list[int]:
-    """Learners whose inner state could be taken over. A part that is missing or damaged is said, and goes without."""
+def _write_parts(source: RestoreSource, run: Path, run_id: str, log: Callable[[str], None]) -> list[int]:
+    """Copy the parts of learners and return their numbers. Log and skip parts that are missing or damaged."""
     assert source.info.record is not None
     there = list_parts(source.run)
     taken = []
     for learner, _ in source.info.record.parts:
-        # That part, or the newest before it: of the few that a learner keeps, some are of snapshots that failed.
+        # That part, or the newest one before it: some parts are of snapshots that failed.
         numbers = [number for number in there.get(learner, []) if number <= source.info.number]
         for number in reversed(numbers):
             path = part_path(source.run, learner, number)
@@ -172,7 +175,7 @@ def _write_parts(source: RestoreSource, run: Path, run_id: str, say: Callable[[s
                 part = read_part(path)
                 _copy_shards(part, run, learner)
             except (OSError, ValueError) as error:
-                say(f"{path}: {error}; trying an older one")
+                log(f"{path}: {error}; trying an older one")
                 continue
             target, kept = part_path(run, learner, number), part_path(run / INITIAL_FOLDER, learner, number)
             make_folder(target.parent)
@@ -183,12 +186,12 @@ def _write_parts(source: RestoreSource, run: Path, run_id: str, say: Callable[[s
             taken.append(learner)
             break
         else:
-            say(f"learner {learner} has no part of snapshot {source.info.number} in {source.run}")
+            log(f"learner {learner} has no part of snapshot {source.info.number} in {source.run}")
     return taken
 
 
 def _copy_shards(part: LearnerPart, run: Path, learner: int) -> None:
-    """What ranks have written of a part, if they have, in the new run and in what is kept of its beginning."""
+    """Link the shard files of a part, if there are any, into the new run and its initial state."""
     if part.shards is None:
         return
     from atoll.store.sharded_parts import link_shard_files

@@ -1,4 +1,4 @@
-"""`atoll chaos`: real faults in a real run, by seed, and a verdict from its tapes."""
+"""`atoll chaos`: inject real faults into a real run, drawn by a seed, and evaluate the run from its tapes."""
 
 from __future__ import annotations
 
@@ -20,46 +20,49 @@ if TYPE_CHECKING:
 RUNS_DIRECTORY = Path("runs")
 
 
-# long: the list of options, with what each one means
+# long: the options with their help
 def run(
     scenario: Annotated[
-        str | None, typer.Argument(metavar="SCENARIO", help="A shipped name (--list), or a TOML file.")
+        str | None, typer.Argument(metavar="SCENARIO", help="Name of a shipped scenario (see --list), or a TOML file.")
     ] = None,
-    seed: Annotated[int, Setting("Fixes the plan, bit for bit.", "N", min=0)] = 0,
+    seed: Annotated[int, Setting("Seed of the plan. The same seed gives the same plan.", "N", min=0)] = 0,
     duration: Annotated[
-        str | None, Setting("Length of the run without faults: 30s, 5m. [default: by the scenario]", "TIME")
+        str | None, Setting("Length of the run without faults, such as 30s or 5m. [default: from the scenario]", "TIME")
     ] = None,
-    out: Annotated[Path | None, Setting("Directory of the run. [default: first free runs/chaos-NAME-N]", "DIR")] = None,
+    out: Annotated[
+        Path | None, Setting("Directory of the run. [default: first unused runs/chaos-NAME-N]", "DIR")
+    ] = None,
     links: Annotated[
-        str, Setting("relay: user space; netns: namespaces and tc, as root; auto: netns if it works.", "HOW")
+        str,
+        Setting("relay: in user space; netns: network namespaces and tc, needs root; auto: netns if available.", "HOW"),
     ] = "auto",
-    baseline: Annotated[bool, Setting("First train the same run without faults, and compare the final loss.")] = False,
-    dry_run: Annotated[bool, Setting("Print the plan and end.")] = False,
-    show_list: Annotated[bool, Setting("The shipped scenarios.", flag="list")] = False,
+    baseline: Annotated[bool, Setting("Train the same run without faults first, and compare the final loss.")] = False,
+    dry_run: Annotated[bool, Setting("Print the plan and exit.")] = False,
+    show_list: Annotated[bool, Setting("List the shipped scenarios and exit.", flag="list")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Hurt a real run of real processes, and judge by its tapes whether it stood.
+    """Inject faults into a real run, and evaluate from its tapes whether it survived.
 
-    A scenario says which faults strike what: learners and the syncer are killed or stopped, links are cut, thinned,
-    delayed or damaged, disks are full, contributions are poisoned, learners come and go. The plan is drawn by the seed
-    before anything runs. The verdict is in verdict.json and, for people, verdict.html; exit code 1: the run did not
-    stand. docs/chaos.md tells the rest.
+    A scenario lists the faults: learners and the syncer are killed or stopped, links are cut, throttled, delayed or
+    corrupted, disks are full, contributions are poisoned, learners join and leave. The seed determines the plan before
+    the run starts. The result is in verdict.json, and as a page in verdict.html. Exit code 1: the run did not survive.
+    See docs/chaos.md.
     """
     if show_list:
         from atoll.chaos.scenario import parse_scenario, shipped_scenarios
 
         shipped = shipped_scenarios().items()
-        found = {name: parse_scenario(text, name, f"scenario {name}").about for name, text in shipped}
-        width = max(map(len, found))
-        return Result({"scenarios": found}, (f"{name:<{width}}  {about}" for name, about in found.items()))
+        scenarios = {name: parse_scenario(text, name, f"scenario {name}").about for name, text in shipped}
+        width = max(map(len, scenarios))
+        return Result({"scenarios": scenarios}, (f"{name:<{width}}  {about}" for name, about in scenarios.items()))
     if scenario is None:
-        raise ValueError("say which scenario: atoll chaos kill-one; atoll chaos --list shows all")
+        raise ValueError("no scenario is given; name one, as in: atoll chaos kill-one (atoll chaos --list shows all)")
     plan, loaded = _draw_plan(scenario, seed, duration)
     if dry_run:
         return Result(plan.to_json, _format_plan(plan))
     from atoll.reference.child_processes import fork_server_context
 
-    fork_server_context()  # torch is loaded there while it is loaded here
+    fork_server_context()  # the child loads torch while this process does
     from atoll.chaos.job import LINK_MODES, ChaosInterrupt, run_chaos
     from atoll.dashboard.terminal import LiveView
 
@@ -77,7 +80,7 @@ def run(
     except ChaosInterrupt as interrupted:
         verdict, code = interrupted.verdict, ExitCode.INTERRUPTED
         print_to_stderr("interrupted")
-    fields = {key: value for key, value in verdict.to_json().items() if key != "timeline"}  # it is in the file
+    fields = {key: value for key, value in verdict.to_json().items() if key != "timeline"}  # verdict.json has it
     return Result({**fields, "directory": str(out)}, summary_lines(verdict, out), code)
 
 
@@ -98,9 +101,9 @@ def _format_plan(plan: Plan) -> Iterator[str]:
     for fault in plan.faults:
         yield f"{fault.at_s:9.3f} s  {fault.number:>3}  {fault.describe()}  ({fault.origin})"
     if not plan.faults:
-        yield "No fault is drawn: choose a longer --duration or another --seed."
+        yield "The plan has no fault: choose a longer --duration or another --seed."
     if plan.skipped:
-        yield f"{plan.skipped} more were drawn and left out: nobody was free to be struck."
+        yield f"{plan.skipped} more faults were drawn and skipped: every possible target was busy with another fault."
 
 
 TEXT_WIDTH = 100
@@ -119,11 +122,11 @@ def summary_lines(verdict: Verdict, run: Path) -> Iterator[str]:
         first = f"{_CHECK_LABELS[check.passed]:<8} {check.name:<{width}}  "
         yield from _wrap(check.finding, first, " " * len(first))
     yield ""
-    judged = "The run survived." if verdict.survived else "The run did NOT survive."
-    yield f"{judged} {run / 'verdict.html'} shows it, {run / 'verdict.json'} holds every figure."
+    outcome = "The run survived." if verdict.survived else "The run did NOT survive."
+    yield f"{outcome} {run / 'verdict.html'} shows it, {run / 'verdict.json'} has every figure."
     targets = [fault.target.split() for fault in verdict.faults]
-    struck = next((words[-1] for words in targets if words[-1].isdigit() and words[0] != "shard"), "1")
-    yield f"More: atoll story {run} --learner {struck}"
+    learner = next((words[-1] for words in targets if words[-1].isdigit() and words[0] != "shard"), "1")
+    yield f"More: atoll story {run} --learner {learner}"
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> Iterator[str]:
@@ -140,21 +143,21 @@ def _fault_lines(verdict: Verdict) -> Iterator[str]:
 def _recovery_text(fault: FaultReport) -> str:
     if not fault.was_injected:
         return f": did not happen ({fault.failure_cause})"
-    told = []
+    parts = []
     if fault.kill_to_step_s is not None:
-        told.append(f"trained again after {fault.kill_to_step_s:.1f} s")
+        parts.append(f"trained again after {fault.kill_to_step_s:.1f} s")
     if fault.kill_to_merge_s is not None:
-        told.append(f"merged again after {fault.kill_to_merge_s:.1f} s")
+        parts.append(f"merged again after {fault.kill_to_merge_s:.1f} s")
     if fault.end_to_merge_s is not None:
-        told.append(f"merged again {fault.end_to_merge_s:.1f} s after its end")
-    return f" [{fault.method}]" + (f": {', '.join(told)}" if told else "")
+        parts.append(f"merged again {fault.end_to_merge_s:.1f} s after its end")
+    return f" [{fault.method}]" + (f": {', '.join(parts)}" if parts else "")
 
 
 def _figure_sentences(verdict: Verdict) -> Iterator[str]:
     yield (
         f"Goodput was {100.0 * verdict.goodput:.1f} % over {verdict.wall_s:.0f} s"
         f" ({100.0 * verdict.goodput_up:.1f} % of the time in which learners were up),"
-        f" and somebody trained in {100.0 * verdict.uptime:.1f} % of the time."
+        f" and at least one learner trained in {100.0 * verdict.uptime:.1f} % of the time."
     )
     rest = {
         "away": sum(each.away_s for each in verdict.islands),
@@ -162,23 +165,26 @@ def _figure_sentences(verdict: Verdict) -> Iterator[str]:
         "stopped": sum(each.stopped_s for each in verdict.islands),
         "between steps": sum(each.between_s for each in verdict.islands),
     }
-    told = ", ".join(f"{seconds:.1f} s {name}" for name, seconds in rest.items() if seconds >= 0.05)
-    if told:
-        yield f"The rest of the islands' time: {told}."
+    parts = ", ".join(f"{seconds:.1f} s {name}" for name, seconds in rest.items() if seconds >= 0.05)
+    if parts:
+        yield f"The rest of the learners' time: {parts}."
     pause = verdict.worst_pause
     if pause is not None:
         during = f" during fault {', '.join(map(str, pause.during))}" if pause.during else ""
         yield (
-            f"The longest gap between two steps of a learner that was not itself struck was {1000 * pause.gap_s:.0f} ms"
-            f" (learner {pause.learner}{during}); its usual step takes {1000 * pause.typical_s:.0f} ms."
+            f"The longest gap between two steps of a learner without a fault was {1000 * pause.gap_s:.0f} ms"
+            f" (learner {pause.learner}{during}); its median step takes {1000 * pause.typical_s:.0f} ms."
         )
     if verdict.merge_participation is not None:
-        yield f"{verdict.merges:,} merges took {100.0 * verdict.merge_participation:.0f} % of the learners alive."
+        yield (
+            f"{verdict.merges:,} merges; on average {100.0 * verdict.merge_participation:.0f} % of live learners"
+            " took part in a merge."
+        )
     if verdict.refused_contributions:
-        whys = [
-            f"{count:,} {why.removeprefix('contribution-')}" for why, count in verdict.refused_contributions.items()
+        counts = [
+            f"{count:,} {code.removeprefix('contribution-')}" for code, count in verdict.refused_contributions.items()
         ]
-        yield f"Contributions that were refused: {', '.join(whys)}."
+        yield f"Refused contributions: {', '.join(counts)}."
     if verdict.failed_writes:
-        yield f"{verdict.failed_writes:,} writes failed and were made again."
+        yield f"{verdict.failed_writes:,} writes failed and were retried."
     yield f"Links: {verdict.links}."

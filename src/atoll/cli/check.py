@@ -1,4 +1,4 @@
-"""`atoll story` and `atoll check`: what the tapes of a run say, and whether every invariant holds over them."""
+"""`atoll story` and `atoll check`: the history of a run from its tapes, and whether every invariant holds over them."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ if TYPE_CHECKING:
     from atoll.tape.format import Entry
     from atoll.tape.story import StoryLine, Subject
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, with its folder of tapes.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, which contains tapes/.")]
 
 
 def run_story(
     run: RunArgument,
-    learner: Annotated[int | None, Setting("Tell of this learner.", "ID")] = None,
-    fragment: Annotated[int | None, Setting("Tell of this fragment.", "P")] = None,
-    whole: Annotated[bool, Setting("Tell of the run: who came and went, and its end.", flag="run")] = False,
-    since: Annotated[float | None, Setting("From this time on, in seconds.", "SECONDS")] = None,
-    until: Annotated[float | None, Setting("Up to this time, in seconds.", "SECONDS")] = None,
-    last: Annotated[int | None, Setting("Only the last so many lines.", "LINES", min=1)] = None,
+    learner: Annotated[int | None, Setting("Show the story of this learner.", "ID")] = None,
+    fragment: Annotated[int | None, Setting("Show the story of this fragment.", "P")] = None,
+    whole_run: Annotated[
+        bool, Setting("Show the story of the run: learners that joined and left, and its end.", flag="run")
+    ] = False,
+    since: Annotated[float | None, Setting("Start at this time, in seconds.", "SECONDS")] = None,
+    until: Annotated[float | None, Setting("Stop at this time, in seconds.", "SECONDS")] = None,
+    last: Annotated[int | None, Setting("Show only this many of the last lines.", "LINES", min=1)] = None,
     as_json: JsonOption = False,
 ) -> Result:
-    """Tell what happened in a run, in plain sentences.
+    """Show what happened in a run, in plain sentences.
 
-    Of one learner, of one fragment or of the run as a whole, from its tapes.
+    The story is of one learner, of one fragment or of the whole run, and comes from the tapes.
     """
     from atoll.tape.files import RunTapes
     from atoll.tape.story import build_story
 
-    subject = _parse_subject(learner, fragment, whole)
+    subject = _parse_subject(learner, fragment, whole_run)
     tapes = RunTapes(run)
     _check_subject_exists(tapes, subject)
-    told: Iterator[StoryLine] = (
+    selected: Iterator[StoryLine] = (
         line
         for line in build_story(tapes.merged_entries(), subject, tapes.config)
         if (since is None or line.at >= since) and (until is None or line.at <= until)
     )
-    lines = told if last is None else iter(deque(told, maxlen=last))
+    lines = selected if last is None else iter(deque(selected, maxlen=last))
     return Result(
         lambda: {"subject": list(subject), "lines": [story_line_fields(line) for line in lines]},
         partial(_print_story, lines),
@@ -56,16 +58,16 @@ def run_story(
 
 
 def _print_story(lines: Iterator[StoryLine]) -> None:
-    silent = True
+    is_empty = True
     for line in lines:
-        silent = False
+        is_empty = False
         print(format_story_line(line))
-    if silent:
-        print_to_stderr("nothing was said in that time")
+    if is_empty:
+        print_to_stderr("nothing happened in that time")
 
 
 def format_story_line(line: StoryLine) -> str:
-    """A line with its time in a column."""
+    """Return the line with its time aligned in a column."""
     time, _, sentence = str(line).partition("  ")
     return f"{time:>14}  {sentence}"
 
@@ -80,9 +82,9 @@ def story_line_fields(line: StoryLine) -> dict[str, object]:
     }
 
 
-def _parse_subject(learner: int | None, fragment: int | None, whole: bool) -> Subject:
-    if (learner is not None) + (fragment is not None) + whole != 1:
-        raise ValueError("say whose story: --learner 3, --fragment 7 or --run, one of them")
+def _parse_subject(learner: int | None, fragment: int | None, whole_run: bool) -> Subject:
+    if (learner is not None) + (fragment is not None) + whole_run != 1:
+        raise ValueError("the story of what? give exactly one of --learner 3, --fragment 7 and --run")
     if learner is not None:
         return ("learner", learner)
     if fragment is not None:
@@ -100,7 +102,7 @@ def _check_subject_exists(tapes: RunTapes, subject: Subject) -> None:
 
 
 def _has_messages_from(tapes: RunTapes, learner: int) -> bool:
-    """A learner whose tape was lost still has a story on the syncer's."""
+    """Return whether the syncer received messages from this learner. Its own tape may be lost."""
     from atoll.core.protocol import MessageArrived
 
     return any(
@@ -126,13 +128,13 @@ def _format_ids(numbers: list[int] | tuple[int, ...]) -> str:
 
 def run_check(
     run: RunArgument,
-    last: Annotated[int, Setting("Lines of the story of a violation.", "LINES", min=1)] = 40,
+    last: Annotated[int, Setting("Number of story lines to show for a violation.", "LINES", min=1)] = 40,
     as_json: JsonOption = False,
 ) -> Result:
     """Check every invariant over the tapes of a run.
 
-    Tells the story of the first violation, and ends with exit code 1 if there is one. Tapes that are cut, lost or still
-    being written are no violation: the run is judged up to the first entry that they leave without its cause.
+    Shows the story of the first violation, and exits with code 1 if there is one. Tapes that are truncated, lost or
+    still being written are not a violation: the run is checked up to the first entry whose cause is missing.
     """
     from atoll.sim.checkers import create_checkers
     from atoll.tape.files import RunTapes
@@ -147,7 +149,7 @@ def run_check(
 
 
 def check_with_progress(tapes: RunTapes, checkers: Sequence[Checker]) -> CheckResult:
-    """With a progress bar, where somebody watches."""
+    """Run the checkers, with a progress bar on a terminal."""
     from atoll.sim.check_tapes import check_tapes
 
     with reading_progress("checking", tapes) as watched:
@@ -155,7 +157,7 @@ def check_with_progress(tapes: RunTapes, checkers: Sequence[Checker]) -> CheckRe
 
 
 def violation_story(tapes: RunTapes, violation: InvariantViolationError, last: int) -> list[StoryLine]:
-    """The story of whom it concerns, up to the entry at which it was seen."""
+    """Return the last lines of the story of the violation's subject, up to the entry that violates the invariant."""
     from atoll.tape.story import build_story
 
     subject = violation.subject or ("run", 0)
@@ -208,14 +210,14 @@ def _verdict_lines(
     from atoll.tape.story import format_subject
 
     violation = verdict.violation
-    seen = f"{len(tapes.readers)} tapes, {verdict.entries:,} entries, {len(checkers)} checkers"
+    totals = f"{len(tapes.readers)} tapes, {verdict.entries:,} entries, {len(checkers)} checkers"
     if violation is None:
-        yield f"{seen}: no violation{_unchecked_text(verdict)}"
+        yield f"{totals}: no violation{_unchecked_text(verdict)}"
     else:
-        yield f"{seen}: a violation"
+        yield f"{totals}: a violation"
         yield f"{violation.checker}: {violation.message}"
         if (entry := violation.entry) is not None:
-            yield f"seen at {entry.at:.3f} s on the tape of {entry.actor}, tick {entry.tick}"
+            yield f"found at {entry.at:.3f} s on the tape of {entry.actor}, tick {entry.tick}"
         yield f"the story of {format_subject(violation.subject or ('run', 0))}:"
         yield from map(format_story_line, lines)
     for sentence in verdict.gaps:
@@ -224,12 +226,14 @@ def _verdict_lines(
         from atoll.sim.check_tapes import has_lost_cause
 
         lost = next(each for each in verdict.missing if has_lost_cause(verdict.stopped_at, [each]))
-        yield f"judged up to {lost}"
+        yield f"checked up to {lost}"
 
 
 def _unchecked_text(verdict: CheckResult) -> str:
     if verdict.stopped_at is not None:
-        return f" up to {verdict.stopped_at.at:.3f} s; nothing was judged after that"
+        return f" up to {verdict.stopped_at.at:.3f} s; later entries were not checked"
     if verdict.gaps:
-        return "; tapes are incomplete, so what must hold at the end of the run was not asked"
-    return "" if verdict.finished else "; the run has not finished, so what must hold at its end was not asked"
+        return "; tapes are incomplete, so the conditions at the end of the run were not checked"
+    if verdict.finished:
+        return ""
+    return "; the run has not finished, so the conditions at its end were not checked"

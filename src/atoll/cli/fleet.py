@@ -1,4 +1,4 @@
-"""`atoll up`, `down`, `status` and `logs`: the syncer and the islands of a run that one file describes."""
+"""`atoll up`, `down`, `status` and `logs`: manage the syncer and the islands of a run that one file describes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from atoll.launch.fleet import Fleet, UnitReport
 
 FileArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="TOML with the syncer and the islands: docs/launchers.md.")
+    Path, typer.Argument(metavar="FILE", help="TOML file with the syncer and the islands; see docs/launchers.md.")
 ]
 
 STATUS_COLOURS = {"running": "green", "failed": "red", "lost": "red", "unknown": "yellow", "waiting": "yellow"}
@@ -43,9 +43,9 @@ def status_table(statuses: Sequence[UnitReport]) -> Table:
 
 
 def format_status(status: UnitReport) -> str:
-    again = f", restarts: {status.restarts}" if status.restarts else ""
+    restarts = f", restarts: {status.restarts}" if status.restarts else ""
     cause = f" ({status.cause})" if status.cause else ""
-    return f"{status.name}: {status.state}{again}{cause}"
+    return f"{status.name}: {status.state}{restarts}{cause}"
 
 
 def print_statuses(statuses: Sequence[UnitReport]) -> None:
@@ -60,7 +60,7 @@ def print_statuses(statuses: Sequence[UnitReport]) -> None:
 
 @contextmanager
 def live_statuses(quiet: bool) -> Iterator[Callable[[list[UnitReport]], None]]:
-    """Yield a function that shows the status of all units, and is called again and again."""
+    """Yield a function that shows the status of all units. Call it with every new status."""
     if quiet:
         yield lambda statuses: None
     elif sys.stdout.isatty():
@@ -70,87 +70,87 @@ def live_statuses(quiet: bool) -> Iterator[Callable[[list[UnitReport]], None]]:
         with Live(console=Console(), auto_refresh=False) as live:
             yield lambda statuses: live.update(status_table(statuses), refresh=True)
     else:
-        before: dict[str, tuple[str, int]] = {}
+        last: dict[str, tuple[str, int]] = {}
 
-        def changes(statuses: list[UnitReport]) -> None:
+        def print_changes(statuses: list[UnitReport]) -> None:
             for status in statuses:
                 now = status.state, status.restarts
-                if before.get(status.name) != now:
-                    before[status.name] = now
+                if last.get(status.name) != now:
+                    last[status.name] = now
                     print(f"{time.strftime('%H:%M:%S')} {format_status(status)}", flush=True)
 
-        yield changes
+        yield print_changes
 
 
 def run_up(
     file: FileArgument,
     units: Annotated[
-        list[str] | None, typer.Argument(metavar="UNIT", help="Only these: syncer, an island. [default: all]")
+        list[str] | None,
+        typer.Argument(metavar="UNIT", help="Start only these: syncer, or names of islands. [default: all]"),
     ] = None,
-    detach: Annotated[bool, Setting("Return as soon as everything is started; it goes on.", short="-d")] = False,
+    detach: Annotated[bool, Setting("Exit as soon as all units are started; they keep running.", short="-d")] = False,
     dry_run: Annotated[bool, Setting("Print what would be submitted, without secrets, and start nothing.")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Bring up a run that a file describes, and follow it until its islands have ended.
+    """Start a run that a file describes, and follow it until its islands have ended.
 
-    Everything is checked before anything is started. What runs already is left alone; what has failed, was stopped or
-    has left a run that goes on is started again: the same command once more does no harm, and goes on with a run that
-    was taken down. Ctrl-C ends the following only, the run goes on; come back with atoll up, status or logs, and stop
-    it with atoll down.
+    All settings are checked before the first unit starts. The command is idempotent: running units are left alone;
+    units that failed, were stopped or left an unfinished run are started again. It also resumes a run after atoll down.
+    Ctrl-C ends the view, not the run: follow it again with atoll up, status or logs, and stop it with atoll down.
     """
     from atoll.launch.fleet import Fleet
     from atoll.launch.islands_file import IslandsFile
     from atoll.launch.units import build_units, find_address_warning, load_token
 
-    read = IslandsFile.load(file)
-    fleet = Fleet(read)
+    islands = IslandsFile.load(file)
+    fleet = Fleet(islands)
     names = fleet.names(units or ())
-    wanted = [unit for unit in build_units(read, load_token(read, create=False)) if unit.name in names]
-    fleet.check(wanted)
-    if warning := find_address_warning(read):
+    selected = [unit for unit in build_units(islands, load_token(islands, create=False)) if unit.name in names]
+    fleet.check(selected)
+    if warning := find_address_warning(islands):
         print_to_stderr(warning)
     if dry_run:
         rendered = [
             {"name": unit.name, "launcher": unit.launcher, "submitted": fleet.launcher(unit.launcher).render(unit)}
-            for unit in wanted
+            for unit in selected
         ]
-        fields = {"run": read.run, "directory": str(read.directory), "units": rendered}
+        fields = {"run": islands.run, "directory": str(islands.directory), "units": rendered}
         return Result(fields, ["\n\n".join(each["submitted"].rstrip("\n") for each in rendered)])
-    with fleet.lock("atoll up"):  # two who make a token at once would not have the same
-        token = load_token(read, create=True)
-    wanted = [unit for unit in build_units(read, token) if unit.name in names]
-    come_back = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
+    with fleet.lock("atoll up"):  # two processes at the same time would create two tokens
+        token = load_token(islands, create=True)
+    selected = [unit for unit in build_units(islands, token) if unit.name in names]
+    next_commands = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
     try:
-        started = fleet.up(wanted, UnitMessages(as_json))
+        started = fleet.up(selected, UnitMessages(as_json))
         if detach:
             statuses = fleet.statuses()
         else:
             with live_statuses(quiet=as_json) as show:
                 statuses = fleet.follow(show)
     except KeyboardInterrupt:
-        print_to_stderr(f"detached; the run goes on: {come_back}")
+        print_to_stderr(f"detached; the run continues: {next_commands}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    lines = [f"It goes on by itself: {come_back}"] if detach else _end_lines(fleet, statuses)
-    wrong = [status for status in statuses if status.is_problem]
-    if wrong:
-        names = [status.name for status in wrong]
-        print_to_stderr(f"not well: {', '.join(names)}; what they printed: atoll logs {file} {names[0]}")
+    lines = [f"The run continues in the background: {next_commands}"] if detach else _end_lines(fleet, statuses)
+    problems = [status for status in statuses if status.is_problem]
+    if problems:
+        names = [status.name for status in problems]
+        print_to_stderr(f"units with problems: {', '.join(names)}; show their output: atoll logs {file} {names[0]}")
 
     def text() -> None:
         for line in lines:
             print(line)
-        if wrong:
-            print_statuses(wrong)
+        if problems:
+            print_statuses(problems)
 
     return Result(
         {
-            "run": read.run,
-            "directory": str(read.directory),
+            "run": islands.run,
+            "directory": str(islands.directory),
             "started": started,
             "units": [status._asdict() for status in statuses],
         },
         text,
-        ExitCode.FAILED if wrong else ExitCode.OK,
+        ExitCode.FAILED if problems else ExitCode.OK,
     )
 
 
@@ -159,12 +159,12 @@ def _end_lines(fleet: Fleet, statuses: list[UnitReport]) -> list[str]:
 
     left = [each.name for each in statuses if not each.state.is_finished and not is_island(each.name)]
     if left:
-        return [f"All islands have ended, and {', '.join(left)} goes on: atoll down {fleet.file.path}"]
+        return [f"All islands have ended; {', '.join(left)} still runs, stop it with: atoll down {fleet.file.path}"]
     return [] if any(status.is_problem for status in statuses) else [f"The run in {fleet.file.directory} has ended."]
 
 
 class UnitMessages:
-    """Keeps what each unit was last said to do, and prints it unless the result is JSON."""
+    """Store the last message about each unit, and print it unless the result is JSON."""
 
     def __init__(self, as_json: bool) -> None:
         self.messages: dict[str, str] = {}
@@ -180,57 +180,59 @@ def run_down(
     file: FileArgument,
     units: Annotated[
         list[str] | None,
-        typer.Argument(metavar="UNIT", help="Only these: an island, syncer. [default: all, the syncer last]"),
+        typer.Argument(
+            metavar="UNIT", help="Stop only these: names of islands, or syncer. [default: all, the syncer last]"
+        ),
     ] = None,
-    forget: Annotated[bool, Setting("Stop nothing; the named units are on a machine that is gone for good.")] = False,
+    forget: Annotated[bool, Setting("Stop nothing, but drop the named units, whose machine is lost for good.")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Stop a run that can go on later: atoll up on the same file goes on from its store.
+    """Stop a run. atoll up on the same file resumes it from its store.
 
-    Islands are told by SIGTERM and have their notice to send what is not merged yet; what is left then is killed. The
-    syncer is stopped after them. What is stopped already stays so. A unit whose machine or cluster does not answer any
-    more is forgotten by its name with --forget, and can then be started elsewhere.
+    Islands receive SIGTERM and have their notice period to upload unmerged work; then they are killed. The syncer is
+    stopped last. Units that are already stopped stay stopped. If a machine or a cluster no longer answers, drop its
+    units by name with --forget; they can then be started elsewhere.
     """
     from atoll.launch.fleet import Fleet
     from atoll.launch.islands_file import IslandsFile
 
-    read = IslandsFile.load(file)
-    fleet = Fleet(read)
+    islands = IslandsFile.load(file)
+    fleet = Fleet(islands)
     names = fleet.names(units or ())
     if forget and not units:
-        raise ValueError(f"which units are gone for good? Name them: atoll down {file} UNIT --forget")
-    said = UnitMessages(as_json)
+        raise ValueError(f"--forget needs the names of the lost units: atoll down {file} UNIT --forget")
+    notify = UnitMessages(as_json)
     is_down, lines = True, []
     if not fleet.read_units():
-        said.messages |= dict.fromkeys(names, "was not started")
-        lines = [f"Nothing of {file} was started."]
+        notify.messages |= dict.fromkeys(names, "was not started")
+        lines = [f"No unit of {file} was started."]
     else:
-        is_down = fleet.forget(names, said) if forget else fleet.down(names, said)
+        is_down = fleet.forget(names, notify) if forget else fleet.down(names, notify)
     if not is_down:
-        left = "not everything was forgotten" if forget else "not everything could be stopped"
-        print_to_stderr(f"{left}; ask again with atoll down")
-    fields = {"run": read.run, "directory": str(read.directory), "down": is_down, "units": said.messages}
+        problem = "some units could not be dropped" if forget else "some units could not be stopped"
+        print_to_stderr(f"{problem}; try again with atoll down")
+    fields = {"run": islands.run, "directory": str(islands.directory), "down": is_down, "units": notify.messages}
     return Result(fields, lines, ExitCode.OK if is_down else ExitCode.FAILED)
 
 
 def run_status(file: FileArgument, as_json: JsonOption = False) -> Result:
-    """Show how the units of a run are: standing, restarts, and why.
+    """Show the state of each unit of a run, its restarts and the cause.
 
-    The exit code is 0 where nothing has failed. A launcher that does not answer is no sign that its units are lost: they
-    are shown as unknown, with what it says. What the run itself does is shown by atoll watch and atoll dash.
+    Exits with code 0 if no unit has failed. If a launcher does not answer, its units are shown as unknown with the
+    launcher's error: they may still run. To see the training itself, use atoll watch or atoll dash.
     """
     from atoll.launch.fleet import Fleet
     from atoll.launch.islands_file import IslandsFile
 
-    read = IslandsFile.load(file)
-    statuses = Fleet(read).statuses()
-    wrong = any(status.is_problem for status in statuses)
+    islands = IslandsFile.load(file)
+    statuses = Fleet(islands).statuses()
+    has_problem = any(status.is_problem for status in statuses)
 
     def fields() -> dict[str, object]:
         units = [status._asdict() for status in statuses]
-        return {"run": read.run, "directory": str(read.directory), "well": not wrong, "units": units}
+        return {"run": islands.run, "directory": str(islands.directory), "well": not has_problem, "units": units}
 
-    return Result(fields, partial(print_statuses, statuses), ExitCode.FAILED if wrong else ExitCode.OK)
+    return Result(fields, partial(print_statuses, statuses), ExitCode.FAILED if has_problem else ExitCode.OK)
 
 
 LOG_POLL_INTERVAL_S = 0.5
@@ -238,16 +240,14 @@ LOG_POLL_INTERVAL_S = 0.5
 
 def run_logs(
     file: FileArgument,
-    units: Annotated[list[str] | None, typer.Argument(metavar="UNIT", help="Only these. [default: all]")] = None,
-    follow: Annotated[
-        bool, Setting("Go on with what is printed from now on, until all have ended.", short="-f")
-    ] = False,
-    tail: Annotated[int | None, Setting("Begin with the last N lines of each.", "N", min=0)] = None,
+    units: Annotated[list[str] | None, typer.Argument(metavar="UNIT", help="Show only these. [default: all]")] = None,
+    follow: Annotated[bool, Setting("Follow the output until all units have ended.", short="-f")] = False,
+    tail: Annotated[int | None, Setting("Start with the last N lines of each unit.", "N", min=0)] = None,
 ) -> None:
-    """Show what the units of a run have printed, each line with the name of its unit before it.
+    """Show the output of the units of a run. Each line begins with the name of its unit.
 
-    Starts of one unit come one after the other; a line of [atoll] between them says why there was another. Ctrl-C ends
-    the reading only.
+    The output of a restarted unit follows the output of the start before it. A line with [atoll] between them names the
+    cause of the restart. Ctrl-C ends the view, not the run.
     """
     from atoll.launch.fleet import POLL_INTERVAL_S, REMOTE_POLL_INTERVAL_S, Fleet, FleetLogs
     from atoll.launch.islands_file import IslandsFile
@@ -256,7 +256,7 @@ def run_logs(
     fleet = Fleet(IslandsFile.load(file))
     names = fleet.names(units or ())
     if not fleet.read_units():
-        raise ValueError(f"nothing of {file} was started yet: atoll up {file}")
+        raise ValueError(f"no unit of {file} was started yet; start them with: atoll up {file}")
     logs = FleetLogs(fleet, names, tail)
     width = max(map(len, names))
 
@@ -264,13 +264,13 @@ def run_logs(
         for unit, text in lines:
             sys.stdout.write(f"{unit:{width}} | {text}\n")
 
-    ended, next_look = not follow, 0.0
+    ended, next_poll = not follow, 0.0
     while True:
-        if not ended and time.monotonic() >= next_look:
+        if not ended and time.monotonic() >= next_poll:
             statuses = fleet.statuses(names)
             ended = all(each.state.is_finished or each.state == UnitState.NOT_STARTED for each in statuses)
-            is_near = all(each.launcher == "local" for each in statuses)
-            next_look = time.monotonic() + (POLL_INTERVAL_S if is_near else REMOTE_POLL_INTERVAL_S)
+            is_local = all(each.launcher == "local" for each in statuses)
+            next_poll = time.monotonic() + (POLL_INTERVAL_S if is_local else REMOTE_POLL_INTERVAL_S)
         show(logs.read_new())
         if ended:
             break
@@ -278,6 +278,6 @@ def run_logs(
         time.sleep(LOG_POLL_INTERVAL_S)
     show(logs.read_unfinished())
     for unit, problem in logs.problems.items():
-        print_to_stderr(f"what {unit} has printed cannot be read: {problem}")
+        print_to_stderr(f"cannot read the output of {unit}: {problem}")
     if logs.problems:
         raise typer.Exit(ExitCode.FAILED)

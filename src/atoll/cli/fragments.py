@@ -1,4 +1,4 @@
-"""`atoll fragments`: how a model would be cut into fragments, and how even they are."""
+"""`atoll fragments`: show how a model is cut into fragments, and how balanced they are."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from atoll.tensors.plan import FragmentPlan, TensorInfo
 
 EMBEDDING_PATTERNS = ("*embed*", "*wte*")
-"""Names of embeddings in a file, which does not say what its tensors are for."""
+"""Name patterns of embeddings in a file. A file does not store what its tensors are used for."""
 
-MAX_HEADER_BYTES = 100 << 20  # what the safetensors library reads, too
+MAX_HEADER_BYTES = 100 << 20  # the same limit as in the safetensors library
 
 _DTYPES = {
     "F64": "float64",
@@ -41,7 +41,7 @@ _ASCII_KIND_SYMBOLS = {"weight": "#", "embedding": "=", "buffer": "."}
 
 
 class FragmentCounts(NamedTuple):
-    """One fragment: its tensors (or parts of them), its numbers, and how many of these are of which kind."""
+    """Counts of one fragment: tensors or parts of tensors, parameters, and parameters by kind."""
 
     tensors: int
     parameters: int
@@ -53,7 +53,7 @@ def run(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A size of the reference model (100k, 360k, 1m, 5m, 10m, moe), a .safetensors file, or a run.",
+            help="Size of the reference model (100k, 360k, 1m, 5m, 10m, moe), .safetensors file, or run directory.",
         ),
     ],
     *,
@@ -65,14 +65,15 @@ def run(
     ],
     embeddings: Annotated[
         list[str] | None,
-        Setting("Names that count as embeddings. Repeatable. [default for files: *embed*, *wte*]", "PATTERN"),
+        Setting("Name pattern of embeddings. Repeatable. [default for files: *embed*, *wte*]", "PATTERN"),
     ] = None,
     as_json: JsonOption = False,
 ) -> Result:
     """Show how a model is cut into fragments.
 
-    One line per fragment: its tensors, parameters and bytes, and a bar that shows what they are. Balance is the largest
-    fragment over the mean: all fragments have the same time to travel in, so the largest decides what the link needs.
+    Prints one line per fragment: tensors, parameters, bytes, and a bar of the kinds of parameters. Balance is the size
+    of the largest fragment over the mean. All fragments have the same time for their upload, so the largest one
+    determines the bandwidth that the link needs.
     """
     from atoll.tensors.plan import make_plan
 
@@ -80,15 +81,15 @@ def run(
     fragments: int = protocol["fragments"]
     plan = make_plan(tensors, fragments, numerics["plan"])
     shares = [_count_shares(plan, fragment) for fragment in range(len(plan.fragments))]
-    found = model, fragments, plan, shares
-    return Result(partial(_plan_fields, *found), partial(_print_plan, *found))
+    arguments = model, fragments, plan, shares
+    return Result(partial(_plan_fields, *arguments), partial(_print_plan, *arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
 def read_tensors(model: str, embeddings: Sequence[str] | None) -> tuple[TensorInfo, ...]:
-    """From a file, without reading its values, or from a reference model that is built for it."""
+    """Return the tensors of a file or of a reference model. The values of a file are not read."""
     path = Path(model) / "model.safetensors" if Path(model).is_dir() else Path(model)
     if path.suffix == ".safetensors":
         return read_header(path, EMBEDDING_PATTERNS if embeddings is None else embeddings)
@@ -97,7 +98,7 @@ def read_tensors(model: str, embeddings: Sequence[str] | None) -> tuple[TensorIn
         from atoll.tensors.plan import describe_tensors
     except ModuleNotFoundError as missing:
         raise ValueError(
-            f"a reference model needs {missing.name}, which comes with the extra 'train': pip install 'atoll[train]'"
+            f"a reference model needs {missing.name} of the extra 'train': pip install 'atoll[train]'"
         ) from None
     if model not in SIZES:
         raise ValueError(f"there is no model {model!r}; give a .safetensors file or one of {', '.join(SIZES)}")
@@ -105,13 +106,13 @@ def read_tensors(model: str, embeddings: Sequence[str] | None) -> tuple[TensorIn
 
 
 def read_header(path: Path, embeddings: Sequence[str]) -> tuple[TensorInfo, ...]:
-    """Names, shapes and dtypes in a safetensors file. Whole numbers in it are counters and masks: they stay local."""
+    """Return names, shapes and dtypes of a safetensors file. Integer tensors are counters and masks that stay local."""
     from atoll.tensors.plan import MAX_NUMEL, TensorInfo
 
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size - 8):
-            raise ValueError(f"{path} is not a safetensors file, or was cut short")
+            raise ValueError(f"{path} is not a safetensors file, or is truncated")
         raw = file.read(length)
     try:
         header = json.loads(raw)
@@ -119,25 +120,25 @@ def read_header(path: Path, embeddings: Sequence[str]) -> tuple[TensorInfo, ...]
         header = None
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is not JSON")
-    made = []
-    for name, about in header.items():
+    tensors = []
+    for name, fields in header.items():
         if name == "__metadata__":
             continue
-        shape = about.get("shape") if isinstance(about, dict) else None
+        shape = fields.get("shape") if isinstance(fields, dict) else None
         if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_NUMEL for size in shape):
             raise ValueError(f"{path} is damaged: {name[:100]!r} has no shape")
-        dtype = about.get("dtype")
+        dtype = fields.get("dtype")
         if not isinstance(dtype, str):
             raise ValueError(f"{path} is damaged: {name[:100]!r} has no dtype")
         if dtype in _DTYPES:
             kind = "embedding" if any(fnmatchcase(name, pattern) for pattern in embeddings) else "weight"
-            made.append(TensorInfo(name, tuple(shape), _DTYPES[dtype], kind))
-    if not any(tensor.is_synced for tensor in made):
-        raise ValueError(f"{path} has no floating-point tensors, so that there is nothing to cut")
-    return tuple(made)
+            tensors.append(TensorInfo(name, tuple(shape), _DTYPES[dtype], kind))
+    if not any(tensor.is_synced for tensor in tensors):
+        raise ValueError(f"{path} has no floating-point tensors, so there is nothing to cut into fragments")
+    return tuple(tensors)
 
 
-# --------------------------------------------------------------------------------------------------------- the picture
+# --------------------------------------------------------------------------------------------------------- the output
 
 
 def _count_shares(plan: FragmentPlan, fragment: int) -> FragmentCounts:
@@ -156,19 +157,19 @@ def _plan_fields(model: str, requested: int, plan: FragmentPlan, shares: Sequenc
         "tensors": sum(tensor.is_synced for tensor in plan.tensors),
         "frozen": sum(tensor.kind == "frozen" for tensor in plan.tensors),
         "balance": plan.imbalance,
-        "embeddings": [place for place, each in enumerate(shares) if "embedding" in each.kinds],
+        "embeddings": [number for number, each in enumerate(shares) if "embedding" in each.kinds],
         "fragments": [
             {
-                "fragment": place,
+                "fragment": number,
                 "tensors": each.tensors,
                 "parameters": each.parameters,
                 "bytes_f32": 4 * each.parameters,
                 "kinds": each.kinds,
                 "pieces": [
-                    [replace_unencodable(piece.tensor), piece.start, piece.stop] for piece in plan.fragments[place]
+                    [replace_unencodable(piece.tensor), piece.start, piece.stop] for piece in plan.fragments[number]
                 ],
             }
-            for place, each in enumerate(shares)
+            for number, each in enumerate(shares)
         ],
     }
 
@@ -177,19 +178,21 @@ def _print_plan(model: str, requested: int, plan: FragmentPlan, shares: Sequence
     from atoll.tensors.plan import MAX_ROWS_IMBALANCE
 
     width = min(max(shutil.get_terminal_size((80, 24)).columns, 40), 200)
-    parts = _kind_symbols()
+    symbols = _kind_symbols()
     count = len(plan.fragments)
     sentences = [
         f"{replace_unencodable(model)}: {_plural(count, 'fragment')}, {format_count(plan.total_numel)} parameters,"
         f" {plan.method}"
     ]
     if count < requested:
-        sentences.append(f"Fewer than the {requested} asked for: there is no more to deal out.")
+        sentences.append(
+            f"Fewer than the {requested} fragments requested: the model has no more tensors to distribute."
+        )
     _print_wrapped(sentences, width)
     print()
     rows = [
-        (str(place), str(each.tensors), format_count(each.parameters), f"{format_count(4 * each.parameters)}B")
-        for place, each in enumerate(shares)
+        (str(number), str(each.tensors), format_count(each.parameters), f"{format_count(4 * each.parameters)}B")
+        for number, each in enumerate(shares)
     ]
     head = ("p", "tensors", "params", "as f32") if width >= 60 else ("p", "n", "params", "as f32")
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(4)]
@@ -198,14 +201,14 @@ def _print_plan(model: str, requested: int, plan: FragmentPlan, shares: Sequence
     largest = max(each.parameters for each in shares)
     for row, each in zip(rows, shares, strict=True):
         print(" ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)), end=" ")
-        print(draw_bar(each.kinds, largest, room, parts))
+        print(draw_bar(each.kinds, largest, room, symbols))
     print()
-    kinds = [kind for kind in parts if any(kind in each.kinds for each in shares)]
-    sentences = ["  ".join(f"{parts[kind]} {kind}s" for kind in kinds)]
+    kinds = [kind for kind in symbols if any(kind in each.kinds for each in shares)]
+    sentences = ["  ".join(f"{symbols[kind]} {kind}s" for kind in kinds)]
     sentences.append(f"balance {plan.imbalance:.2f} (the largest over the mean)")
-    where = [place for place, each in enumerate(shares) if "embedding" in each.kinds]
-    if where:
-        sentences.append(f"embeddings in {'fragment' if len(where) == 1 else 'fragments'} {format_ranges(where)}")
+    numbers = [number for number, each in enumerate(shares) if "embedding" in each.kinds]
+    if numbers:
+        sentences.append(f"embeddings in {'fragment' if len(numbers) == 1 else 'fragments'} {format_ranges(numbers)}")
     if plan.method != "rows" and plan.imbalance > MAX_ROWS_IMBALANCE:
         sentences.append("--plan rows would cut the large tensors")
     _print_wrapped(sentences, width)
@@ -217,23 +220,29 @@ def _print_wrapped(sentences: Sequence[str], width: int) -> None:
 
 
 def replace_unencodable(text: str) -> str:
-    """Names of files and of tensors may hold what no encoding can write."""
+    """Replace characters that no encoding can write. Names of files and of tensors may have them."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def draw_bar(kinds: dict[str, int], largest: int, room: int, parts: dict[str, str]) -> str:
-    """As long as the fragment is large, and at least one sign; each kind has its share of it.
+def draw_bar(kinds: dict[str, int], largest: int, room: int, symbols: dict[str, str]) -> str:
+    """Return a bar with one symbol per kind of parameters.
+
+    Args:
+        kinds: Parameters by kind.
+        largest: Parameters of the largest fragment, whose bar fills the room.
+        room: Characters of the longest bar. The shortest bar has one.
+        symbols: Symbol of each kind, in the order of drawing.
 
     >>> draw_bar({"embedding": 3, "weight": 3}, 12, 8, {"weight": "#", "embedding": "="})
     '##=='
     """
-    drawn, so_far, made = 0, 0, ""
-    for kind, sign in parts.items():
-        so_far += kinds.get(kind, 0)
-        end = round(room * so_far / largest)
-        made += sign * (end - drawn)
+    drawn, total, bar = 0, 0, ""
+    for kind, symbol in symbols.items():
+        total += kinds.get(kind, 0)
+        end = round(room * total / largest)
+        bar += symbol * (end - drawn)
         drawn = end
-    return made or next(parts[kind] for kind in parts if kind in kinds)
+    return bar or next(symbols[kind] for kind in symbols if kind in kinds)
 
 
 def format_count(count: int) -> str:
@@ -251,18 +260,18 @@ def format_count(count: int) -> str:
     return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}{unit}"
 
 
-def format_ranges(places: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """
     >>> format_ranges([0, 1, 2, 5])
     '0-2, 5'
     """
-    made: list[list[int]] = []
-    for place in places:
-        if made and made[-1][1] == place - 1:
-            made[-1][1] = place
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
         else:
-            made.append([place, place])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in made)
+            ranges.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def _plural(count: int, noun: str) -> str:
@@ -270,7 +279,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _kind_symbols() -> dict[str, str]:
-    """Blocks where they can be written, letters of the alphabet of a teletype elsewhere."""
+    """Return block characters if stdout can encode them, otherwise ASCII."""
     try:
         "".join(_KIND_SYMBOLS.values()).encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -1,4 +1,4 @@
-"""`atoll learner`: one island of a run whose syncer is somewhere else."""
+"""`atoll learner`: train as one learner of a run whose syncer runs elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL_S = 5.0
 
 
-def run(  # long: its options
+def run(  # long: the options with their help
     syncer: Annotated[
         str, Setting("Address of atoll syncer; with standbys: A:PORT,B:PORT.", "HOST:PORT", envvar="ATOLL_SYNCER")
     ],
@@ -29,7 +29,7 @@ def run(  # long: its options
     number: Annotated[
         int | None,
         Setting(
-            "Number of this island, from 1. Give it again to come back as the same one. [default: the next free one]",
+            "Number of this learner, from 1. Give the same number after a restart. [default: next free one]",
             "N",
             flag="learner",
             min=1,
@@ -39,20 +39,20 @@ def run(  # long: its options
     out: Annotated[
         Path | None,
         Setting(
-            "Directory for this island's tape and metrics. [default: runs/ and the run's name]",
+            "Directory for the tape and metrics of this learner. [default: runs/ and the name of the run]",
             "DIR",
             envvar="ATOLL_RUN_DIRECTORY",
         ),
     ] = None,
-    data: Annotated[Path | None, Setting("Where the run's data is on this machine.", "PATH")] = None,
-    threads: Annotated[int | None, Setting("Threads of torch. [default: 1]", "N", min=1)] = None,
+    data: Annotated[Path | None, Setting("Path of the run's data on this machine.", "PATH")] = None,
+    threads: Annotated[int | None, Setting("Number of torch threads. [default: 1]", "N", min=1)] = None,
     *,
     link: options.LinkOptions,
     notice: Annotated[
         float | None,
         Setting(
-            "From SIGTERM until this machine is gone: in this time what is not merged yet is merged. "
-            "[default: SIGTERM leaves at once]",
+            "Time from SIGTERM until this machine is preempted, used to merge unmerged work. "
+            "[default: leave at once on SIGTERM]",
             "SECONDS",
             envvar="ATOLL_NOTICE_S",
         ),
@@ -60,14 +60,14 @@ def run(  # long: its options
     log_format: LogFormatOption = "text",
     as_json: JsonOption = False,
 ) -> Result:
-    """Train as one island of a run: the syncer says what, and gives the model.
+    """Train as one learner of a run. The syncer sends the settings of the job and the model.
 
-    The island dials out, so it may be behind a router. It never waits for others: while the syncer cannot be reached it
-    trains on, and what it trained is merged later. Ctrl-C leaves the run, the others go on; come back with the same
-    --learner and --out. With --notice the first SIGTERM says that this machine is taken away: the island ends its step,
-    has all that it trained merged, and leaves with exit code 0. Which samples it trains on is leased to it: any number
-    of islands may come, at any time, and what one of them leaves untrained is given to others. To another machine it
-    speaks TLS: with --keys, or with --ca and the token.
+    The learner opens the connection, so it may be behind a router. It never waits for others: while the syncer is
+    unreachable it continues to train, and its work is merged later. Ctrl-C leaves the run, and the other learners
+    continue; rejoin with the same --learner and --out. With --notice the first SIGTERM is a preemption notice: the
+    learner ends its step, has all of its work merged, and exits with code 0. Its samples are leased to it: any number
+    of learners may join at any time, and unfinished samples of one are leased to others. Connections to another machine
+    use TLS: with --keys, or with --ca and the token.
     """
     import logging
     from dataclasses import replace
@@ -80,7 +80,7 @@ def run(  # long: its options
     from atoll.transport.endpoint import parse_endpoint
 
     check_notice_s(notice)
-    token = token or None  # an empty variable is no token
+    token = token or None  # an empty environment variable means no token
     if check_log_format(log_format) == "json":
         configure_logging(log_format, logging.INFO)
     job = request_job(
@@ -92,28 +92,28 @@ def run(  # long: its options
     settings = replace(job.settings, **changes)
     directory = out if out is not None else Path("runs") / job.run_id
     directory.mkdir(parents=True, exist_ok=True)
-    watch = LearnerProgress(log_format, is_shown=not as_json, has_preemption_notice=notice is not None)
+    progress = LearnerProgress(log_format, is_shown=not as_json, has_preemption_notice=notice is not None)
     try:
-        with sigterm_as_interrupt(watch.handles_preemption):
-            is_over = train_learner(settings, number, syncer, token, directory, watch, keys, ca, notice)
-    except AtollError as wrong:
-        print_to_stderr(str(wrong))
+        with sigterm_as_interrupt(progress.handles_preemption):
+            is_over = train_learner(settings, number, syncer, token, directory, progress, keys, ca, notice)
+    except AtollError as error:
+        print_to_stderr(str(error))
         raise typer.Exit(ExitCode.FAILED) from None
     except KeyboardInterrupt:
-        if watch.learner:
-            print_to_stderr(f"left the run; come back with: --learner {watch.learner} --out {directory}")
+        if progress.learner:
+            print_to_stderr(f"left the run; rejoin with: --learner {progress.learner} --out {directory}")
         raise
-    fields = {"learner": watch.learner, "steps": watch.steps, "tokens": watch.tokens, "drained": not is_over}
-    what = "The run is over." if is_over else "This island was asked to leave; the run goes on."
-    lost = "" if is_over else f" Of those, {watch.unmerged:,} are not merged everywhere."
+    fields = {"learner": progress.learner, "steps": progress.steps, "tokens": progress.tokens, "drained": not is_over}
+    outcome = "The run is over." if is_over else "This learner was drained; the run continues."
+    lost = "" if is_over else f" Of those, {progress.unmerged:,} are not merged in every fragment."
     return Result(
-        {**fields, "unmerged": watch.unmerged, "directory": str(directory)},
-        [f"{what} Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.{lost}"],
+        {**fields, "unmerged": progress.unmerged, "directory": str(directory)},
+        [f"{outcome} Learner {progress.learner} took {progress.steps:,} steps here, {progress.tokens:,} tokens.{lost}"],
     )
 
 
 class LearnerProgress:
-    """Says on stderr how the island is getting on, now and then."""
+    """Print the progress of the learner to stderr every few seconds."""
 
     def __init__(self, log_format: str, is_shown: bool, has_preemption_notice: bool) -> None:
         self._log_format = log_format
@@ -127,7 +127,7 @@ class LearnerProgress:
         self._reported_at = float("-inf")
 
     def handles_preemption(self) -> bool:
-        """Is a SIGTERM that comes now the learner's business? Not while it joins, and not a second one."""
+        """Return whether a SIGTERM now is a preemption notice. It is not one before the first step or when repeated."""
         import time
 
         from atoll.learner.preemption import DUPLICATE_SIGNAL_S

@@ -1,8 +1,8 @@
-"""The `atoll` command: the table of its subcommands, and what happens when one of them fails.
+"""The `atoll` command: the table of its subcommands, and the handling of their errors.
 
-A command raises `ValueError` with a sentence and the fix when the user asked for something that cannot be done; that
-sentence becomes one line on stderr and exit code 2. It raises `typer.Exit(ExitCode.FAILED)` when it did its work and
-found something wrong. Anything else is our bug and shows its traceback.
+A command raises `ValueError` with the cause and the fix if the request of the user cannot be carried out. The message
+becomes one line on stderr, with exit code 2. A command raises `typer.Exit(ExitCode.FAILED)` if it did its work and
+found a problem. Any other exception is a bug in Atoll and shows its traceback.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ MODULE_EXTRAS = {
     "wandb": "wandb",
     "xxhash": "train",
 }
-"""Which extra of the package brings a module that is not always there."""
+"""Extra of the package that installs each optional module."""
 
 
 class Command(NamedTuple):
-    """A subcommand: its function, with options as annotated parameters and help as docstring, and one command line."""
+    """A subcommand: its function, with options as annotated parameters and help as docstring, and one example."""
 
     run: Callable[..., Result | None]
     example: str  # shown at the end of the help
@@ -75,13 +75,13 @@ class Command(NamedTuple):
 
 @dataclass(slots=True)
 class GlobalOptions:
-    """What the options before the subcommand chose. Made anew by each call of `main`."""
+    """Values of the options before the subcommand. Each call of `main` creates a new one."""
 
     traceback: bool = False
 
 
 def _run_version(as_json: JsonOption = False) -> Result:
-    """Show the versions of Atoll and of the Python that runs it."""
+    """Show the versions of Atoll and of Python."""
     import platform
 
     python = platform.python_version()
@@ -122,20 +122,20 @@ COMMANDS = {
 
 
 @interruptible
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         print(f"atoll {__version__}")
         raise typer.Exit(ExitCode.OK)
 
 
 def _handle_global_options(
     context: typer.Context,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Decoupled DiLoCo: training on islands that never wait for each other."""
+    """Decoupled DiLoCo: fault-tolerant training on islands that never wait for each other."""
     context.obj.traceback = traceback
 
 
@@ -143,19 +143,19 @@ _TYPER_OPTIONS: dict[str, Any] = {
     "add_completion": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,  # its panels print a value type behind every flag, as if the flag took one
+    "rich_markup_mode": None,  # its panels print a value type after every flag, as if the flag took a value
 }
 
 
 def build_command(name: str, command: Command) -> Any:
-    """Return the parser of one subcommand, with its options and its help, which ends with the example."""
+    """Return the parser of one subcommand. Its help ends with the example."""
     app = typer.Typer(**_TYPER_OPTIONS)
     app.command(name, epilog=f"Example: {command.example}")(interruptible(expand_options(command.run)))
     return typer.main.get_command(app)
 
 
 def build_app(commands: Mapping[str, Command]) -> Any:
-    """Return the parser of all subcommands. A subcommand is built on request, because options take long to build."""
+    """Return the parser of all subcommands. Subcommands are built when used, because options take long to build."""
 
     class Subcommands(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
@@ -166,9 +166,9 @@ def build_app(commands: Mapping[str, Command]) -> Any:
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             room = formatter.width - 6 - max(map(len, commands))
-            first = {name: (each.run.__doc__ or "").partition("\n\n")[0] for name, each in commands.items()}
+            summaries = {name: (each.run.__doc__ or "").partition("\n\n")[0] for name, each in commands.items()}
             with formatter.section("Commands"):
-                formatter.write_dl([(name, shorten(text, room, placeholder="...")) for name, text in first.items()])
+                formatter.write_dl([(name, shorten(text, room, placeholder="...")) for name, text in summaries.items()])
 
     app = typer.Typer(no_args_is_help=True, **_TYPER_OPTIONS)
     app.callback(cls=Subcommands, epilog="Example: atoll COMMAND --help")(_handle_global_options)
@@ -183,9 +183,9 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
     try:
         app(args=None if argv is None else list(argv), prog_name="atoll", obj=global_options)
         code = int(ExitCode.OK)
-    except SystemExit as end:  # how Typer returns
+    except SystemExit as end:  # Typer exits this way
         code = end.code if isinstance(end.code, int) else int(ExitCode.OK)
-    except KeyboardInterrupt:  # before a command began
+    except KeyboardInterrupt:  # before a command started
         print_to_stderr("interrupted")
         return ExitCode.INTERRUPTED
     except (ValueError, OSError) as error:
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
         return ExitCode.USAGE
     try:
         flush_stdout()
-    except BrokenPipeError:  # help is printed outside any command
+    except BrokenPipeError:  # help is printed outside of any command
         redirect_stdout_to_null()
         return ExitCode.BROKEN_PIPE
     except OSError as error:

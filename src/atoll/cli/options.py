@@ -1,4 +1,4 @@
-"""Options that several commands share. An option that is not given is None where its default depends on others."""
+"""Options that several commands share. An option that is not given is None if its default depends on other options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def port_setting(help: str, flag: str = "port") -> Setting:
-    """Declare an option for a TCP port. All commands refuse the same numbers."""
+    """Return the setting of an option for a TCP port. All commands accept the same range."""
     return Setting(help, "PORT", flag, check=_check_port)
 
 
@@ -33,7 +33,7 @@ def _check_port(port: int | None) -> None:
 
 
 TOKEN_SETTING = Setting(
-    "What learners must know to take part. Better in the environment: others can read a command line.",
+    "Token that learners must present to join. Prefer the environment: other users can read a command line.",
     "SECRET",
     flag="token",
     envvar="ATOLL_TOKEN",
@@ -41,18 +41,18 @@ TOKEN_SETTING = Setting(
 TokenOption = Annotated[str | None, TOKEN_SETTING]
 KeysOption = Annotated[
     Path | None,
-    Setting("TLS with this key, as atoll keys add has made it: the directory of one key.", "DIR", envvar="ATOLL_KEYS"),
+    Setting("Use TLS with this key: the directory that atoll keys add made.", "DIR", envvar="ATOLL_KEYS"),
 ]
 CaOption = Annotated[
     Path | None,
     Setting(
-        "TLS, with the token and without a key: the authority of the syncer's certificate, in PEM. "
-        "https://HOST:PORT alone trusts those of this system.",
+        "Use TLS with the token and without a key: the authority of the syncer's certificate, in PEM. "
+        "https://HOST:PORT alone trusts the authorities of this system.",
         "FILE",
     ),
 ]
 LOG_FORMAT_SETTING = Setting(
-    "Logs for people, or a JSON object per line that names run, learner, incarnation, fragment and version.",
+    "Write logs as text, or as one JSON object per line with run, learner, incarnation, fragment and version.",
     "text|json",
     envvar="ATOLL_LOG_FORMAT",
 )
@@ -60,8 +60,8 @@ LogFormatOption = Annotated[str, LOG_FORMAT_SETTING]
 InitOption = Annotated[
     Path | None,
     Setting(
-        "Start from this checkpoint: every learner begins with its values. One of atoll import, or anything that it "
-        "reads.",
+        "Start from the values of this checkpoint. It may be an output of atoll import, or any checkpoint that atoll "
+        "import reads.",
         "FILE",
     ),
 ]
@@ -69,7 +69,7 @@ InitOption = Annotated[
 
 @contextmanager
 def child_log_format(log_format: str) -> Iterator[None]:
-    """Processes that are started meanwhile write their logs so."""
+    """Set the log format of child processes that are started in this context."""
     from atoll.logs import LOG_FORMAT_VARIABLE
 
     before = os.environ.get(LOG_FORMAT_VARIABLE)
@@ -83,7 +83,7 @@ def child_log_format(log_format: str) -> Iterator[None]:
 
 
 def print_log_line(log_format: str, sentence: str) -> None:
-    """One line on stderr between those of the log, and in its format."""
+    """Print one line to stderr in the format of the log."""
     if log_format != "json":
         print(sentence, file=sys.stderr, flush=True)
         return
@@ -97,13 +97,13 @@ _METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
     "diloco": _PUBLISHED_DEFAULTS,
     "streaming": _PUBLISHED_DEFAULTS | {"adopt": "blend", "fragments": 4},
 }
-"""Where a method is better off with another default than the decoupled one."""
+"""Defaults of methods that differ from the decoupled method."""
 
 PROTOCOL_SETTINGS = {
     *("max_rate", "streams", "step_time_s", "speeds", "shards", "fragments", "every_steps", "overlap_steps", "quorum"),
     *("grace_margin", "snapshot_every", "adopt"),
 }
-"""Settings of a job that say how learners and syncer work together; the rest says what is trained."""
+"""Settings of a job for the protocol between learners and syncer. The other settings describe what is trained."""
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -117,16 +117,20 @@ def option_flag(context: typer.Context, name: str) -> str:
 
 
 def reject_options_with_resume(context: typer.Context, allowed: set[str], flag: str = "--resume") -> None:
-    """Whoever gives an option believes that it matters; a run that goes on has settings of its own."""
+    """Raise `ValueError` for an option that would be ignored, because a resumed run keeps its settings."""
     ignored = sorted(name for name in context.params if name not in allowed and is_given(context, name))
     if ignored:
         raise ValueError(
-            f"{option_flag(context, ignored[0])} means nothing with {flag}: a run goes on by its own settings"
+            f"{option_flag(context, ignored[0])} has no effect with {flag}: the run keeps its settings; leave it out"
         )
 
 
 def make_job(given: Mapping[str, Any]) -> JobSettings:
-    """Return the job that these options describe, by the names of settings; those that are None were not given."""
+    """Return the job that these options describe.
+
+    Args:
+        given: Values by name of setting. None means that the option was not given.
+    """
     from dataclasses import asdict
 
     from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, ADAMW_NUMERICS, JobSettings, PlannedKill
@@ -157,18 +161,18 @@ class DataclassOptions:
 
     dataclass_path: str  # module:class, imported when the command is built
     only: Collection[str] = ()  # names of settings; empty: all that have a help text
-    as_dict: bool = False  # the values by name, for a command that makes the dataclass from more than them
+    as_dict: bool = False  # pass the values by name, for a command that adds others before it makes the dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class DerivedOptions:
-    """Mark a parameter of a command as a dict of options, by name of setting; None where an option is not given."""
+    """Mark a parameter of a command as a dict of options by name of setting. None: the option was not given."""
 
     parameters: Callable[[], Sequence[Parameter]]
 
 
 def expand_options(run: Callable[..., Result | None]) -> Callable[..., Result | None]:
-    """Return the command with Typer's options in place of parameters that are settings, or that hold settings."""
+    """Return the command with one Typer option for each of its settings."""
     flat: list[Parameter] = []
     makers: list[Callable[[dict[str, Any]], None]] = []
     for name, each in signature(run, eval_str=True).parameters.items():
@@ -228,12 +232,12 @@ def make_option(declared: Declared, checked_by_dataclass: bool = False) -> Param
     if setting.parse is not None:
         kind = list[str] | None if setting.repeated else str | None
         default = None if setting.show is None else setting.show(default)
-    words = [f"{flag}/{flag[:2]}no-{flag[2:]}" if bool in (kind, *get_args(kind)) and default is not False else flag]
-    words += [] if setting.short is None else [setting.short]
+    flags = [f"{flag}/{flag[:2]}no-{flag[2:]}" if bool in (kind, *get_args(kind)) and default is not False else flag]
+    flags += [] if setting.short is None else [setting.short]
     text = f"{setting.help} [default: {setting.default_text}]" if setting.default_text else setting.help
     callback = None if setting.check is None else _make_callback(setting.check)
     option = typer.Option(
-        *words,
+        *flags,
         callback=callback,
         metavar=setting.metavar or None,
         help=text or None,
@@ -258,23 +262,26 @@ def _make_callback(check: Callable[[Any], None]) -> Callable[[Any], Any]:
 
 
 def _make_job_option(declared: Declared, default_text: str) -> Parameter:
-    """Return the parameter of a command for a setting of a job. It is None where the option is not given."""
+    """Return the parameter of a command for a setting of a job. Its value is None if the option is not given."""
     kind = next(k for k in (bool, int, float, str) if k is str or _accepts_type(declared.type, k))
     setting = replace(declared.setting, default_text=default_text, show=None)
     return make_option(Declared(declared.name, setting, kind | None, None), checked_by_dataclass=True)
 
 
 def _accepts_type(hint: Any, kind: type) -> bool:
-    """Say whether values of this type, or of this type and None, are of this kind."""
+    """Return whether the type hint is `kind` or a union that contains it."""
     return kind in (hint, *get_args(hint))
 
 
 def _make_job_parameters(
     only: Collection[str] = (), left_out: Collection[str] = (), default: str | None = None
 ) -> list[Parameter]:
-    """Derive the options of a job. Their help names the defaults of other methods and of AdamW where they differ.
+    """Derive the options of a job. Their help names the defaults of other methods and of AdamW if they differ.
 
-    `default` stands in their place where another process chooses them.
+    Args:
+        only: Names of the settings to include; empty: all.
+        left_out: Names of the settings to leave out.
+        default: Text for the default of every option, if another process chooses it.
     """
     from atoll.reference.job_settings import JobSettings
 
@@ -303,9 +310,9 @@ JobOptions = Annotated[dict[str, Any], DerivedOptions(_make_job_parameters)]
 TrainedModelOptions = Annotated[
     dict[str, Any], DerivedOptions(partial(_make_job_parameters, left_out=PROTOCOL_SETTINGS))
 ]
-"""Options of a job without those of its protocol."""
+"""Options of a job without the settings of the protocol."""
 LinkOptions = Annotated[
     dict[str, Any],
-    DerivedOptions(partial(_make_job_parameters, only=("max_rate", "streams"), default="what the run says")),
+    DerivedOptions(partial(_make_job_parameters, only=("max_rate", "streams"), default="from the run")),
 ]
-"""Options of a job that depend on the link of one learner."""
+"""Options of a job that depend on the network link of one learner."""

@@ -1,4 +1,4 @@
-"""What every command shares: `--json`, exit codes, one line on stderr, progress bars, work over processes."""
+"""Output that all commands share: `--json`, exit codes, error lines, progress bars, and tasks in several processes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _P = ParamSpec("_P")
 
 
 class ExitCode(IntEnum):
-    """What the shell is told."""
+    """Exit code of the command."""
 
     OK = 0
-    FAILED = 1  # the command did its work and found something wrong: a violation, a difference
-    USAGE = 2  # the user asked for something that cannot be done; stderr has one line that says what
+    FAILED = 1  # the command did its work and found a problem, such as a violation or a difference
+    USAGE = 2  # the request cannot be carried out; stderr has one line with the cause and the fix
     INTERRUPTED = 130  # Ctrl-C
-    BROKEN_PIPE = 141  # whoever read our output has gone, as in `atoll story run | head`
+    BROKEN_PIPE = 141  # the reader of stdout has exited, as in `atoll story run | head`
 
 
 class Result(NamedTuple):
-    """The result of a command. `atoll.cli.main` shows it: one JSON object with `--json`, text otherwise."""
+    """Result of a command, shown by `interruptible` as one JSON object with `--json`, and as text without."""
 
     fields: Mapping[str, object] | Callable[[], Mapping[str, object]]
     text: Iterable[str] | Callable[[], None]  # lines, or a function that prints
@@ -55,33 +55,30 @@ class Result(NamedTuple):
 
 
 def print_json(fields: Mapping[str, object]) -> None:
-    """Print one object on one line.
-
-    Infinities and NaN are not JSON and many readers choke on them: they are refused here, before a script sees them.
-    """
+    """Print one JSON object on one line. Raise `ValueError` for infinities and NaN, which are not JSON."""
     sys.stdout.write(json.dumps(dict(fields), ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def print_to_stderr(sentence: str) -> None:
-    """One line on stderr, whatever the sentence holds. Never anything on stdout, which may be feeding a script."""
-    print(f"atoll: {' '.join(sentence.split())}", file=sys.stderr)
+def print_to_stderr(message: str) -> None:
+    """Print a message as one line to stderr. Line breaks become spaces."""
+    print(f"atoll: {' '.join(message.split())}", file=sys.stderr)
 
 
 def redirect_stdout_to_null() -> None:
-    """Point stdout at nothing after its reader has gone, or the interpreter complains when it flushes at exit."""
+    """Redirect stdout to the null device. Otherwise the interpreter reports an error when it flushes at exit."""
     try:
         stdout = sys.stdout.fileno()
-    except (OSError, ValueError):  # not a real file, as under a test runner
+    except (OSError, ValueError):  # not a real file, as in a test
         return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, stdout)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stdout)
+    os.close(null)
 
 
 def ensure_standard_streams() -> None:
-    """Where the shell has closed a stream, as by `>&-`, Python has None, and the next file would take its number."""
+    """Open the null device for a closed stdout or stderr, as with `>&-`. The next file would get its descriptor."""
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process exits
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
@@ -91,16 +88,16 @@ def flush_stdout() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
-    except OSError as wrong:
-        wrong.filename = "standard output"
+    except OSError as error:
+        error.filename = "standard output"
         redirect_stdout_to_null()
         raise
 
 
 def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
-    """Wrap a command: show its result, end Ctrl-C in one line, and a reader that went away in silence.
+    """Wrap a command: show its result, and turn Ctrl-C and a closed pipe into exit codes.
 
-    Typer would turn both into exit codes before `main` could tell them from anything else. Errors pass through.
+    Typer would turn both into its own exit codes before `main` sees them. Errors pass through.
     """
 
     @functools.wraps(run)
@@ -141,7 +138,10 @@ _ENTRIES_PER_UPDATE = 512
 
 @contextmanager
 def progress_bar(title: str, total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields a function that is told how much of `total` is done. Nothing is drawn where nobody watches."""
+    """Show a progress bar on stderr, and yield a function that sets how much of `total` is done.
+
+    Nothing is drawn if stderr is not a terminal or `is_shown` is false.
+    """
     if not is_shown or not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -155,12 +155,12 @@ def progress_bar(title: str, total: int, is_shown: bool) -> Iterator[Callable[[i
 
 
 def reading_progress(title: str, tapes: RunTapes) -> AbstractContextManager[EntryTracker]:
-    """Yields a function through which entries are read while the bar shows how much of the tapes is behind us."""
+    """Yield a function that passes entries through, while a bar shows how much of the tapes has been read."""
     return _entry_progress(title, tapes, tapes.size_bytes() >= MIN_PROGRESS_BYTES, _ENTRIES_PER_UPDATE)
 
 
 def retraining_progress(tapes: RunTapes) -> AbstractContextManager[EntryTracker]:
-    """The same, where an entry may be an inner step: it is long, however short the tapes are."""
+    """Like `reading_progress`, for entries that are trained again: short tapes take long, too."""
     return _entry_progress("training again", tapes, True, 16)
 
 
@@ -168,34 +168,41 @@ def retraining_progress(tapes: RunTapes) -> AbstractContextManager[EntryTracker]
 def _entry_progress(title: str, tapes: RunTapes, is_shown: bool, every: int) -> Iterator[EntryTracker]:
     with progress_bar(title, tapes.size_bytes(), is_shown) as report:
 
-        def watched(entries: Iterable[Entry]) -> Iterator[Entry]:
+        def track(entries: Iterable[Entry]) -> Iterator[Entry]:
             for number, entry in enumerate(entries):
                 if number % every == 0:
                     report(tapes.bytes_read())
                 yield entry
 
-        yield watched
+        yield track
 
 
 R = TypeVar("R")
 ReportProgress = Callable[[float], None]
 Task = Callable[[ReportProgress], R]
 
-_PROGRESS_STEPS = 1_000  # of the bar
-_PROGRESS_INTERVAL_S = 0.2  # how often the bar is brought up to date
+_PROGRESS_STEPS = 1_000  # resolution of the bar
+_PROGRESS_INTERVAL_S = 0.2  # interval between updates of the bar
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_tasks(
     title: str, tasks: Sequence[Task[R]], jobs: int, weights: Sequence[float] = (), is_shown: bool = True
 ) -> list[R]:
-    """The results of all tasks. The first one that fails ends the rest; so does Ctrl-C.
+    """Run tasks in several processes and return their results in order.
 
-    `weights` say how long each task takes beside the others, for the bar; all alike, if they are left out.
+    The first task that fails ends the others, and its exception is raised. Ctrl-C ends all tasks.
+
+    Args:
+        title: Title of the progress bar.
+        tasks: Functions that take a function to report their progress, from 0 to 1.
+        jobs: Maximum number of processes. With 1 the tasks run in this process.
+        weights: Relative durations of the tasks, for the progress bar; empty: all equal.
+        is_shown: Show the progress bar.
     """
     weights = weights or [1.0] * len(tasks)
     jobs = min(jobs, len(tasks))
@@ -206,12 +213,12 @@ def run_tasks(
     with progress_bar(title, _PROGRESS_STEPS, is_shown) as report:
         for number, task in enumerate(tasks):
 
-            def told(share: float, number: int = number) -> None:
+            def report_share(share: float, number: int = number) -> None:
                 shares[number] = share
                 report(_weighted_progress(weights, shares))
 
-            results.append(task(told))
-            told(1.0)
+            results.append(task(report_share))
+            report_share(1.0)
     return results
 
 
@@ -228,10 +235,10 @@ def _run_in_processes(
 
     from atoll.sim.swarm import process_pool
 
-    shares = RawArray("d", len(tasks))  # each process writes the places of its own tasks
+    shares = RawArray("d", len(tasks))  # each process writes the elements of its own tasks
     try:
         with process_pool(jobs, _init_worker, tasks, shares) as pool:
-            # Submitted, and so forked, before the bar starts: its thread must not be copied into the processes.
+            # Submit the tasks, and so fork the processes, before the thread of the bar starts: forks must not copy it.
             futures = [pool.submit(_run_task, number) for number in range(len(tasks))]
             with progress_bar(title, _PROGRESS_STEPS, is_shown) as report:
                 waiting = set(futures)
@@ -242,7 +249,9 @@ def _run_in_processes(
                     report(_weighted_progress(weights, shares))
             return [future.result() for future in futures]
     except BrokenProcessPool:
-        raise OSError("a process of the simulation was killed, perhaps for lack of memory") from None
+        raise OSError(
+            "a process of the simulation was killed, perhaps because memory ran out; try fewer --jobs"
+        ) from None
 
 
 _tasks: Sequence[Task[Any]] = ()
@@ -250,7 +259,7 @@ _shares: MutableSequence[float] = []
 
 
 def _init_worker(tasks: Sequence[Task[Any]], shares: MutableSequence[float]) -> None:
-    """In a new process: what it was forked with. A task is then named by its number, and need not be picklable."""
+    """Store the tasks in a new process. They are inherited by fork, so they need not be picklable."""
     global _tasks, _shares
     _tasks, _shares = tasks, shares
 

@@ -1,4 +1,4 @@
-"""`atoll plan`: what islands, links and a budget come to, before money is spent."""
+"""`atoll plan`: estimate bandwidth, time, bytes and cost of a run before it is started."""
 
 from __future__ import annotations
 
@@ -22,55 +22,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class IslandArguments:
-    """An island as a user writes it, or all that do not say otherwise. None: not said. Fields are keys of --island."""
+    """Settings of one island as text, or the defaults of all islands. None: not given. Fields are keys of --island."""
 
     name: str | None = None
     count: str | None = None
-    step_time: str | None = setting(None, "Of one inner step of an island: 1s, 800ms.", "TIME")
+    step_time: str | None = setting(None, "Duration of one inner step of an island: 1s, 800ms.", "TIME")
     flops: str | None = setting(
-        None, "Instead of --step-time: peak of one chip, as 400T; needs --chips and --tokens-per-step.", "FLOP/S"
+        None, "Instead of --step-time: peak of one chip, such as 400T; needs --chips and --tokens-per-step.", "FLOP/S"
     )
-    mfu: str | None = setting(None, "Of --flops, what is used.", "SHARE", default_text="0.4")
-    tokens_per_step: str | None = setting(None, "Of one island: 500k.", "N")
-    chips: str | None = setting(None, "Of one island. For goodput.", "N")
+    mfu: str | None = setting(None, "Share of --flops that is used.", "SHARE", default_text="0.4")
+    tokens_per_step: str | None = setting(None, "Tokens per step of one island: 500k.", "N")
+    chips: str | None = setting(None, "Chips of one island. For goodput.", "N")
     mtbf: str | None = setting(None, "Mean time between failures of one chip: 365d, 5y. For goodput.", "TIME")
-    rate: str | None = setting(None, "Of a site's link, each direction: 2gbit, 500mbit.", "RATE")
-    delay: str | None = setting(None, "Of a link, one way, half of what ping shows: 20ms.", "TIME")
-    price: str | None = setting(None, "Of what a site sends: 0.05/GB.", "PRICE")
+    rate: str | None = setting(None, "Bandwidth of a site's link in each direction: 2gbit, 500mbit.", "RATE")
+    delay: str | None = setting(None, "One-way latency of a link, half of what ping shows: 20ms.", "TIME")
+    price: str | None = setting(None, "Price of sent data: 0.05/GB.", "PRICE")
 
 
 ISLAND_KEYS = tuple(each.name for each in fields(IslandArguments))
 
 
 def run(
-    params: Annotated[str, Setting("Parameters of the model: 5e9, 5B, 300M.", "N")],
-    sites: Annotated[int | None, Setting("Sites that are alike, one island each.", "D")] = None,
+    params: Annotated[str, Setting("Number of parameters of the model: 5e9, 5B, 300M.", "N")],
+    sites: Annotated[int | None, Setting("Number of equal sites, one island each.", "D")] = None,
     *,
     shared: Annotated[dict[str, Any], DataclassOptions("atoll.cli.plan:IslandArguments", as_dict=True)],
-    tokens: Annotated[str | None, Setting("The budget, of all islands: 1T. For days, bytes and cost.", "N")] = None,
+    tokens: Annotated[str | None, Setting("Token budget of all islands: 1T. For days, bytes and cost.", "N")] = None,
     island: Annotated[
         list[str] | None,
         Setting(
-            f"One island, or `count` of them, where they differ: {', '.join(ISLAND_KEYS).replace('_', '-')}. "
-            "The rest is as the options say. Repeatable.",
+            f"One island, or `count` equal ones, with its own values of {', '.join(ISLAND_KEYS).replace('_', '-')}. "
+            "Other values come from the options. Repeatable.",
             "KEY=VALUE,...",
         ),
     ] = None,
-    islands: Annotated[Path | None, Setting("The same as TOML: tables [[island]] with the same keys.", "FILE")] = None,
+    islands: Annotated[
+        Path | None, Setting("TOML file in place of --island: tables [[island]] with the same keys.", "FILE")
+    ] = None,
     schedule: Annotated[dict[str, Any], DataclassOptions("atoll.sim.plan:PlanRequest", as_dict=True)],
     plot: Annotated[
-        Path | None, Setting("Draw utilisation against rate (.png, .svg or .pdf). Needs the extra 'plot'.", "FILE")
+        Path | None,
+        Setting("Plot compute utilization against bandwidth (.png, .svg or .pdf). Needs the extra 'plot'.", "FILE"),
     ] = None,
     as_json: JsonOption = False,
 ) -> Result:
-    """Say what a run will need and cost, before it is paid for.
+    """Estimate the bandwidth, time and cost of a run before it is started.
 
-    Prints the rate that each site's link needs for a compute utilisation of 50 to 99 %, for data-parallel training,
-    DiLoCo, Streaming DiLoCo and decoupled with each codec. With --rate also what comes of these links, with --chips and
-    --mtbf the goodput, with --tokens and --tokens-per-step days and bytes, and with --price the bill. Warns where a
-    link cannot carry the plan, and where it leaves what was measured. docs/plan.md explains the model.
+    Prints the bandwidth that each site's link needs for a compute utilization of 50 to 99 %, for data-parallel
+    training, DiLoCo, Streaming DiLoCo and decoupled with each codec. --rate adds the result with these links, --chips
+    and --mtbf the goodput, --tokens and --tokens-per-step days and bytes, and --price the cost. Warns if a link is too
+    slow for the plan, and if the plan is outside of the measured range. docs/plan.md explains the model.
 
-    Alike sites:     atoll plan --params 5e9 --step-time 1s --sites 8 --rate 2gbit --delay 20ms
+    Equal sites:     atoll plan --params 5e9 --step-time 1s --sites 8 --rate 2gbit --delay 20ms
 
     From FLOP/s:     atoll plan --params 12B --sites 4 --chips 256 --flops 400T --mfu 0.4 --tokens-per-step 1M
     --tokens 1T --rate 5gbit --price 0.05/GB --mtbf 365d
@@ -81,10 +84,10 @@ def run(
     from atoll.sim.plan import PlanRequest, make_plan
 
     size = parse_amount("--params", params)
-    said = {key: text for key, text in shared.items() if text is not None}
+    defaults = {key: text for key, text in shared.items() if text is not None}
     options = PlanRequest(
         params=size,
-        islands=read_islands(size, sites, said, island or [], islands),
+        islands=read_islands(size, sites, defaults, island or [], islands),
         tokens=None if tokens is None else parse_amount("--tokens", tokens),
         **schedule,
     )
@@ -93,14 +96,14 @@ def run(
 
         check_plot(plot)
         draw_plan(plot, options)
-    made = make_plan(options)
+    result = make_plan(options)
 
     def text() -> None:
-        show_plan(made)
+        show_plan(result)
         if plot is not None:
             print(f"The figure is in {plot}.")
 
-    return Result({**plan_fields(made), "plot": None if plot is None else str(plot)}, text)
+    return Result({**plan_fields(result), "plot": None if plot is None else str(plot)}, text)
 
 
 _EXAMPLE = "name=north,chips=256,step-time=1s,rate=2gbit"
@@ -109,23 +112,31 @@ _EXAMPLE = "name=north,chips=256,step-time=1s,rate=2gbit"
 def read_islands(
     params: float, sites: int | None, shared: Mapping[str, str], given: Sequence[str], file: Path | None
 ) -> tuple[IslandSpec, ...]:
-    """`shared` has the options that hold for every island that does not say otherwise, by key."""
+    """Return the islands of a plan.
+
+    Args:
+        params: Parameters of the model.
+        sites: Number of equal sites, or None.
+        shared: Default values of all islands, by key.
+        given: Values of the --island options.
+        file: TOML file of --islands, or None.
+    """
     from atoll.sim.fleet import MAX_LEARNERS
 
     if given and file is not None:
-        raise ValueError("--island and --islands both list the islands; give one of them")
+        raise ValueError("--island and --islands both define the islands; give only one of them")
     tables = _read_islands_file(file) if file is not None else [_parse_island_option(text) for text in given]
     if not tables:
         if sites is None:
-            raise ValueError("how many sites are there? give --sites 8, or the islands one by one with --island")
+            raise ValueError("the number of sites is missing; give --sites 8, or each island with --island")
         if not 2 <= sites <= MAX_LEARNERS:
-            raise ValueError(f"--sites is {sites}; give 2 to {MAX_LEARNERS}: with one site nothing travels")
+            raise ValueError(f"--sites is {sites}; give 2 to {MAX_LEARNERS}: one site has nothing to synchronize")
         tables = [{"name": "site", "count": str(sites)}]
     islands = tuple(_make_specs(params, shared, tables))
     if sites is not None and len(islands) != sites:
         raise ValueError(f"--sites is {sites} and {len(islands)} islands are listed; leave --sites out")
     if len(islands) < 2:
-        raise ValueError(f"{len(islands)} island is listed, and with one nothing travels; give 2 or more")
+        raise ValueError(f"{len(islands)} island is listed, and one island has nothing to synchronize; give 2 or more")
     return islands
 
 
@@ -135,7 +146,7 @@ def _parse_island_option(text: str) -> dict[str, str]:
         key, equals, value = part.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not value.strip():
-            raise ValueError(f"--island {text!r} is not understood; write KEY=VALUE with commas, as {_EXAMPLE}")
+            raise ValueError(f"cannot parse --island {text!r}; write KEY=VALUE with commas, such as {_EXAMPLE}")
         _check_key(key, f"--island {text!r}")
         table[key] = value.strip()
     return table
@@ -144,11 +155,11 @@ def _parse_island_option(text: str) -> dict[str, str]:
 def _read_islands_file(file: Path) -> list[dict[str, str]]:
     try:
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
-        raise ValueError(f"{file} is not TOML: {wrong}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not TOML: {error}") from None
     listed = raw.get("island")
     if set(raw) != {"island"} or not isinstance(listed, list) or not listed:
-        raise ValueError(f"{file} lists no islands; begin each with a line [[island]], and write nothing else")
+        raise ValueError(f"{file} has no islands; begin each with a line [[island]], and write nothing else")
     tables = []
     for place, table in enumerate(listed, start=1):
         if not isinstance(table, dict):
@@ -157,7 +168,7 @@ def _read_islands_file(file: Path) -> list[dict[str, str]]:
             _check_key(key, f"island {place} of {file}")
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise ValueError(
-                    f"{key} of island {place} of {file} is {value!r}; give a number, or a text with a unit"
+                    f"{key} of island {place} of {file} is {value!r}; give a number, or a string with a unit"
                 )
         tables.append({key: str(value) for key, value in table.items()})
     return tables
@@ -165,25 +176,25 @@ def _read_islands_file(file: Path) -> list[dict[str, str]]:
 
 def _check_key(key: str, place: str) -> None:
     if key not in ISLAND_KEYS:
-        raise ValueError(f"{place} has a key {key!r}; there are {', '.join(ISLAND_KEYS)}")
+        raise ValueError(f"{place} has the unknown key {key!r}; the keys are {', '.join(ISLAND_KEYS)}")
 
 
 def _make_specs(params: float, shared: Mapping[str, str], tables: Iterable[Mapping[str, str]]) -> Iterable[IslandSpec]:
     from atoll.sim.fleet import MAX_LEARNERS
 
-    made = 0
+    total = 0
     for table in tables:
         count = parse_count("count of an island", table.get("count", "1"))
-        if made + count > MAX_LEARNERS:
-            raise ValueError(f"more than {MAX_LEARNERS} islands are listed; that is the most")
+        if total + count > MAX_LEARNERS:
+            raise ValueError(f"more than {MAX_LEARNERS} islands are listed; give at most {MAX_LEARNERS}")
         own = dict(table)
-        # An island with a step time of its own has no use for the FLOP/s of all, and the other way round.
+        # The shared FLOP/s must not contradict the step time of one island, and vice versa.
         rest = {key: value for key, value in shared.items() if not _contradicts(key, own)}
         for number in range(1, count + 1):
-            made += 1
+            total += 1
             name = own.get("name", "island")
             yield _make_spec(
-                params, name if count == 1 and "name" in own else f"{name} {number if count > 1 else made}", rest | own
+                params, name if count == 1 and "name" in own else f"{name} {number if count > 1 else total}", rest | own
             )
 
 
@@ -191,48 +202,52 @@ def _contradicts(key: str, own: Mapping[str, str]) -> bool:
     return (key == "step_time" and "flops" in own) or (key in ("flops", "mfu") and "step_time" in own)
 
 
-def _make_spec(params: float, name: str, words: Mapping[str, str]) -> IslandSpec:
+def _make_spec(params: float, name: str, values: Mapping[str, str]) -> IslandSpec:
     from atoll.sim.plan import IslandSpec
 
-    def of(key: str) -> str:
+    def label(key: str) -> str:
         return f"{key.replace('_', '-')} of {name}"
 
-    chips = parse_count(of("chips"), words["chips"]) if "chips" in words else None
-    if chips is None and "mtbf" in words:
-        raise ValueError(f"mtbf of {name} is of one chip, and nobody says how many there are; give --chips")
-    tokens = parse_amount(of("tokens_per_step"), words["tokens_per_step"]) if "tokens_per_step" in words else None
+    chips = parse_count(label("chips"), values["chips"]) if "chips" in values else None
+    if chips is None and "mtbf" in values:
+        raise ValueError(f"mtbf of {name} is per chip, and the number of chips is missing; give --chips")
+    tokens = parse_amount(label("tokens_per_step"), values["tokens_per_step"]) if "tokens_per_step" in values else None
     return IslandSpec(
         name=name,
-        step_s=_step_s(params, name, chips, tokens, words),
+        step_s=_step_s(params, name, chips, tokens, values),
         tokens_per_step=tokens,
         chips=chips,
-        mtbf_s=parse_seconds(of("mtbf"), words["mtbf"]) if "mtbf" in words else None,
-        rate_bit_s=parse_rate(of("rate"), words["rate"]) if "rate" in words else None,
-        delay_s=parse_seconds(of("delay"), words["delay"], zero=True) if "delay" in words else 0.0,
-        price_per_gb=parse_price(of("price"), words["price"]) if "price" in words else None,
+        mtbf_s=parse_seconds(label("mtbf"), values["mtbf"]) if "mtbf" in values else None,
+        rate_bit_s=parse_rate(label("rate"), values["rate"]) if "rate" in values else None,
+        delay_s=parse_seconds(label("delay"), values["delay"], zero=True) if "delay" in values else 0.0,
+        price_per_gb=parse_price(label("price"), values["price"]) if "price" in values else None,
     )
 
 
-def _step_s(params: float, name: str, chips: int | None, tokens: float | None, words: Mapping[str, str]) -> float:
-    if "step_time" in words and "flops" in words:
-        raise ValueError(f"{name} has a step time and FLOP/s, which may disagree; give one of --step-time and --flops")
-    if "step_time" in words:
-        return parse_seconds(f"step-time of {name}", words["step_time"])
-    if "flops" not in words:
+def _step_s(params: float, name: str, chips: int | None, tokens: float | None, values: Mapping[str, str]) -> float:
+    if "step_time" in values and "flops" in values:
         raise ValueError(
-            f"how long does a step of {name} take? give --step-time 1s,"
+            f"{name} has a step time and FLOP/s, which may contradict each other; give one of --step-time and --flops"
+        )
+    if "step_time" in values:
+        return parse_seconds(f"step-time of {name}", values["step_time"])
+    if "flops" not in values:
+        raise ValueError(
+            f"the step time of {name} is missing; give --step-time 1s,"
             " or --flops 400T --mfu 0.4 with --chips and --tokens-per-step"
         )
     if chips is None or tokens is None:
-        raise ValueError(f"FLOP/s alone do not say how long a step of {name} takes; give --chips and --tokens-per-step")
-    mfu = words.get("mfu", "0.4")
+        raise ValueError(
+            f"the step time of {name} does not follow from FLOP/s alone; give --chips and --tokens-per-step"
+        )
+    mfu = values.get("mfu", "0.4")
     try:
         used = float(mfu)
     except ValueError:
         raise ValueError(f"mfu of {name} is {mfu!r}; give a share such as 0.4") from None
     from atoll.sim.plan import step_time_from_flops
 
-    return step_time_from_flops(params, tokens, chips, parse_flops(f"flops of {name}", words["flops"]), used)
+    return step_time_from_flops(params, tokens, chips, parse_flops(f"flops of {name}", values["flops"]), used)
 
 
 _NUMBER = r"(\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
@@ -285,7 +300,7 @@ def parse_seconds(place: str, text: str, zero: bool = False) -> float:
 
 
 def parse_rate(place: str, text: str) -> float:
-    """Bit/s.
+    """Return a bandwidth in bit/s.
 
     >>> parse_rate("--rate", "2gbit"), parse_rate("--rate", "500 Mbit/s"), parse_rate("--rate", "10MB/s")
     (2000000000.0, 500000000.0, 80000000.0)
@@ -294,7 +309,7 @@ def parse_rate(place: str, text: str) -> float:
     if found is None:
         raise ValueError(f"{place} {text!r} is not a rate; give one with its unit, such as 2gbit, 500mbit or 10MB/s")
     bits = 1.0 if found[3].lower() == "bit" else 8.0
-    if found[3] == "b":  # Gb and GB differ by 8, and are mixed up
+    if found[3] == "b":  # Gb and GB differ by a factor of 8, and are easily confused
         raise ValueError(
             f"{place} {text!r} may be bits or bytes; write {found[1]}{found[2]}bit or {found[1]}{found[2]}B/s"
         )
@@ -302,7 +317,7 @@ def parse_rate(place: str, text: str) -> float:
 
 
 def parse_price(place: str, text: str) -> float:
-    """Per GB.
+    """Return a price per GB.
 
     >>> parse_price("--price", "0.05/GB"), parse_price("--price", "$20/TB"), parse_price("--price", "0")
     (0.05, 0.02, 0.0)
@@ -320,7 +335,7 @@ def _check_positive(place: str, text: str, value: float) -> float:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The plan for people and for scripts
+# Text and JSON output
 
 
 def format_rate(rate_bit_s: float | None, unit_bit_s: float) -> str:
@@ -363,9 +378,9 @@ def _rate_table(plan: BandwidthPlan) -> Table:
 
     from atoll.sim.bandwidth import UTILISATIONS
 
-    least = min(rate for row in plan.rows for rate in row.rates_bit_s.values())
-    name, unit_bit_s = ("Gbit/s", 1e9) if least >= 1e7 else ("Mbit/s", 1e6)
-    table = Table(title=f"{name} that a site's link needs, by compute utilisation", title_justify="left", box=None)
+    lowest = min(rate for row in plan.rows for rate in row.rates_bit_s.values())
+    name, unit_bit_s = ("Gbit/s", 1e9) if lowest >= 1e7 else ("Mbit/s", 1e6)
+    table = Table(title=f"{name} that a site's link needs, by compute utilization", title_justify="left", box=None)
     table.add_column("method", no_wrap=True)
     for share in UTILISATIONS:
         table.add_column(f"{100 * share:g} %", justify="right")
@@ -436,7 +451,7 @@ def _row_fields(row: MethodPlan) -> dict[str, object]:
 
 
 def _finite(value: object) -> object:
-    """Infinities are no JSON; null says that there is none."""
+    """Replace infinities, which are not JSON, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -445,7 +460,7 @@ def _to_gbit(rate_bit_s: float | None) -> float | None:
 
 
 def _published_fields(plan: BandwidthPlan) -> dict[str, dict[str, float]] | None:
-    """The published cells of exactly this question, where there are any."""
+    """Return the published figures for exactly this plan, or None."""
     cells = published_cells(plan.request)
     return {name: {f"{share:g}": rate for share, rate in row.items()} for name, row in cells.items()} or None
 
@@ -461,7 +476,7 @@ def published_cells(options: PlanRequest) -> dict[str, dict[float, float]]:
     return {name: row for (sites, name), row in PUBLISHED_RATES_GBIT_S.items() if sites == len(options.islands)}
 
 
-# Okabe and Ito's colours, told apart by every kind of colour vision; dashes say the same once more.
+# Okabe and Ito's colors, which people with color blindness can distinguish. Dashes repeat the distinction.
 _STYLES: tuple[tuple[str, Any], ...] = (
     ("#000000", (0, (1, 1))),
     ("#D55E00", (0, (4, 1.5))),
@@ -475,15 +490,15 @@ _POINTS = 300
 
 
 def draw_plan(path: Path, options: PlanRequest) -> None:
-    """One curve for each method, published points where this is the published question, and the plan's own links."""
+    """Plot one curve for each method, the published points if there are any, and the slowest link of the plan."""
     from atoll.cli.simulate_run import draw_figure, format_amount
     from atoll.sim.bandwidth import required_rate, utilisation
     from atoll.sim.plan import exchange_patterns
 
     methods = exchange_patterns(options)
     low = min(required_rate(exchange, load, 0.2) for exchange, load in methods.values())
-    wanted = [required_rate(exchange, load, 0.99) for exchange, load in methods.values()]
-    high = 2.0 * max((rate for rate in wanted if not math.isinf(rate)), default=1e12)
+    required = [required_rate(exchange, load, 0.99) for exchange, load in methods.values()]
+    high = 2.0 * max((rate for rate in required if not math.isinf(rate)), default=1e12)
     rates = [low * (high / low) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
     published = published_cells(options)
     with draw_figure(path, figsize=(9.0, 5.2)) as (figure, panel):
@@ -497,16 +512,14 @@ def draw_plan(path: Path, options: PlanRequest) -> None:
         if published:
             panel.plot([], [], "o", ms=9, mfc="none", mec="#555555", label="published, arXiv 2604.21428")
         if options.min_rate_bit_s is not None:
-            panel.axvline(
-                options.min_rate_bit_s / 1e9, color="#555555", linewidth=0.9, label="the thinnest link planned"
-            )
+            panel.axvline(options.min_rate_bit_s / 1e9, color="#555555", linewidth=0.9, label="slowest planned link")
         panel.set_xscale("log")
         panel.set_xlabel("Gbit/s of a site's link, each direction")
-        panel.set_ylabel("compute utilisation, %")
+        panel.set_ylabel("compute utilization, %")
         panel.set_ylim(0.0, 104.0)
         title = (
             f"{format_amount(options.params)} parameters on {len(options.islands)} sites;"
-            " decoupled as the published table counts"
+            " decoupled as counted in the published table"
         )
         panel.set_title(title, fontsize=11, loc="left")
         panel.grid(axis="y", color="#dddddd", linewidth=0.7)

@@ -1,4 +1,4 @@
-"""A simulation: its options, the work over seeds and processes, its figures and its tapes, for people and scripts."""
+"""Run a simulation over seeds and processes, and print its figures as text, JSON, plots and tapes."""
 
 from __future__ import annotations
 
@@ -51,63 +51,66 @@ SINGLE_JOB_METHODS = ("data-parallel", "elastic")
 
 TABLE_DAYS = 4.0
 TABLE_SEEDS = 5
-"""Together enough for intervals well below a point."""
+"""Both together give intervals well below one percentage point."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """One call of the command."""
+    """Options of one call of the command."""
 
     method: Method = setting(
         "decoupled",
-        "decoupled runs the cores of the protocol; data-parallel and elastic are one job with all chips; diloco and"
+        "decoupled runs the cores of the protocol; data-parallel and elastic are one job on all chips; diloco and"
         " streaming wait for the slowest learner.",
         "NAME",
     )
-    learners: int = setting(8, "Learners, one per island.", "M")
-    chips: int = setting(1_200_000, "Chips of all learners together.", "N")
+    learners: int = setting(8, "Number of learners.", "M")
+    chips: int = setting(1_200_000, "Total number of chips of all learners.", "N")
     requested_days: float | None = setting(
         None, "Simulated days.", "DAYS", flag="days", default_text="30; 4 with --table, 1/24 with --mixed"
     )
-    seed: int = setting(0, "First seed. A seed fixes the whole world.", "S")
+    seed: int = setting(0, "First seed. The same seed gives the same simulation.", "S")
     requested_seed_count: int | None = setting(
         None,
-        "Seeds, counted up from the first; intervals are over them.",
+        "Number of seeds from the first one on. Intervals are over seeds.",
         "COUNT",
         flag="seeds",
         default_text="3; 5 with --table or --mixed, 1 with --tape",
     )
-    jobs: int | None = setting(None, "Processes to use.", "COUNT", default_text="all cores")
-    table: bool = setting(False, "Goodput and uptime of all methods and sizes, beside the published figures.")
-    mixed: bool = setting(False, "The published comparison of quorum and grace on two hardware generations.")
+    jobs: int | None = setting(None, "Number of processes.", "COUNT", default_text="all cores")
+    table: bool = setting(False, "Show goodput and uptime of all methods and sizes next to the published figures.")
+    mixed: bool = setting(False, "Run the published comparison of quorum and grace on two hardware generations.")
     plot: Path | None = setting(
         None,
-        "Draw the figure of --table into FILE (.png, .svg or .pdf); without --table this run is marked in it. Needs the"
+        "Plot the figure of --table to FILE (.png, .svg or .pdf). Without --table this run is marked in it. Needs the"
         " extra 'plot'.",
         "FILE",
     )
     tape: Path | None = setting(
         None,
-        "Write the tapes of one decoupled run into DIR, for check, story and replay; replay can train a model on them,"
-        " if they have every fragment: give --full for long ones.",
+        "Write the tapes of one decoupled run to DIR, for check, story and replay. Replay can train a model on them if"
+        " they have every fragment: give --full for long runs.",
         "DIR",
     )
-    full: bool = setting(False, "Simulate every fragment and every step of the protocol, however long it takes.")
+    full: bool = setting(False, "Simulate every fragment and every step of the protocol, even if it takes long.")
     protocol_hours: float | None = setting(
         None,
-        "Simulate the cores of the protocol for the first so many hours only; goodput and uptime still cover all days.",
+        "Simulate the cores of the protocol for this many hours only; goodput and uptime still cover all days.",
         "HOURS",
-        default_text="what takes some eight seconds per seed",
+        default_text="as many as take about 8 s per seed",
     )
     protocol: DecoupledConfig = field(default_factory=DecoupledConfig)
-    exchange_time: float = setting(0.8, "One exchange of diloco and streaming.", "SECONDS")
+    exchange_time: float = setting(0.8, "Duration of one exchange of diloco and streaming.", "SECONDS")
     fleet: FleetConfig = field(default_factory=FleetConfig)
     speeds: tuple[float, ...] = setting(
-        (), "Speed classes: 1.0x4,0.82x4 is four at 1 and four at 0.82.", "CLASSES", parse=parse_speed_classes
+        (),
+        "Speed classes: 1.0x4,0.82x4 is four learners at speed 1 and four at 0.82.",
+        "CLASSES",
+        parse=parse_speed_classes,
     )
     extras: tuple[ExtraLearners, ...] = setting(
         (),
-        "Learners that come and go: 4x0.8@0-3600 is four of speed 0.8 in the first hour. Repeatable.",
+        "Learners that join and leave: 4x0.8@0-3600 is four of speed 0.8 in the first hour. Repeatable.",
         "WHO@WHEN",
         flag="extra",
         parse=ExtraLearners.parse,
@@ -115,16 +118,16 @@ class SimulateOptions:
     )
 
     def check(self) -> None:
-        """Raise `ValueError` with the fix where it cannot be done."""
+        """Raise `ValueError` for options that cannot be simulated."""
         if not 0.0 < self.days < math.inf:
             raise ValueError(f"days is {self.days:g}; give a number above 0")
         if self.seed_count < 1:
-            raise ValueError(f"{self.seed_count} seeds say nothing; give at least 1, and 2 for an interval")
+            raise ValueError(f"seeds is {self.seed_count}; give at least 1, or 2 for an interval")
         if self.jobs is not None and self.jobs < 1:
-            raise ValueError(f"{self.jobs} jobs do nothing; give at least 1")
+            raise ValueError(f"jobs is {self.jobs}; give at least 1")
         if self.tape is not None and self.seed_count != 1:
             raise ValueError(
-                f"a tape is of one run, and {self.seed_count} seeds are {self.seed_count} runs; give --seeds 1"
+                f"--tape records one run, and {self.seed_count} seeds are {self.seed_count} runs; give --seeds 1"
             )
         self.barrier()
         build_islands(self.fleet, self.learners, self.chips, 0, speeds=self.speeds, extras=self.extras)
@@ -143,7 +146,6 @@ class SimulateOptions:
 
     @property
     def seed_count(self) -> int:
-        """Number of seeds."""
         default = TABLE_SEEDS if self.table or self.mixed else 3 if self.tape is None else 1
         return default if self.requested_seed_count is None else self.requested_seed_count
 
@@ -162,7 +164,7 @@ class SimulateOptions:
         return BarrierConfig(protocol.every_steps, protocol.fragments, protocol.overlap_steps, self.exchange_time)
 
     def learner_steps_per_s(self) -> float:
-        """Return the steps that all learners together take in a second without failures."""
+        """Return the total steps per second of all learners without failures."""
         speeds = sum(self.speeds) if self.speeds else float(self.learners)
         horizon_s = self.days * DAY_S
         for extra in self.extras:
@@ -171,16 +173,16 @@ class SimulateOptions:
         return speeds / self.fleet.step_time_s
 
     def settings(self) -> dict[str, object]:
-        """Return everything that shaped the result, for the JSON."""
+        """Return all settings that influence the result, for the JSON."""
         fleet, protocol, barrier = asdict(self.fleet), asdict(self.protocol), self.barrier()
-        slows = fleet["slowdowns_per_hour"] > 0.0
+        has_slowdowns = fleet["slowdowns_per_hour"] > 0.0
         fields = {name: fleet[name] for name in _FLEET_FIELDS} | {
             "mtbi_days": _finite(self.fleet.mtbi_s / DAY_S),
             "repair_mean_s": self.fleet.repair.mean_s,
             "chip_variance": fleet["chip_time_sigma"],
             "slow_downs_per_hour": fleet["slowdowns_per_hour"],
-            "slow_down_factor": fleet["slowdown_factor"] if slows else None,
-            "slow_down_mean_s": fleet["slowdown_mean_s"] if slows else None,
+            "slow_down_factor": fleet["slowdown_factor"] if has_slowdowns else None,
+            "slow_down_mean_s": fleet["slowdown_mean_s"] if has_slowdowns else None,
             "speeds": list(self.speeds) or None,
             "extra": [
                 {
@@ -215,12 +217,12 @@ _PROTOCOL_FIELDS = (
 
 
 def _finite(value: float) -> float | None:
-    """For JSON, which has no infinity."""
+    """Replace infinities, which are not JSON, by None."""
     return value if math.isfinite(value) else None
 
 
 def read_slow_downs(text: str) -> dict[str, Any]:
-    """Return fields of `FleetConfig`.
+    """Parse --slow-downs into fields of `FleetConfig`.
 
     >>> read_slow_downs("0.5:0.6:120")
     {'slowdowns_per_hour': 0.5, 'slowdown_factor': 0.6, 'slowdown_mean_s': 120.0}
@@ -228,12 +230,12 @@ def read_slow_downs(text: str) -> dict[str, Any]:
     try:
         rate, factor, seconds = (float(part) for part in text.split(":"))
     except ValueError:
-        raise ValueError(f"slow-downs {text!r} are not readable; write RATE:FACTOR:SECONDS, as 0.5:0.6:120") from None
+        raise ValueError(f"cannot parse slow-downs {text!r}; write RATE:FACTOR:SECONDS, such as 0.5:0.6:120") from None
     return {"slowdowns_per_hour": rate, "slowdown_factor": factor, "slowdown_mean_s": seconds}
 
 
 class CoreRun(NamedTuple):
-    """The cores on one seed, and what the fleet model says of the same hours (it has no lockstep)."""
+    """Result of the cores for one seed, and of the fleet model for the same hours. The fleet model has no lockstep."""
 
     result: DecoupledResult
     fleet: GoodputResult | None
@@ -243,13 +245,13 @@ class CoreRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenFigures:
-    """Where the tokens went in the hours that the cores ran; trained = merged + pending + dropped."""
+    """Token ledger of the hours that the cores ran: trained = merged + pending + dropped."""
 
     trained: MeanEstimate
     merged: MeanEstimate
     pending: MeanEstimate
     dropped: MeanEstimate
-    merged_share: MeanEstimate  # of trained
+    merged_share: MeanEstimate  # share of the trained tokens
     pending_share: MeanEstimate
     dropped_share: MeanEstimate
     dropped_by_reason: dict[str, float]
@@ -257,7 +259,7 @@ class TokenFigures:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Figures over seeds. Those that have no meaning for the method are None."""
+    """Figures over all seeds. Those that do not exist for the method are None."""
 
     options: SimulateOptions
     learners: int
@@ -265,7 +267,7 @@ class SimulationResult:
     uptime: MeanEstimate
     failures: MeanEstimate
     tokens_trained: MeanEstimate  # in the days that goodput covers
-    goodput_days: float  # that goodput and uptime cover: all, except where only the cores can tell
+    goodput_days: float  # days of goodput and uptime: all, unless only the cores can simulate them
     detail: SimulationDetail | None = None
     ledger: TokenFigures | None = None
     contributions_per_merge: MeanEstimate | None = None
@@ -273,12 +275,12 @@ class SimulationResult:
     staleness_steps: MeanEstimate | None = None
     merges_per_fragment: MeanEstimate | None = None
     suspected: MeanEstimate | None = None
-    core_goodput: MeanEstimate | None = None  # of the hours that the cores ran
-    fleet_goodput: MeanEstimate | None = None  # of the same hours
+    core_goodput: MeanEstimate | None = None  # for the hours that the cores ran
+    fleet_goodput: MeanEstimate | None = None  # for the same hours
     tapes: TapeTotals | None = None
 
     def published(self, metric: Metric) -> float | None:
-        """The published figure as a fraction, if this is the published case."""
+        """Return the published figure as a fraction, or None if this case was not published."""
         options = self.options
         if options.fleet != FleetConfig() or options.speeds or options.extras or options.protocol.lockstep:
             return None
@@ -287,7 +289,7 @@ class SimulationResult:
 
 
 def simulate_seeds(options: SimulateOptions) -> SimulationResult:
-    """Run all seeds of one run, on as many processes as the user allows."""
+    """Simulate one run over all seeds, in several processes."""
     options.check()
     if options.method != "decoupled":
         return _simulate_synchronous(options)
@@ -301,10 +303,10 @@ def simulate_seeds(options: SimulateOptions) -> SimulationResult:
         hours=options.protocol_hours,
         max_events=MAX_EVENTS if options.tape is None else MAX_TAPE_EVENTS,
     )
-    by_cores = detail.covers_run or options.protocol.lockstep
+    is_by_cores = detail.covers_run or options.protocol.lockstep
     tasks: list[Task[CoreRun | GoodputResult]] = [partial(_run_cores, options, detail, seed) for seed in options.seeds]
     weights = [10.0] * options.seed_count
-    if not by_cores:
+    if not is_by_cores:
         tasks += [partial(_run_fleet, options, seed) for seed in options.seeds]
         weights += [1.0] * options.seed_count
     results = run_tasks("simulating", tasks, options.processes, weights)
@@ -316,7 +318,7 @@ def simulate_seeds(options: SimulateOptions) -> SimulationResult:
     return outcome
 
 
-def _run_fleet(options: SimulateOptions, seed: int, tell: ReportProgress) -> GoodputResult:
+def _run_fleet(options: SimulateOptions, seed: int, report: ReportProgress) -> GoodputResult:
     return _simulate_fleet(options, options.days, seed)
 
 
@@ -334,7 +336,7 @@ def _simulate_fleet(options: SimulateOptions, days: float, seed: int) -> Goodput
     )
 
 
-def _run_cores(options: SimulateOptions, detail: SimulationDetail, seed: int, tell: ReportProgress) -> CoreRun:
+def _run_cores(options: SimulateOptions, detail: SimulationDetail, seed: int, report: ReportProgress) -> CoreRun:
     days = detail.hours / 24.0
     config = detail.protocol.run_config()
     with nullcontext() if options.tape is None else SimulatedTapeWriter(options.tape, config, seed) as tapes:
@@ -350,7 +352,7 @@ def _run_cores(options: SimulateOptions, detail: SimulationDetail, seed: int, te
             on_entry=None if tapes is None else tapes.write,
             on_start=None if tapes is None else tapes.start_tape,
         )
-        result = run.run(tell)
+        result = run.run(report)
         if tapes is not None:
             tapes.finished = run.finish()
             tapes.merges = run.syncer.state.merges
@@ -368,7 +370,7 @@ def _count_figure(values: list[float]) -> MeanEstimate:
 
 
 def _simulate_synchronous(options: SimulateOptions) -> SimulationResult:
-    """Synchronous methods by the fleet model: what they merge, and how often, holds by construction."""
+    """Simulate a synchronous method with the fleet model. Its contributions per merge and effective H are fixed."""
     tasks: list[Task[GoodputResult]] = [partial(_run_fleet, options, seed) for seed in options.seeds]
     runs = run_tasks("simulating", tasks, options.processes)
     learners = runs[0].learners
@@ -400,7 +402,7 @@ def _combine_results(
     def figure(read: Callable[[DecoupledResult], float]) -> MeanEstimate:
         return _count_figure([read(result) for result in results])
 
-    reasons = sorted({why for result in results for why, _ in result.dropped_by_reason})
+    reasons = sorted({reason for result in results for reason, _ in result.dropped_by_reason})
     ledger = TokenFigures(
         trained=figure(lambda r: r.tokens_trained),
         merged=figure(lambda r: r.tokens_merged),
@@ -410,8 +412,8 @@ def _combine_results(
         pending_share=_share_figure([r.tokens_pending / (r.tokens_trained or 1.0) for r in results]),
         dropped_share=_share_figure([r.tokens_dropped / (r.tokens_trained or 1.0) for r in results]),
         dropped_by_reason={
-            why: figure(lambda r, why=why: dict(r.dropped_by_reason).get(why, 0.0)).mean  # type: ignore[misc]
-            for why in reasons
+            reason: figure(lambda r, reason=reason: dict(r.dropped_by_reason).get(reason, 0.0)).mean  # type: ignore[misc]
+            for reason in reasons
         },
     )
     core_goodput = _share_figure([result.goodput for result in results])
@@ -446,11 +448,11 @@ def _combine_results(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# For scripts
+# JSON output
 
 
 def result_fields(outcome: SimulationResult) -> dict[str, object]:
-    """The JSON object. Shares are fractions; an interval is null over one seed."""
+    """Return the fields of the JSON output. Shares are fractions; intervals over one seed are null."""
     options, ledger, detail = outcome.options, outcome.ledger, outcome.detail
     fields: dict[str, object] = {
         "method": options.method,
@@ -493,17 +495,18 @@ def _with_interval(name: str, figure: MeanEstimate | None) -> dict[str, object]:
 
 
 def describe_method(outcome: SimulationResult) -> str:
-    """What was simulated how, and for how long."""
+    """Return sentences about which model simulated which figures, and for how long."""
     options, detail = outcome.options, outcome.detail
     if detail is None:
-        return f"The fleet model ran all of it; {options.method} has no cores of its own."
-    said = detail.description()
+        return f"The fleet model simulated all figures; the method {options.method} has no cores."
+    sentence = detail.description()
     if outcome.goodput is outcome.core_goodput:
         lockstep = (
-            "; the fleet model knows no lockstep, so goodput is of these hours too" if not detail.covers_run else ""
+            "; the fleet model has no lockstep, so goodput is for these hours, too" if not detail.covers_run else ""
         )
-        return f"{said[0].upper()}{said[1:]}{lockstep}."
-    return f"Goodput, uptime and failures are of all {format_hours(24.0 * options.days)}, by the fleet model; {said}."
+        return f"{sentence[0].upper()}{sentence[1:]}{lockstep}."
+    hours = format_hours(24.0 * options.days)
+    return f"Goodput, uptime and failures are for all {hours}, from the fleet model; {sentence}."
 
 
 def format_seeds(options: SimulateOptions) -> str:
@@ -511,11 +514,11 @@ def format_seeds(options: SimulateOptions) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# For people
+# Text output
 
 
 def run_simulation(options: SimulateOptions) -> Result:
-    """Simulate what the options ask for: a run, the table or the comparison of mixed hardware."""
+    """Simulate a run, the table, or the comparison of mixed hardware, as the options say."""
     options.check()
     plot = options.plot
     if plot is not None:
@@ -544,22 +547,22 @@ def run_simulation(options: SimulateOptions) -> Result:
 
 
 MIN_WIDTH = 80
-"""Tables are laid out for this; a pipe has no width of its own."""
+"""Width of tables if stdout is a pipe, which has no width."""
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would exit with code 1, which says that something was found wrong."""
+        """Raise the error. Rich would exit with code 1, which means that the command found a problem."""
         raise BrokenPipeError
 
 
 def make_console() -> Console:
-    made = _Console(highlight=False, soft_wrap=False)
-    return made if made.width >= MIN_WIDTH or made.is_terminal else _Console(highlight=False, width=MIN_WIDTH)
+    console = _Console(highlight=False, soft_wrap=False)
+    return console if console.width >= MIN_WIDTH or console.is_terminal else _Console(highlight=False, width=MIN_WIDTH)
 
 
 def format_interval(figure: MeanEstimate, show: Callable[[float], str]) -> str:
-    """Both ends, with the unit of `format_amount` said once."""
+    """Return both ends of an interval, with the unit of `format_amount` only once."""
     if figure.low is None or figure.high is None:
         return "one seed"
     low, high = show(figure.low), show(figure.high)
@@ -605,7 +608,7 @@ def show_result(outcome: SimulationResult) -> None:
     out.print()
     rows: list[FigureRow] = [
         ("goodput: chip time in steps that counted", outcome.goodput, format_percent, " %"),
-        ("uptime: time in which somebody steps", outcome.uptime, format_percent, " %"),
+        ("uptime: time in which a learner steps", outcome.uptime, format_percent, " %"),
         ("failures of chips", outcome.failures, format_amount, ""),
         ("tokens trained", outcome.tokens_trained, format_amount, ""),
     ]
@@ -651,10 +654,11 @@ def _figure_table(title: str, rows: list[FigureRow], intervals: bool) -> Table:
 
 def _result_title(outcome: SimulationResult) -> str:
     options = outcome.options
-    who = "one job" if options.method in SINGLE_JOB_METHODS else f"{outcome.learners} learners"
+    learners = "one job" if options.method in SINGLE_JOB_METHODS else f"{outcome.learners} learners"
     if options.extras:
-        who += f" and {sum(extra.count for extra in options.extras)} that come and go"
-    return f"{options.method}: {who} on {options.chips:,} chips for {format_hours(options.days * 24.0)}, {format_seeds(options)}"
+        learners += f" and {sum(extra.count for extra in options.extras)} that join and leave"
+    hours = format_hours(options.days * 24.0)
+    return f"{options.method}: {learners} on {options.chips:,} chips for {hours}, {format_seeds(options)}"
 
 
 def _format_learners(options: SimulateOptions, outcome: SimulationResult) -> str:
@@ -663,30 +667,30 @@ def _format_learners(options: SimulateOptions, outcome: SimulationResult) -> str
 
 def _result_sentences(outcome: SimulationResult) -> list[str]:
     options = outcome.options
-    said = [describe_method(outcome)]
+    sentences = [describe_method(outcome)]
     detail = outcome.detail
     if detail is not None and not detail.is_full:
-        said[-1] += " --full simulates all of it."
+        sentences[-1] += " --full simulates all of it."
     if outcome.core_goodput is not None and outcome.fleet_goodput is not None:
         ours, theirs = 100.0 * outcome.core_goodput.mean, 100.0 * outcome.fleet_goodput.mean
-        said.append(f"For that time the cores say {ours:.2f} % goodput and the fleet model {theirs:.2f} %.")
+        sentences.append(f"For that time goodput is {ours:.2f} % by the cores and {theirs:.2f} % by the fleet model.")
     if outcome.suspected is not None and outcome.suspected.mean > 0.0:
         times = f"{outcome.suspected.mean:.3g} times" + (" per seed" if options.seed_count > 1 else "")
-        said.append(f"The syncer suspected a silent learner {times}.")
+        sentences.append(f"The syncer suspected a silent learner {times}.")
     published = outcome.published("goodput")
     if published is not None:
         uptime = outcome.published("uptime")
         also = "" if uptime is None else f", uptime {100.0 * uptime:.0f} %"
-        said.append(f"Published for this case: goodput {100.0 * published:.0f} %{also}.")
+        sentences.append(f"Published for this case: goodput {100.0 * published:.0f} %{also}.")
     tapes = outcome.tapes
     if tapes is not None:
         size = f"{tapes.size_bytes / 1e6:.1f} MB"
-        said.append(f"{tapes.tapes} tapes with {tapes.entries:,} entries ({size}) are in {tapes.directory}.")
+        sentences.append(f"{tapes.tapes} tapes with {tapes.entries:,} entries ({size}) are in {tapes.directory}.")
         if tapes.finished:
-            said.append(f"After that time the run was finished in order, with {tapes.merges:,} merges in all.")
+            sentences.append(f"After that time the run was finished regularly, with {tapes.merges:,} merges in total.")
         if options.protocol.lockstep:
-            said.append("In lockstep learners wait for each other, which atoll check reports as a violation.")
-    return said
+            sentences.append("In lockstep learners wait for each other, which atoll check reports as a violation.")
+    return sentences
 
 
 METRICS: tuple[Metric, ...] = ("goodput", "uptime")
@@ -695,16 +699,16 @@ METRICS: tuple[Metric, ...] = ("goodput", "uptime")
 def simulate_cells(
     options: SimulateOptions, rows: Sequence[tuple[Method, int]] = TABLE_ROWS, chips: Sequence[int] = TABLE_CHIPS
 ) -> list[TableCell]:
-    """Every row at every number of chips, by the fleet model."""
+    """Simulate every row at every number of chips with the fleet model."""
     if options.seed_count < 2:
         raise ValueError("a table over one seed has no intervals; give --seeds 2 or more")
-    # The largest first, so that no process is left alone with one at the end.
-    places = [(row, count) for count in sorted(chips, reverse=True) for row in rows]
+    # Start with the largest, so that the processes finish at about the same time.
+    table = [(row, count) for count in sorted(chips, reverse=True) for row in rows]
     tasks: list[Task[GoodputResult]] = [
-        partial(_simulate_cell, options, row, count, seed) for row, count in places for seed in options.seeds
+        partial(_simulate_cell, options, row, count, seed) for row, count in table for seed in options.seeds
     ]
     results = iter(run_tasks("simulating the table", tasks, options.processes))
-    runs = {place: [next(results) for _ in options.seeds] for place in places}
+    runs = {key: [next(results) for _ in options.seeds] for key in table}
     return [
         TableCell(
             method,
@@ -721,14 +725,14 @@ def simulate_cells(
 
 
 def options_for_plot(options: SimulateOptions) -> SimulateOptions:
-    """The table around one run: the same chips and seeds' beginning, as long as a table needs."""
+    """Return the options of the table in which one run is marked: the same fleet, for the days and seeds of a table."""
     return replace(
         options, requested_days=TABLE_DAYS, requested_seed_count=TABLE_SEEDS, tape=None, speeds=(), extras=()
     )
 
 
 def _simulate_cell(
-    options: SimulateOptions, row: tuple[Method, int], chips: int, seed: int, tell: ReportProgress
+    options: SimulateOptions, row: tuple[Method, int], chips: int, seed: int, report: ReportProgress
 ) -> GoodputResult:
     method, learners = row
     return simulate(options.fleet, method, learners, chips, options.days, seed)
@@ -748,15 +752,16 @@ def show_tables(options: SimulateOptions, cells: Sequence[TableCell]) -> None:
     for metric in METRICS:
         out.print(_metric_table(metric, [cell for cell in cells if cell.metric == metric]))
         out.print()
-    worst = max((abs(cell.difference) for cell in cells if cell.difference is not None), default=0.0)
+    hours = format_hours(24.0 * options.days)
+    largest = max((abs(cell.difference) for cell in cells if cell.difference is not None), default=0.0)
     out.print(
-        "Published cells have a second line: the published figure, and ours less published. The others are predictions."
-        f" Largest difference {worst:.1f} points. Each cell: {format_hours(24.0 * options.days)}, {options.seed_count} seeds,"
+        "Published cells have a second line: the published figure, and our figure minus it. The others are predictions."
+        f" Largest difference {largest:.1f} points. Each cell: {hours}, {options.seed_count} seeds,"
         " 95 % interval over them."
     )
     out.print(
-        "The press figure of 88 % against 27 % is M = 8 against the job that is not elastic, at 1.2M chips; against the"
-        " elastic job it is 88 % against 58 %."
+        "The press figure of 88 % against 27 % compares M = 8 with the non-elastic job at 1.2M chips. The elastic job"
+        " has 58 %."
     )
 
 
@@ -776,12 +781,12 @@ def _cell_text(cell: TableCell) -> str:
     ours = f"{cell.simulated.mean:.1f} ±{cell.simulated.high - cell.simulated.mean:.1f}"
     if cell.difference is None:
         return ours
-    difference = round(cell.difference, 1) + 0.0  # never -0.0
+    difference = round(cell.difference, 1) + 0.0  # avoid -0.0
     return f"{ours}\n{cell.published:.0f} {difference:+.1f}"
 
 
 def table_fields(options: SimulateOptions, cells: Sequence[TableCell]) -> dict[str, object]:
-    """In percent, as published; an interval is over seeds."""
+    """Return the fields of the JSON output, in percent. Intervals are over seeds."""
     return {
         "days": options.days,
         "seeds": list(options.seeds),
@@ -807,7 +812,7 @@ MIXED_MEASURES = ("contributions_per_merge", "effective_h", "staleness_steps")
 
 
 def compare_mixed(options: SimulateOptions) -> Result:
-    """Run every row on every seed and show them side by side."""
+    """Simulate every row for every seed, and show the rows as columns of one table."""
     tasks: list[Task[MixedResult]] = [
         partial(_run_row, options, row, seed) for row in MIXED_ROWS for seed in options.seeds
     ]
@@ -816,9 +821,9 @@ def compare_mixed(options: SimulateOptions) -> Result:
     return Result(partial(_mixed_fields, options, rows), partial(_show_mixed, options, rows))
 
 
-def _run_row(options: SimulateOptions, row: MixedRow, seed: int, tell: ReportProgress) -> MixedResult:
+def _run_row(options: SimulateOptions, row: MixedRow, seed: int, report: ReportProgress) -> MixedResult:
     return run_mixed(
-        row, options.protocol, options.days * 24.0, seed, step_time_s=options.fleet.step_time_s, on_progress=tell
+        row, options.protocol, options.days * 24.0, seed, step_time_s=options.fleet.step_time_s, on_progress=report
     )
 
 
@@ -852,7 +857,9 @@ def _mixed_fields(options: SimulateOptions, rows: list[tuple[MixedRow, dict[str,
 
 def _show_mixed(options: SimulateOptions, rows: list[tuple[MixedRow, dict[str, MeanEstimate]]]) -> None:
     out = make_console()
-    out.print("Eight learners, four of each of two generations, the slower 18 % behind; 10 % jitter, no failures.")
+    out.print(
+        "Eight learners, four of each of two generations; the older one is 18 % slower; 10 % jitter, no failures."
+    )
     out.print()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
@@ -875,12 +882,13 @@ def _show_mixed(options: SimulateOptions, rows: list[tuple[MixedRow, dict[str, M
     out.print(table)
     out.print()
     out.print(
-        "How goodput was defined for the published row is not said. Ours is the share of chip time spent stepping; the"
-        " fast generation is the one that waits. A decoupled learner never waits, whatever the quorum: a loss at K = 8"
-        " means that learners waited for the round, so that column is run in lockstep."
+        "The paper does not define goodput for the published row. Ours is the share of chip time spent in steps; the"
+        " fast generation is the one that waits. A decoupled learner never waits, whatever the quorum is. A loss at K ="
+        " 8 means that learners waited for the round, so that column is simulated in lockstep."
     )
     out.print(
-        f"Every fragment and every step for {format_hours(24.0 * options.days)}, {options.seed_count} seeds, 95 % interval."
+        f"Every fragment and every step for {format_hours(24.0 * options.days)}, {options.seed_count} seeds,"
+        " 95 % interval."
     )
 
 
@@ -892,7 +900,7 @@ def _figure_text(figure: MeanEstimate, places: int) -> str:
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-# Okabe and Ito's colours, told apart by every kind of colour vision; markers and dashes say the same once more.
+# Okabe and Ito's colors, which people with color blindness can distinguish. Markers and dashes repeat the distinction.
 _STYLES = (
     ("#000000", "s", (0, (1, 1))),
     ("#D55E00", "D", (0, (4, 1.5))),
@@ -903,28 +911,28 @@ _STYLES = (
 )
 _TITLES: dict[Metric, str] = {
     "goodput": "Goodput: share of chip time in steps that counted",
-    "uptime": "Uptime: share of time in which somebody steps",
+    "uptime": "Uptime: share of time in which a learner steps",
 }
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is simulated: can this file be drawn?"""
+    """Raise `ValueError` if this plot cannot be written. Called before the simulation."""
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(
-            f"cannot draw {path}; end its name with {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
+            f"cannot plot to {path}; end its name with {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
         )
     if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which comes with the extra 'plot': pip install 'atoll[plot]'")
+        raise ValueError("--plot needs matplotlib of the extra 'plot': pip install 'atoll[plot]'")
     folder = path.parent
     if not folder.is_dir():
         raise ValueError(f"cannot write {path}: there is no directory {folder}; create it first")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"cannot write {path}; choose a place that you may write to")
+        raise ValueError(f"no permission to write {path}; choose another file")
 
 
 @contextmanager
 def draw_figure(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its panels, and write them to the file. The same figure makes the same file."""
+    """Yield a figure and its panels, and write them to the file. Equal figures give equal files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -940,7 +948,7 @@ def draw_figure(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def draw_plot(path: Path, cells: Sequence[TableCell], outcome: SimulationResult | None) -> None:
-    """Draw both metrics against chips, with published points and, if there is one, the run itself."""
+    """Plot both metrics over the number of chips, with the published points and, if given, the run itself."""
     with draw_figure(path, ncols=2, figsize=(11.0, 5.2), sharex=True, sharey=True) as (figure, panels):
         for metric, panel in zip(METRICS, panels, strict=True):
             _draw_panel(panel, metric, [cell for cell in cells if cell.metric == metric], outcome)
@@ -951,7 +959,7 @@ def draw_plot(path: Path, cells: Sequence[TableCell], outcome: SimulationResult 
 
 
 def _is_near_100(cells: Sequence[TableCell], learners: int) -> bool:
-    """Lines so close to 100 % that they hide each other."""
+    """Return whether this line is above 99 %. Such lines overlap."""
     return all(cell.simulated.mean > 99.0 for cell in cells if (cell.method, cell.learners) == ("decoupled", learners))
 
 
@@ -986,8 +994,8 @@ def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome
         )
     hidden = [str(m) for method, m in rows if method == "decoupled" and _is_near_100(cells, m)]
     if len(hidden) > 1:
-        where: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points"}
-        panel.annotate(f"M = {', '.join(hidden)}: above 99 %", (ticks[0], 100.0), color="#555555", **where)
+        offset: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points"}
+        panel.annotate(f"M = {', '.join(hidden)}: above 99 %", (ticks[0], 100.0), color="#555555", **offset)
     panel.set_title(_TITLES[metric], fontsize=11, loc="left")
     panel.set_xscale("log")
     panel.set_xticks(ticks, [chips_label(count) for count in ticks])

@@ -1,4 +1,4 @@
-"""`atoll swarm`: hostile worlds by seed, watched by every checker."""
+"""`atoll swarm`: run the protocol in simulated worlds with faults, one per seed, under every checker."""
 
 from __future__ import annotations
 
@@ -17,57 +17,61 @@ if TYPE_CHECKING:
 
 STORY_LINES = 60
 MAX_SEEDS = 10**9
-"""Weeks on a large machine: whoever asks for more has mistyped."""
+"""This takes weeks on a large machine, so a larger number is a typing error."""
 
 
 def run(
-    seeds: Annotated[int, Setting("How many worlds.", "COUNT", min=1)] = 500,
-    start: Annotated[int, Setting("The first seed.", "SEED", min=0)] = 0,
-    small: Annotated[bool, Setting("Only worlds of up to 4 learners and 3 fragments.")] = False,
-    also: Annotated[Path | None, Setting("File of further seeds, one per line; # begins a comment.", "FILE")] = None,
-    story: Annotated[bool, Setting("Tell the story of the first violation.")] = False,
+    seeds: Annotated[int, Setting("Number of worlds.", "COUNT", min=1)] = 500,
+    start: Annotated[int, Setting("First seed.", "SEED", min=0)] = 0,
+    small: Annotated[bool, Setting("Use only worlds of up to 4 learners and 3 fragments.")] = False,
+    also: Annotated[
+        Path | None, Setting("Also run the seeds in FILE, one per line; # starts a comment.", "FILE")
+    ] = None,
+    story: Annotated[bool, Setting("Show the story of the first violation.")] = False,
     tape: Annotated[Path | None, Setting("Write the tapes of one seed, for story, check and replay.", "DIR")] = None,
-    digest: Annotated[bool, Setting("Print one digest of everything that happened.")] = False,
-    jobs: Annotated[int | None, Setting("Processes; default: one per core.", "COUNT", min=1)] = None,
+    digest: Annotated[bool, Setting("Print one digest of all events.")] = False,
+    jobs: Annotated[int | None, Setting("Number of processes. [default: one per core]", "COUNT", min=1)] = None,
     keep_going: Annotated[bool, Setting("Do not stop at the first violation.")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Try to break the protocol, one hostile world per seed.
+    """Search for violations of the protocol, in one simulated world per seed.
 
-    Each world runs under faults while every checker watches, is healed, and must come right. A seed draws the learners,
-    their speeds and links, the settings of the run and every fault with its time: kills, pauses, cut and lossy links,
-    syncer restarts, full disks, clock jumps. A violation prints the one command that replays its seed with its story.
-    Exit code 1 if any checker found something.
+    Each world runs under faults with every checker. Then the faults end, and the run must recover and finish. A seed
+    determines the learners, their speeds and links, the settings of the run and every fault with its time: kills,
+    pauses, cut and lossy links, syncer restarts, full disks, clock jumps. A violation prints the command that replays
+    its seed with its story. Exits with code 1 if a checker finds a violation.
     """
     from atoll.sim.swarm import Coverage, run_seeds
 
     if tape is not None and (seeds != 1 or also is not None):
         raise ValueError("--tape writes one world; add --seeds 1")
     if seeds > MAX_SEEDS:
-        raise ValueError(f"{seeds} seeds would take years; give at most {MAX_SEEDS} at a time, and go on with --start")
-    kept = read_seeds(also)
+        raise ValueError(
+            f"{seeds} seeds would take years; give at most {MAX_SEEDS} at a time, and continue with --start"
+        )
+    extra = read_seeds(also)
     if tape is not None:
         _write_tape(start, small, tape)
     coverage = Coverage()
     failed: list[SeedResult] = []
     events = 0
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     done = 0
-    whole = sha256()
-    numbers = chain(kept, range(start, start + seeds))
-    with progress_bar("swarm", len(kept) + seeds, is_shown=not as_json) as tell:
+    total_digest = sha256()
+    numbers = chain(extra, range(start, start + seeds))
+    with progress_bar("swarm", len(extra) + seeds, is_shown=not as_json) as report:
         for result in run_seeds(numbers, jobs or usable_cores(), small, digest):
             done += 1
-            tell(done)
+            report(done)
             coverage.add(result)
             events += result.events
-            whole.update(result.digest.encode())
+            total_digest.update(result.digest.encode())
             if result.checker is not None:
                 failed.append(result)
                 if not keep_going:
                     break
-    digests = whole.hexdigest()[:16] if digest else None
-    found = SwarmResult(done, events, time.perf_counter() - began, coverage, failed, digests)
+    digests = total_digest.hexdigest()[:16] if digest else None
+    found = SwarmResult(done, events, time.perf_counter() - started_at, coverage, failed, digests)
 
     def text() -> None:
         print_result(found, small)
@@ -78,7 +82,7 @@ def run(
 
 
 class SwarmResult(NamedTuple):
-    """The worlds that were run, and what their checkers found."""
+    """Totals over the worlds, and the results of their checkers."""
 
     worlds: int
     events: int
@@ -89,7 +93,7 @@ class SwarmResult(NamedTuple):
 
 
 def read_seeds(path: Path | None) -> list[int]:
-    """Seeds that once failed are worth repeating for ever."""
+    """Return the seeds in a file, such as those that once failed; none if there is no file."""
     if path is None:
         return []
     numbers = []
@@ -97,7 +101,7 @@ def read_seeds(path: Path | None) -> list[int]:
         text = line.partition("#")[0].strip()
         if text:
             if not text.isdigit():
-                raise ValueError(f"{path}, line {number}: '{text}' is not a seed; write one whole number per line")
+                raise ValueError(f"{path}, line {number}: '{text}' is not a seed; write one integer per line")
             numbers.append(int(text))
     return numbers
 
@@ -177,7 +181,7 @@ def _write_tape(seed: int, small: bool, run_dir: Path) -> None:
 
     require_empty_directory(run_dir)
     plan = draw_scenario(seed, small)
-    # The sweep that follows reports a violation.
+    # The caller runs the same seed next and reports a violation.
     with (
         SimulatedTapeWriter(run_dir, plan.config, seed, f"swarm seed {seed}") as tapes,
         suppress(InvariantViolationError),

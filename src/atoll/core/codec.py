@@ -1,4 +1,4 @@
-"""JSON text of the protocol's values, and strict reading of it: `read` of what `to_text` wrote is the same value.
+"""Encode the protocol's values as JSON and read them strictly: `read` returns the value that `to_text` wrote.
 
 | Python | JSON |
 |---|---|
@@ -7,7 +7,7 @@
 | tuple | array |
 | mapping | array of `[key, value]`: keys of JSON objects are always strings |
 | number, string, truth value, None | itself |
-| NaN and the infinities | `{"float": "nan"}`, `{"float": "inf"}`, `{"float": "-inf"}`: JSON has no word for them |
+| NaN and the infinities | `{"float": "nan"}`, `{"float": "inf"}`, `{"float": "-inf"}`: JSON cannot express them |
 
 msgspec converts between values and plain lists and checks every type in both directions. `json` writes and parses the
 text, because `msgspec.json` writes NaN as null. Both directions raise `ValidationError`, and nothing else.
@@ -55,9 +55,9 @@ def parse_float(parsed: dict[str, Any]) -> Any:
 
 
 def read(parsed: Any, hint: Any) -> Any:
-    """Return parsed JSON as a value of this type. Raise ValidationError where it differs.
+    """Return parsed JSON as a value of this type. Raise ValidationError if it does not match.
 
-    Pass one class where speed matters: msgspec caches what it has to know of a class, and analyses a union every time.
+    Pass a single class where speed matters: msgspec caches the layout of a class, but analyzes a union every time.
     """
     if type(hint) is not msgspec.StructMeta:
         if dataclasses.is_dataclass(hint):
@@ -67,7 +67,7 @@ def read(parsed: Any, hint: Any) -> Any:
         if get_origin(hint) in (dict, Mapping):
             pairs = read(parsed, tuple[tuple[get_args(hint)], ...])  # type: ignore[misc]
             if len(dict(pairs)) != len(pairs):
-                raise ValidationError("a key stands twice")
+                raise ValidationError("a key occurs twice")
             return dict(pairs)
         optional = [arg for arg in get_args(hint) if dataclasses.is_dataclass(arg)]
         if optional:  # None or a dataclass
@@ -75,7 +75,7 @@ def read(parsed: Any, hint: Any) -> Any:
     try:
         value = msgspec.convert(parsed, Number if hint is float else hint)
     except ValidationError as error:
-        raise ValidationError(_shortened(str(error))) from None  # it may quote what was found
+        raise ValidationError(_shortened(str(error))) from None  # the message may quote the input
     _check_fields(parsed, value)
     return value
 
@@ -118,11 +118,11 @@ def _read_dataclass(parsed: Any, kind: Any) -> Any:
             raise ValidationError(f"{name} has no field {_shortened(field)!r}")
     for field in hints:
         if field not in given:
-            raise ValidationError(f"{name} lacks its field {field!r}")
+            raise ValidationError(f"{name} lacks the field {field!r}")
     values = {field: _read_field(name, field, given[field], hint) for field, hint in hints.items()}
     try:
         return kind(**values)
-    except ValueError as error:  # settings check themselves
+    except ValueError as error:  # settings validate themselves
         raise ValidationError(f"{name}: {error}") from None
 
 
@@ -141,7 +141,7 @@ def _read_field(name: str, field: str, parsed: Any, hint: Any) -> Any:
 
 
 def _check_fields(parsed: Any, value: object) -> None:
-    """Refuse a struct that lacks its last fields: msgspec gives them their defaults."""
+    """Reject a struct that lacks its last fields, which msgspec would fill with defaults."""
     if isinstance(value, msgspec.Struct):
         fields = value.__struct_fields__
         given = parsed[1:] if isinstance(value, Value) else parsed

@@ -1,7 +1,7 @@
-"""The states of everything that has states, and the only moves between them.
+"""States of rounds, members, runs, learners and connections, with the tables of their transitions.
 
-Diagrams in docs/protocol.md are generated from these tables; the swarm counts which rows were ever taken. A move that
-is not in a table is a bug of ours and stops the program.
+Diagrams in docs/protocol.md are generated from these tables. The swarm counts which rows were taken. A transition that
+is not in a table is a bug in Atoll and stops the program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from atoll.core.types import RunConfig
 
 
 class RoundPhase(StrEnum):
-    """Of a fragment at the syncer."""
+    """Phase of a fragment at the syncer."""
 
     IDLE = "idle"
     PULLING = "pulling"
@@ -26,7 +26,7 @@ class RoundPhase(StrEnum):
 
 
 class MemberState(StrEnum):
-    """Of a learner in the syncer's eyes."""
+    """State of a learner at the syncer."""
 
     UNKNOWN = "unknown"
     ADMITTING = "admitting"
@@ -40,7 +40,7 @@ class MemberState(StrEnum):
 
 
 class RunStage(StrEnum):
-    """Of the run at the syncer."""
+    """Stage of the run at the syncer."""
 
     RUNNING = "running"
     FINISHING = "finishing"
@@ -50,7 +50,7 @@ class RunStage(StrEnum):
 
 
 class LearnerMode(StrEnum):
-    """Of a learner in its own eyes."""
+    """Mode of a learner, in its own process."""
 
     NEW = "new"
     JOINING = "joining"
@@ -60,7 +60,7 @@ class LearnerMode(StrEnum):
 
 
 class ConnectionState(StrEnum):
-    """Of a learner's link to the syncer. Training does not depend on it."""
+    """State of a learner's connection to the syncer. Training does not depend on it."""
 
     DOWN = "down"
     DIALING = "dialing"
@@ -157,21 +157,21 @@ S = TypeVar("S", bound=StrEnum)
 
 
 class CoreState:
-    """What both cores keep: the time, the timers, and counts of what was said, ignored and moved."""
+    """State that both cores share: the time, the timers and event counters."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.limits = config.limits
         self.now = 0.0
         self.tick = 0
-        self.ignored: dict[str, int] = {}  # messages that were dropped, by cause
-        self.transition_counts: dict[tuple[StrEnum, str], int] = {}  # rows of the transition tables that were taken
-        self.reason_counts: dict[str, int] = {}  # reason codes that were said
+        self.ignored: dict[str, int] = {}  # dropped messages and events, by cause
+        self.transition_counts: dict[tuple[StrEnum, str], int] = {}  # taken rows of the transition tables
+        self.reason_counts: dict[str, int] = {}  # reasons that occurred, by code
         self.timers: list[tuple[float, int, str, int]] = []  # a heap
         self._timer_serial = 0
 
     def count_reason(self, reason: Reason) -> Reason:
-        """Count a sentence that travels inside another effect or message."""
+        """Count a reason that is part of another effect or message, and return it."""
         self.reason_counts[reason.code] = self.reason_counts.get(reason.code, 0) + 1
         return reason
 
@@ -179,14 +179,14 @@ class CoreState:
         self.ignored[cause] = self.ignored.get(cause, 0) + 1
 
     def arm_timer(self, at: float, kind: str, key: int = 0) -> None:
-        """A timer is not cancelled: when it fires, its handler looks whether it still means something."""
+        """Add a timer. Timers are never cancelled: when one fires, its handler checks whether it is still relevant."""
         self._timer_serial += 1
         heapq.heappush(self.timers, (at, self._timer_serial, kind, key))
 
 
 def transition(table: dict[tuple[S, str], S], state: S, trigger: str, counts: dict[tuple[StrEnum, str], int]) -> S:
-    """The state after `trigger`, counted in `fired` so that a swarm knows which rows it never took."""
+    """Return the state after `trigger`, and count the row in `counts`."""
     key = (state, trigger)
-    assert key in table, f"no move {trigger!r} from {state.value!r}"
+    assert key in table, f"no transition {trigger!r} from {state.value!r}"
     counts[key] = counts.get(key, 0) + 1
     return table[key]

@@ -1,1 +1,4 @@
-"""What people look at: the page, reports, alerts, accounting. Reads tapes and metrics, decides nothing."""
+"""What an operator looks at: the dashboard page, the terminal view, reports, alerts, curves.
+
+Reads the tapes and metrics of a run. It takes no decision: operator requests are forwarded to the syncer.
+"""

@@ -1,6 +1,7 @@
-"""accelerate: `atoll.Learner` takes what `accelerator.prepare` returns; here is what is left to do.
+"""accelerate: a learner for gradient accumulation.
 
-Where gradients are accumulated a loop comes by once for every micro-batch, and a step is taken once for all of them.
+`atoll.Learner` takes what `accelerator.prepare` returns. With gradient accumulation a loop calls `step` once for every
+micro-batch, and the optimizer steps once for all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from atoll.tensors.optimizers import Optimizers, was_step_skipped
 
 
 class AcceleratedLearner(Learner):
-    """A `Learner` that is told of micro-batches: their tokens are added up until accelerate lets the optimizer step.
+    """A `Learner` whose `step` is called for every micro-batch. It adds up their tokens until the optimizer steps.
 
         batches = epochs(loader)  # from atoll.integrations.data
         with AcceleratedLearner(accelerator, model, optimizer) as learner:
@@ -28,9 +29,9 @@ class AcceleratedLearner(Learner):
                     optimizer.zero_grad()
                 learner.step(tokens=count_tokens_on_device(batch), loss=loss)
 
-    `model` and `optimizer` are the prepared ones. Numbers that are on a device (`atoll.integrations.batches.count_tokens_on_device`)
-    are read once a step: to read one waits for everything before it. A step that was left out because gradients
-    overflowed (fp16) is none.
+    `model` and `optimizer` are the prepared ones. Counts on a device
+    (`atoll.integrations.batches.count_tokens_on_device`) are read once a step, because reading one waits for the
+    device. A step that was skipped because gradients overflowed (fp16) is not reported.
     """
 
     def __init__(self, accelerator: Any, model: nn.Module, optimizer: Optimizers, *where: Any, **settings: Any) -> None:
@@ -45,7 +46,7 @@ class AcceleratedLearner(Learner):
         return self
 
     def step(self, tokens: SupportsIndex, loss: float | Tensor | None = None) -> None:
-        """One micro-batch has been trained on. The loss that is shown is the mean of those of a step."""
+        """Count a micro-batch, and report the step after the last one. The loss of a step is the mean of theirs."""
         self._counts.append(tokens)
         if loss is not None:
             self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)

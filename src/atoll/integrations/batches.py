@@ -1,4 +1,4 @@
-"""How many tokens a batch trains on: the weight of an island in merges follows from it."""
+"""Number of tokens in a batch, which is the weight of a learner in merges."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""What transformers and torch's cross entropy leave out of the loss."""
+"""Label that transformers and torch's cross entropy ignore."""
 
 
 def count_tokens(batch: Any) -> int:
-    """Labels that are not -100; of a batch without them what the attention mask shows; else all input ids.
+    """Count the labels that are not -100, or else the tokens in the attention mask, or else all input ids.
 
-    A batch without any of these names (pictures, rows of a table) counts its samples. At least 1: a step was taken.
-    Labels and masks count where they speak of tokens: whole numbers, and not a number of each class or for each head.
+    For a batch without these names (pictures, rows of a table) count its samples. Return at least 1. Labels and masks
+    are used only if they have one integer per token, and not one value for each class or head.
     """
     return int(count_tokens_on_device(batch))
 
 
 def count_tokens_on_device(batch: Any) -> int | Tensor:
-    """As `count_tokens`. On an accelerator it is a number there, which nobody has waited for yet."""
+    """Count as `count_tokens` does, but return a tensor on the device for a batch there, without waiting for it."""
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         for name, counted in (
             ("labels", _count_labels),
@@ -51,9 +51,9 @@ def _count_labels(labels: Tensor) -> int | Tensor | None:
 
 
 def _count_attended(mask: Tensor) -> int | Tensor | None:
-    """Not of a mask that is added to scores, 0 and minus infinity, nor of one for each pair of tokens."""
-    tells = mask.dim() == 2 and (_is_integral(mask) or mask.dtype is torch.bool)
-    return _read_on_host((mask != 0).sum()) if tells else None
+    """Count a 2-dimensional mask, and not one that is added to scores or that has a value for each pair of tokens."""
+    is_token_mask = mask.dim() == 2 and (_is_integral(mask) or mask.dtype is torch.bool)
+    return _read_on_host((mask != 0).sum()) if is_token_mask else None
 
 
 def _count_ids(ids: Tensor) -> int:
@@ -69,21 +69,21 @@ def _count_samples(values: list[Any]) -> int:
 
 
 class TokenCounter:
-    """Tokens of the batches since the last step. To read a number waits for the device: once a step is enough."""
+    """Counter of the tokens since the last step. It reads counts once a step, because reading waits for the device."""
 
     def __init__(self, tokens: Callable[[Any], int] = count_tokens) -> None:
-        self._of = count_tokens_on_device if tokens is count_tokens else tokens
+        self._count_batch = count_tokens_on_device if tokens is count_tokens else tokens
         self._counts: list[int | Tensor] = []
 
     def add(self, batch: Any, shared: int = 1) -> None:
-        """`shared`: by so many ranks that read the same batch, each of which adds it."""
-        count = self._of(batch)
+        """Count a batch. `shared`: number of ranks that read the same batch and that all add it."""
+        count = self._count_batch(batch)
         if shared > 1:
             count = (count // shared).clamp(min=1) if isinstance(count, Tensor) else max(1, count // shared)
         self._counts.append(count)
 
     def pop_total(self) -> int:
-        """What there is, and from now on nothing."""
+        """Return the total and reset it."""
         counts, self._counts = self._counts, []
         return sum_counts(counts)
 
@@ -92,9 +92,9 @@ class TokenCounter:
 
 
 def sum_counts(counts: Sequence[SupportsIndex]) -> int:
-    """Those on a device are added up there, and read once."""
-    there = [count for count in counts if isinstance(count, Tensor)]
-    return sum(int(count) for count in counts if not isinstance(count, Tensor)) + int(sum(there))
+    """Return the sum. Counts on a device are added up there, and read once."""
+    on_device = [count for count in counts if isinstance(count, Tensor)]
+    return sum(int(count) for count in counts if not isinstance(count, Tensor)) + int(sum(on_device))
 
 
 __all__ = ["IGNORE_INDEX", "TokenCounter", "count_tokens_on_device", "count_tokens", "sum_counts"]

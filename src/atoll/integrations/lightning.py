@@ -1,10 +1,10 @@
-"""Lightning's Trainer on an island: one callback.
+"""A callback that makes Lightning's Trainer a learner.
 
     trainer = Trainer(max_epochs=-1, callbacks=[AtollCallback("head:7400")])
     trainer.fit(module, loader)
 
-It joins when training starts, with everything in place: the strategy has set up model and optimizer, and a checkpoint
-of Lightning's has been loaded. From then on the run says what the model is.
+The learner joins when training starts. The strategy has then set up model and optimizer, and a checkpoint of Lightning
+has been loaded. From then on the run determines the model.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ else:
         from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 FLAT_BUFFER_STRATEGIES = {"FSDPStrategy", "DeepSpeedStrategy"}
-"""Strategies that keep parameters in flat buffers of their own, from which nobody can tell what is whose."""
+"""Strategies with flat parameter buffers, in which the values of one parameter cannot be located."""
 
 USER_STATE, LOADER_POSITIONS, BATCHES_READ = "own", "places", "read"
-"""What the callback keeps in a part of a snapshot: what the user asked for, the place of each loader, and how many
-batches of the epoch were read by then."""
+"""Keys of the callback's state in a part of a snapshot: the user's state, the position of each loader, and the number
+of batches of the epoch that were read."""
 
 
 class LightningCallback(Callback):
-    """Makes an island of this trainer.
+    """Callback that makes this trainer a learner.
 
-    `syncer` and `settings` are those of `atoll.Learner` (token, keys, learner, run_directory and so on); what is not
-    given is taken from the environment, as there. `tokens` counts those of a batch. Everything else is the trainer's:
-    with `max_epochs=-1` there the budget of the run ends the training.
+    `syncer` and `settings` are arguments of `atoll.Learner` (token, keys, learner, run_directory and so on). Missing
+    ones are read from the environment. `tokens` counts the tokens of a batch. All other options are the trainer's: with
+    `max_epochs=-1` the budget of the run ends the training.
 
-    - Each optimizer step is a step of the island, with the tokens and the mean loss of all batches that it had.
-    - Schedules made by `progress_schedule` follow the run. The end of the run, or an operator's wish, stops the trainer.
-    - Validation sees the published model, and checkpoints hold it (docs/lightning.md: what wins when one is loaded).
-    - Loaders that know their place keep it through snapshots of the run.
+    - Each optimizer step is a step of the learner, with the tokens and the mean loss of all its batches.
+    - Schedules made by `progress_schedule` follow the run. The end of the run, or a drain, stops the trainer.
+    - Validation uses the published model, and checkpoints contain it (docs/lightning.md: what wins on loading one).
+    - The positions of stateful loaders are stored in snapshots of the run.
     """
 
     def __init__(
@@ -67,33 +67,32 @@ class LightningCallback(Callback):
         self._is_joined = False
         self._schedules: list[ProgressSchedule] = []
         self._tokens = TokenCounter(tokens)  # of the batches since the last optimizer step
-        self._losses: list[Tensor] = []  # of the same
-        self._steps = 0  # of the optimizer, by the trainer's count
-        self._last_grad_scale: float | None = None  # of gradients, after the last step (fp16)
-        self._positions_restored = False  # the places of loaders
-        self._batches_read: int | None = None  # of the epoch in which it goes on, until the first batch is here
-        self._prefetched_positions: list[
-            Any
-        ] = []  # places after the batches that the trainer has read and not yet trained
-        self._published_scope: contextlib.ExitStack | None = None  # while the model has the published values
+        self._losses: list[Tensor] = []  # of the same batches
+        self._steps = 0  # optimizer steps that the trainer has counted
+        self._last_grad_scale: float | None = None  # scale of gradients after the last step (fp16)
+        self._positions_restored = False  # loaders have resumed
+        self._batches_read: int | None = None  # of the resumed epoch, until the first batch arrives
+        self._prefetched_positions: list[Any] = []  # positions after batches that were read and not yet trained
+        self._published_scope: contextlib.ExitStack | None = None  # open while the model has the published values
 
     @property
     def learner(self) -> Learner:
-        """From the start of training on; it stays after the end, for its figures."""
+        """The learner, from the start of training on. It remains after the end, for its statistics."""
         if self._learner is None:
-            raise ValueError("the island has not joined yet: it does when Trainer.fit starts to train")
+            raise ValueError("the learner has not joined yet: it joins when Trainer.fit starts to train")
         return self._learner
 
     def take(self, count: int) -> tuple[int, ...]:
-        """As `learner.take`, so that `leased_batches(dataset, callback, batch_size)` is a loader for `Trainer.fit`."""
+        """Return `learner.take`, so that `leased_batches(dataset, callback, batch_size)` is a loader for
+        `Trainer.fit`."""
         return self.learner.take(count)
 
     # ----------------------------------------------------------------------------------------------------- joining
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizer = _find_optimizer(trainer)
-        asked = self._settings.get("extra_state")
-        settings = self._settings | {"extra_state": lambda: self._extra_state(trainer, asked)}
+        extra_state = self._settings.get("extra_state")
+        settings = self._settings | {"extra_state": lambda: self._extra_state(trainer, extra_state)}
         self._learner = learner = Learner(pl_module, optimizer, **settings)
         learner.__enter__()
         self._is_joined = True
@@ -140,7 +139,7 @@ class LightningCallback(Callback):
         self._steps = trainer.global_step
         before, self._last_grad_scale = self._last_grad_scale, _grad_scale(trainer)
         if before is not None and self._last_grad_scale is not None and self._last_grad_scale < before:
-            self._reset_counts()  # gradients have overflowed, and the step was left out: the trainer counts it all the same
+            self._reset_counts()  # gradients overflowed and the step was skipped, but the trainer has counted it
             return
         tokens, losses = self._tokens.pop_total(), self._losses
         self._reset_counts()
@@ -165,14 +164,16 @@ class LightningCallback(Callback):
         self._restore_own_values()
 
     def _restore_own_values(self) -> None:
-        shown, self._published_scope = self._published_scope, None
-        if shown is not None:
-            shown.close()
+        scope, self._published_scope = self._published_scope, None
+        if scope is not None:
+            scope.close()
 
     def _patch_checkpoints(self, trainer: Trainer, learner: Learner) -> None:
-        """Checkpoints are to hold the model that was validated. The hook for callbacks is not called for those of
-        weights only, so it is the strategy that gives another state. It does so beyond the end of training too:
-        ModelCheckpoint comes last, and may save then, or after an exception."""
+        """Let checkpoints contain the model that was validated.
+
+        The callback hook is not called for checkpoints of weights only, so the method of the strategy is replaced. It
+        stays replaced after the end of training: ModelCheckpoint comes last, and may save then, or after an exception.
+        """
         self._unpatch_checkpoints(trainer)
         plain: Callable[[], dict[str, Any]] = trainer.strategy.lightning_module_state_dict
 
@@ -187,22 +188,23 @@ class LightningCallback(Callback):
     def _unpatch_checkpoints(self, trainer: Trainer) -> None:
         vars(trainer.strategy).pop("lightning_module_state_dict", None)
 
-    # ---------------------------------------------------------------------------------------------- places of data
+    # ------------------------------------------------------------------------------------------- positions of loaders
 
-    def _extra_state(self, trainer: Trainer, asked: Callable[[], Any] | None) -> dict[str, Any]:
-        places = self._prefetched_positions[0] if self._prefetched_positions else _loader_positions(trainer)
+    def _extra_state(self, trainer: Trainer, user_state: Callable[[], Any] | None) -> dict[str, Any]:
+        positions = self._prefetched_positions[0] if self._prefetched_positions else _loader_positions(trainer)
         read = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return {USER_STATE: asked() if asked is not None else None, LOADER_POSITIONS: places, BATCHES_READ: read}
+        stored = user_state() if user_state is not None else None
+        return {USER_STATE: stored, LOADER_POSITIONS: positions, BATCHES_READ: read}
 
     def _restore_positions(self, trainer: Trainer, restored: Any) -> None:
-        """The trainer has begun to read already, at the place where the loaders were before."""
+        """Restore the loaders. The trainer has already begun to read at their old positions."""
         fetcher = trainer.fit_loop._data_fetcher
         loaders = _loaders(trainer)
-        places = restored[LOADER_POSITIONS] if isinstance(restored, dict) and LOADER_POSITIONS in restored else []
-        if len(places) == len(loaders) and any(place is not None for place in places):
-            for loader, place in zip(loaders, places, strict=True):
-                if place is not None:
-                    restore_position(loader, place)
+        positions = restored[LOADER_POSITIONS] if isinstance(restored, dict) and LOADER_POSITIONS in restored else []
+        if len(positions) == len(loaders) and any(position is not None for position in positions):
+            for loader, position in zip(loaders, positions, strict=True):
+                if position is not None:
+                    restore_position(loader, position)
             self._positions_restored = True
             if trainer.num_training_batches != float("inf"):
                 self._batches_read = (
@@ -210,15 +212,18 @@ class LightningCallback(Callback):
                 )  # after all of them: 0
             if fetcher is not None:
                 iter(fetcher)
-        # A trainer that does not know the number of batches reads one ahead: the loader's place is that of the future.
+        # A trainer that does not know the number of batches reads one ahead, so the loader's position is too far.
         ahead = len(getattr(fetcher, "batches", ()))
         self._prefetched_positions = (
             [_loader_positions(trainer)] * ahead if any(_is_stateful(loader) for loader in loaders) else []
         )
 
     def _resume_batch_count(self, trainer: Trainer, read: int) -> None:
-        """Of its epoch the loader has only the rest. The trainer takes this batch for the first one, and would wait for
-        as many as an epoch has: the last step of it would never be taken, and its gradients be thrown away."""
+        """Set the trainer's batch count in a resumed epoch, of which the loader yields only the rest.
+
+        The trainer would count from the first batch and wait for a full epoch. Then the last step of the epoch would
+        never be taken, and its gradients would be lost.
+        """
         fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
         progress.current.ready = read + 1
         for stage in ("started", "processed", "completed"):
@@ -228,18 +233,18 @@ class LightningCallback(Callback):
             progress.is_last_batch = fetcher.done = fetcher.fetched >= fetcher.length
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning does not number the epochs of datasets. One that went to a place needs it."""
+        """Advance the epoch of resumed datasets, because Lightning does not number their epochs."""
         if pl_module.automatic_optimization:
-            self._reset_counts()  # gradients of which no step was made by now are set to zero by the next epoch
+            self._reset_counts()  # the next epoch zeroes gradients without a step
         if self._positions_restored:
             for loader in _loaders(trainer):
                 advance_epoch(loader)
 
     @property
     def restored_state(self) -> Any:
-        """What `extra_state` had returned for the part from which this island has started, if it has."""
-        kept = self.learner.restored_state
-        return kept.get(USER_STATE) if isinstance(kept, dict) else None
+        """Return value of `extra_state` in the part from which this learner has started, or None."""
+        state = self.learner.restored_state
+        return state.get(USER_STATE) if isinstance(state, dict) else None
 
     # ----------------------------------------------------------------------------------------------------- leaving
 
@@ -247,29 +252,29 @@ class LightningCallback(Callback):
         self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # Of SIGTERM the trainer makes an exception, perhaps before the batch that steps. That is no failure: where it
-        # is a notice (`notice_s`), what was trained is merged before the island goes.
+        # SIGTERM becomes an exception in the trainer, perhaps before the batch that steps. It is no failure: with a
+        # preemption notice (`notice_s`) the unmerged work is merged before the learner leaves.
         self._leave(None if isinstance(exception, SIGTERMException) else exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave(None)
         self._unpatch_checkpoints(trainer)
 
-    def _leave(self, wrong: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         if not self._is_joined:
             return
         self._is_joined = False
         self._restore_own_values()
-        self.learner.__exit__(None, wrong, None)
+        self.learner.__exit__(None, error, None)
 
 
 def _find_optimizer(trainer: Trainer) -> Optimizer:
-    """The plain one: what `LightningModule.optimizers()` gives counts steps for the trainer."""
+    """Return the plain optimizer: the one of `LightningModule.optimizers()` counts steps for the trainer."""
     strategy = type(trainer.strategy)
     if any(parent.__name__ in FLAT_BUFFER_STRATEGIES for parent in strategy.__mro__):
         raise ValueError(
-            f"{strategy.__name__} puts parameters into flat buffers of its own, which cannot be shared with other"
-            ' islands: use strategy="ddp", or ModelParallelStrategy with fully_shard in configure_model'
+            f"{strategy.__name__} stores parameters in its own flat buffers, which cannot be merged with other"
+            ' learners: use strategy="ddp", or ModelParallelStrategy with fully_shard in configure_model'
         )
     if len(trainer.optimizers) != 1:
         raise ValueError(
@@ -281,7 +286,7 @@ def _find_optimizer(trainer: Trainer) -> Optimizer:
 
 
 def _grad_scale(trainer: Trainer) -> float | None:
-    """What gradients of fp16 are scaled by, so that they do not vanish: an overflow makes it smaller."""
+    """Return the factor by which fp16 gradients are scaled against underflow. An overflow reduces it."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else None
 

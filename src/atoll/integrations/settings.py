@@ -1,4 +1,4 @@
-"""What a callback may be told beside what the trainer knows: the settings of `atoll.Learner`."""
+"""Settings of `atoll.Learner` that a callback accepts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TRAINER_ARGUMENTS = {"model", "optimizer"}
 
 
 def check_settings(names: Iterable[str]) -> None:
-    """ValueError for one that there is not. When training begins it would be late: the data may have taken hours."""
+    """Raise ValueError for unknown settings, early: before training begins, preparing the data may take hours."""
     known = set(inspect.signature(Learner).parameters) - TRAINER_ARGUMENTS
     for name in names:
         if name not in known:
-            raise ValueError(f"atoll.Learner has no setting {name!r}; there are {', '.join(sorted(known))}")
+            raise ValueError(f"atoll.Learner has no setting {name!r}; use one of {', '.join(sorted(known))}")

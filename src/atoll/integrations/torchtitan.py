@@ -1,11 +1,11 @@
-"""torchtitan's Trainer on an island: a class before it, and nothing of torchtitan is imported here.
+"""A mixin that makes torchtitan's Trainer a learner. Nothing of torchtitan is imported here.
 
     class IslandTrainer(AtollTrainerMixin, torchtitan.trainer.Trainer):
         atoll_schedule = staticmethod(cosine(warmup=0.01))
 
-It looks at the trainer's `model_parts`, `optimizers`, `dataloader` and, where there are, `validator` and
-`parallel_dims`, and puts itself around `train`, `batch_generator`, `forward_backward_step`, `train_step` and
-`should_continue_training` (docs/torchtitan.md).
+It reads the trainer's `model_parts`, `optimizers`, `dataloader` and, if they exist, `validator` and `parallel_dims`. It
+overrides `train`, `batch_generator`, `forward_backward_step`, `train_step` and `should_continue_training`
+(docs/torchtitan.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Batches: TypeAlias = Iterator[tuple[dict[str, Tensor], Tensor]]
 if TYPE_CHECKING:
 
     class _Trainer:
-        """What of torchtitan's is used."""
+        """Interface of torchtitan's trainer that the mixin uses."""
 
         model_parts: list[torch.nn.Module]
         optimizers: Any
@@ -49,10 +49,10 @@ else:
 
 
 class AtollTrainerMixin(_Trainer):
-    """Put it before torchtitan's Trainer. Two attributes may be set, in the class or before `train`.
+    """Mixin in front of torchtitan's Trainer. Two attributes may be set, in the class or before `train`.
 
-    `atoll_settings`: arguments of `atoll.Learner`; what is not there is taken from the environment (ATOLL_SYNCER, ...).
-    `atoll_schedule`: a rate by the progress of the run in place of torchtitan's schedule, which goes by own steps.
+    `atoll_settings`: arguments of `atoll.Learner`; missing ones are read from the environment (ATOLL_SYNCER, ...).
+    `atoll_schedule`: a rate curve over the run's progress, in place of torchtitan's schedule, which counts own steps.
     """
 
     atoll_settings: Mapping[str, Any] = MappingProxyType({})
@@ -60,35 +60,35 @@ class AtollTrainerMixin(_Trainer):
 
     learner: Learner | None = None
     _schedule: ProgressSchedule | None = None
-    _tokens: TokenCounter | None = None  # of the batches since the last step
-    _losses: Tensor | None = None  # sum over them
-    _is_sum = False  # of tokens, and not a mean
+    _tokens: TokenCounter | None = None  # tokens of the batches since the last step
+    _losses: Tensor | None = None  # sum over these batches
+    _is_sum = False  # losses are sums over tokens, and not means
     _is_joined = False
 
     def train(self) -> None:
         try:
             super().train()
-        except BaseException as wrong:
-            self._leave(wrong)
+        except BaseException as error:
+            self._leave(error)
             raise
         self._leave(None)
 
     def batch_generator(self, data_iterable: Any) -> Batches:
-        """Joins: the trainer asks for its batches once, when its checkpoint is loaded and before the first of them."""
+        """Join. The trainer calls this once, after its checkpoint is loaded and before the first batch."""
         self._join(data_iterable)
         self._tokens = TokenCounter()
         return self._counting(super().batch_generator(data_iterable), self._tokens)
 
-    def _counting(self, batches: Batches, counted: TokenCounter) -> Batches:
-        # Ranks of context parallelism read the same sequences, and all of them are asked.
+    def _counting(self, batches: Batches, counter: TokenCounter) -> Batches:
+        # Ranks of context parallelism read the same sequences, and each of them counts its share.
         shared = getattr(getattr(self, "parallel_dims", None), "cp", 1)
         for inputs, labels in batches:
-            counted.add({"labels": labels}, shared)
+            counter.add({"labels": labels}, shared)
             yield inputs, labels
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().forward_backward_step(*args, **kwargs)
-        # Newer trainers give the share of this batch in the mean over all ranks: here the sum is wanted.
+        # Newer trainers return this batch's share of the mean over all ranks. The sum is needed here.
         part = loss.detach() * kwargs.get("global_valid_tokens", 1)
         self._losses = part if self._losses is None else self._losses + part
         self._is_sum = "global_valid_tokens" in kwargs
@@ -97,7 +97,7 @@ class AtollTrainerMixin(_Trainer):
     def train_step(self, data_iterator: Any) -> Any:
         found = super().train_step(data_iterator)
         if self.learner is not None and self._is_joined:
-            assert self._tokens is not None, "it has joined where it asks for batches"
+            assert self._tokens is not None, "the learner has joined before the batches were counted"
             tokens, losses = self._tokens.pop_total(), self._losses
             self._losses = None
             if losses is not None and self._is_sum:
@@ -126,34 +126,34 @@ class AtollTrainerMixin(_Trainer):
         if validator is not None:
             _validate_published_values(validator, learner)
 
-    def _leave(self, wrong: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         if self.learner is not None and self._is_joined:
             self._is_joined = False
-            self.learner.__exit__(None, wrong, None)
+            self.learner.__exit__(None, error, None)
 
 
 def _unbound_curve(shape: RateCurve) -> RateCurve:
-    """A function in the body of a class becomes a method. One of progress alone was not meant to be one."""
+    """Return a function of progress alone, which became a method because it was defined in the body of a class."""
     if isinstance(shape, MethodType) and len(inspect.signature(shape.__func__).parameters) == 1:
-        found: RateCurve = shape.__func__
-        return found
+        curve: RateCurve = shape.__func__
+        return curve
     return shape
 
 
 def _single_model_and_optimizer(parts: list[torch.nn.Module], optimizers: Any) -> tuple[torch.nn.Module, Optimizer]:
-    """torchtitan's container has an optimizer for each part of the model, and is one itself, without any state."""
-    held = list(getattr(optimizers, "optimizers", [optimizers]))
+    """Return the only model and optimizer. torchtitan's container is an optimizer itself, but has no state."""
+    found = list(getattr(optimizers, "optimizers", [optimizers]))
     if len(parts) != 1:
         raise ValueError(
-            f"this rank has {len(parts)} parts of the model: stages of a pipeline cannot be an island yet; use FSDP and"
+            f"this rank has {len(parts)} parts of the model: pipeline stages are not supported yet; use FSDP and"
             " tensor parallelism, with pipeline_parallel_degree = 1"
         )
-    if len(held) != 1:
+    if len(found) != 1:
         raise ValueError(
-            f"the model has {len(held)} optimizers, and this trainer takes one: leave early_step_in_backward off, and"
-            " use one optimizer with parameter groups"
+            f"the model has {len(found)} optimizers, but the learner takes one here: leave early_step_in_backward off,"
+            " and use one optimizer with parameter groups"
         )
-    return parts[0], held[0]
+    return parts[0], found[0]
 
 
 def _validate_published_values(validator: Any, learner: Learner) -> None:

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` as one island of a run: a callback, and nothing else in the script."""
+"""A callback that makes `transformers.Trainer` a learner."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ log = logging.getLogger("atoll.transformers")
 
 
 class AtollCallback(TrainerCallback):
-    """Makes a `transformers.Trainer` an island of a run.
+    """Callback that makes a `transformers.Trainer` a learner of a run.
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[AtollCallback(syncer="head:7400")])
         trainer.train()
 
-    It joins when training begins, and the model takes the published values. One step of the optimizer is one step of
-    the run, with the tokens of all its micro-batches. Training stops when the run is over; a Trainer that has taken its
-    `max_steps` leaves earlier, and the others go on. What the Trainer evaluates and saves is the published model
-    (`Learner.published`), what it trains is its own. Its schedule is read at the progress of the run, unless
+    The learner joins when training begins, and the model takes the published values. One step of the optimizer is one
+    step of the learner, with the tokens of all its micro-batches. Training stops when the run is over. A Trainer that
+    has taken its `max_steps` leaves earlier, and the other learners continue. The Trainer evaluates and saves the
+    published model (`Learner.published`), and trains its own. Its schedule follows the progress of the run, unless
     `follow_progress` is False: `max_steps` then is only its length.
 
-    `tokens` says how much a batch counts, from the arguments of the model's `forward`. All else is as `atoll.Learner`
-    takes it, from the environment (ATOLL_SYNCER and others) where it is not given; `settings` are its further
-    arguments. Give this callback last: what a later one asks to evaluate is evaluated as it is trained.
+    `tokens` counts a batch, from the arguments of the model's `forward`. The other arguments are those of
+    `atoll.Learner`. Missing ones are read from the environment (ATOLL_SYNCER and others). Pass this callback last: an
+    evaluation that a later callback requests uses the model that is trained.
 
-    An exception or Ctrl-C that ends the process leaves the run. Where the process lives on, as in a notebook, write
+    An exception or Ctrl-C that ends the process leaves the run. In a process that continues, such as a notebook, write
     `with AtollCallback(...) as atoll:` around `train()`, which leaves at once.
     """
 
@@ -67,14 +67,14 @@ class AtollCallback(TrainerCallback):
         self._is_joined = False
         self._hook: RemovableHandle | None = None
         self._schedule: StepScheduleAdapter | ProgressSchedule | None = None
-        self._published_scope = ExitStack()  # of the published values, while the Trainer evaluates and saves
+        self._published_scope = ExitStack()  # open while the Trainer evaluates and saves published values
         self._tokens = TokenCounter(tokens)
         self._losses: list[Tensor] = []
-        self._is_share = False  # the losses of micro-batches are parts of one mean, and not each a mean
+        self._is_share = False  # losses of micro-batches are shares of one mean, and not each a mean
 
     @property
     def learner(self) -> Learner:
-        """Of the training that goes on, or of the last one."""
+        """The learner of the current or the last training."""
         if self._learner is None:
             raise ValueError("there is no learner yet: it joins when the Trainer begins to train")
         return self._learner
@@ -84,7 +84,7 @@ class AtollCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._leave(RuntimeError("another training began"))  # one that was ended by an exception
+        self._leave(RuntimeError("another training began"))  # leave an earlier one that an exception has ended
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._learner = Learner(model, optimizer, *self._syncer_arguments, **self._settings)
         self._learner.__enter__()
@@ -100,7 +100,7 @@ class AtollCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            # It was loaded a moment ago, over the published values if the last thing was an evaluation.
+            # The best model was loaded just now, over the published values if an evaluation came last.
             self.learner.published_values.keep_loaded()
         self._leave(None)
 
@@ -108,15 +108,15 @@ class AtollCallback(TrainerCallback):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(wrong)
+        self._leave(error)
 
     def _leave_at_exit(self) -> None:
-        """The training was ended by an exception that nobody has caught, or in the middle by who ends the process."""
+        """Leave a training that an uncaught exception or the end of the process has ended."""
         self._leave(getattr(sys, "last_value", None) or SystemExit("the process ends"))
 
-    def _leave(self, wrong: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         if not self._is_joined:
             return
         self._is_joined = False
@@ -127,12 +127,12 @@ class AtollCallback(TrainerCallback):
         if isinstance(self._schedule, StepScheduleAdapter):
             self._schedule.restore()
         self._schedule = None
-        self.learner.__exit__(None, wrong, None)
+        self.learner.__exit__(None, error, None)
 
     # --------------------------------------------------------------------------------------------------------- training
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """After each forward pass of the training: a step has as many of them as it accumulates gradients of."""
+        """Count a forward pass of the training. A step has one for each accumulated micro-batch."""
         if not (module.training and torch.is_grad_enabled()):
             return
         batch = kwargs if any(isinstance(value, Tensor) for value in kwargs.values()) else args
@@ -148,7 +148,7 @@ class AtollCallback(TrainerCallback):
         self._published_scope.close()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before the Trainer logs, evaluates and saves."""
+        """Report the step, before the Trainer logs, evaluates and saves."""
         if not self._is_joined:
             return
         tokens, loss = self._tokens.pop_total(), self._mean_loss(args)
@@ -157,14 +157,14 @@ class AtollCallback(TrainerCallback):
         if not was_step_skipped(optimizer):
             if not tokens:
                 raise ValueError(
-                    "a step was taken in which the model's forward was not called, so that nobody has counted its "
-                    "tokens: call the model itself in compute_loss, and not one of its parts"
+                    "a step was taken without a call of the model's forward, so its tokens were not counted: call the "
+                    "model itself in compute_loss, and not one of its parts"
                 )
             self.learner.step(tokens, loss)
             if self._schedule is not None:
                 self._schedule.update_rates()
         if self.learner.finished:
-            self._leave(None)  # the model has the final values; what the Trainer then loads (the best one) stays
+            self._leave(None)  # the model has the final values; a best model that the Trainer loads later stays
             control.should_training_stop = True
         self._show_published(control)
 
@@ -197,7 +197,7 @@ class AtollCallback(TrainerCallback):
         self._losses = []
 
     def _attach_schedule(self, args: TrainingArguments, state: TrainerState, scheduler: Any) -> None:
-        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's, around it
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # unwrap accelerate's scheduler
         if isinstance(scheduler, ProgressSchedule):
             scheduler.follow(self.learner)
             self._schedule = scheduler
@@ -207,7 +207,7 @@ class AtollCallback(TrainerCallback):
             warmup_steps = args.get_warmup_steps(state.max_steps)
             self._schedule = StepScheduleAdapter(scheduler, self.learner, state.max_steps, warmup_steps)
         else:
-            log.warning("%s goes by the steps of this island, and not by the run's progress", type(scheduler).__name__)
+            log.warning("%s follows the steps of this learner, not the run's progress", type(scheduler).__name__)
 
 
 __all__ = ["AtollCallback"]

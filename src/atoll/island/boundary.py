@@ -1,7 +1,7 @@
-"""What a learner does between two steps, as a list of actions.
+"""Actions that a learner executes between two steps.
 
-The list is made by whoever speaks to the syncer. An island of one rank carries it out as it is; in an island of many
-ranks the leader's list goes to all of them, and each does its part at the same step.
+The rank that runs the protocol makes the list. An island of one rank executes it directly. In an island of several
+ranks the leader broadcasts it, and each rank executes its part at the same step.
 """
 
 from __future__ import annotations
@@ -45,47 +45,48 @@ class AdoptAction(NamedTuple):
 
 
 class CopyStateAction(NamedTuple):
-    """Take a copy of the inner optimizer's state for a learner that joins."""
+    """Copy the optimizer state for a learner that joins."""
 
     envelope: Envelope
     state: Future[optimizer_state.OptimizerStateCopy]
 
 
 def state_key(envelope: Envelope) -> tuple[int, int]:
-    """One boundary may give to several learners, and the same learner may ask again at a later one."""
+    """Return the key of a copied state. One boundary may copy for several learners, and a learner may ask again
+    later."""
     assert isinstance(envelope.body, OptimizerState)
     return envelope.tick, envelope.body.target
 
 
 class SavePartAction(NamedTuple):
-    """Copy everything that this learner's part of a snapshot holds."""
+    """Copy this learner's part of a snapshot."""
 
     effect: SaveSnapshot
     part: Future[PartCopy]
 
 
 class SavedState(NamedTuple):
-    """A part that was found on disk, and its inner state as this optimizer takes it."""
+    """Part that was found on disk, with its optimizer state prepared for this optimizer."""
 
     part: LearnerPart
     prepared: optimizer_state.PreparedState
 
 
 class ReceivedState(NamedTuple):
-    """Inner state that a peer has sent: metadata and whole tensors, and what of it this rank installs."""
+    """Optimizer state from a peer: metadata and full tensors, and what this rank installs of it."""
 
     state: tuple[Mapping[str, Any], Mapping[str, Tensor]]
     prepared: optimizer_state.PreparedState
 
 
-class InitialState(NamedTuple):
-    """What an island starts with. `state`: metadata and whole tensors of inner state, for the other ranks of it."""
+class IslandInitialState(NamedTuple):
+    """State from which an island starts. `state`: metadata and full tensors of optimizer state, for the other ranks."""
 
     warmup_steps: int
     prepared: optimizer_state.PreparedState | None
     state: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None
-    part: LearnerPart | None  # this learner's own, which it goes on from
-    is_loaded: bool = False  # the other ranks have read their own already
+    part: LearnerPart | None  # this learner's own part, from which it resumes
+    is_loaded: bool = False  # the other ranks have loaded their shards of the state
 
     @property
     def restored(self) -> Any:
@@ -94,7 +95,7 @@ class InitialState(NamedTuple):
 
 class StartAction(NamedTuple):
     effect: StartTraining
-    initial: InitialState | None = None  # known when it is carried out
+    initial: IslandInitialState | None = None  # set before the action is executed
 
 
 class StopAction(NamedTuple):
@@ -102,32 +103,32 @@ class StopAction(NamedTuple):
 
 
 DRAINED_REASONS = frozenset({"learner-left-on-request", "learner-drained", "learner-left-early"})
-"""Reasons with which a learner leaves that was asked to."""
+"""Reasons with which a drained learner leaves."""
 
 Action: TypeAlias = CopyAction | AdoptAction | CopyStateAction | SavePartAction | StartAction | StopAction
 
 
 class SingleRankIsland:
-    """An island of one rank, and the base of one of many: all ranks carry out the same actions at the same boundary."""
+    """Island of one rank, and base class of `Leader`. All ranks execute the same actions at the same boundary."""
 
     generation = 0
     waited_s = 0.0
     transfer_mode = "alone"
-    preemption_level = 0  # the most that another rank has got, see `Preemption.level`
+    preemption_level = 0  # highest level of the other ranks, see `Preemption.level`
 
     def gather_requests(self, kind: RankRequest, value: int = 0) -> int:
-        """Wait until all ranks are here for the same thing. Return the sum of their values, over those that count."""
+        """Wait for the same request from all ranks. Return the sum of their values over the ranks that count."""
         return value
 
     def broadcast_actions(self, actions: list[Action], status: BoundaryStatus) -> list[Action]:
-        """Send the actions to all ranks, which wait for them since `gather_requests`."""
+        """Send the actions to all ranks. They have waited since `gather_requests`."""
         return actions
 
     def broadcast(self, commands: list[Any]) -> None:
-        """While it joins: with no words, the other ranks know that this one is still there."""
+        """Send commands to all ranks during the join. An empty list is a heartbeat."""
 
     def pause_ranks(self) -> None:
-        """All ranks want to leave, and rest with this one before they do."""
+        """Let all ranks pause with this one before they leave."""
 
     def scatter_samples(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         return numbers
@@ -150,10 +151,10 @@ T = TypeVar("T")
 
 
 def resolve_future(future: Future[T], compute: Callable[[], T]) -> None:
-    """Keep the promise with what is taken, or with the cause why it cannot be. Raises nothing.
+    """Set the result of `compute`, or the error as text. Raises nothing.
 
-    The cause goes on as text: an exception would keep the frames of its traceback alive, and with them copies of
-    tensors for which there was no memory.
+    An exception object would keep the frames of its traceback alive, and with them copies of tensors for which there
+    was no memory.
     """
     try:
         result = compute()
@@ -170,23 +171,23 @@ def copy_part(
     take_state: Callable[[], optimizer_state.OptimizerStateCopy],
     extra_state: Callable[[], Any] | None,
 ) -> PartCopy:
-    """Copy this learner's part of a snapshot, in the training thread. Raises ValueError for what cannot be saved."""
+    """Copy this learner's part of a snapshot, in the training thread. Raise ValueError if it cannot be saved."""
     extra = "null"
     if extra_state is not None:
         try:
             extra = json.dumps(extra_state(), allow_nan=False)
-        except Exception as error:  # the user's code; training is worth more than its part
+        except Exception as error:  # the user's code must not end the training
             raise ValueError(f"extra_state failed: {type(error).__name__}: {error}") from error
-    inner = take_state()
+    state = take_state()
     copies = []
     for fragment in fragments:
         buffer, wait = fragment.copy_for_part()
         copies.append(FragmentCopy(fragment.p, buffer.tensor, wait, partial(fragment.release, buffer)))
-    return PartCopy(copies, inner, get_rng_states(), extra)
+    return PartCopy(copies, state, get_rng_states(), extra)
 
 
 def summarize_error(error: Exception) -> str:
-    """Return what went wrong in one line: with the file, or with the type unless it is a sentence of ours."""
+    """Return an error in one line, with its file if it has one, and with its type unless it is a ValueError."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).splitlines()
@@ -217,54 +218,52 @@ class StepBoundary:
         fragment.release(action.value, action.reference)
 
     def copy_state(self, action: CopyStateAction) -> None:
-        """Copy the inner state. Whatever fails is the joining learner's loss: the background answers with the cause,
-        and training goes on."""
+        """Copy the optimizer state. On failure the joining learner receives the cause, and training goes on."""
         resolve_future(action.state, self._take_state_for_peer)
 
     def save_part(self, action: SavePartAction) -> None:
-        """Copy a part of a snapshot. Whatever fails is reported to the syncer, and training goes on."""
+        """Copy a part of a snapshot. A failure is reported to the syncer, and training goes on."""
         resolve_future(action.part, lambda: copy_part(self.fragments, self.take_optimizer_state, self._extra_state))
 
     def _take_state_for_peer(self) -> optimizer_state.OptimizerStateCopy:
-        taken = self.take_optimizer_state()
-        optimizer_state.check_has_state(self._optimizers, taken)
-        return taken
+        state = self.take_optimizer_state()
+        optimizer_state.check_has_state(self._optimizers, state)
+        return state
 
     def take_optimizer_state(self) -> optimizer_state.OptimizerStateCopy:
         return optimizer_state.copy_state(self._optimizers, self._model)
 
     def prepare_actions(self) -> None:
-        """Called when something is to be done at this boundary."""
+        """Prepare the model before the actions of a boundary."""
 
     def find_saved_state(
-        self, run: Path, config: RunConfig, learner: LearnerId, say: Callable[[str], None]
+        self, run: Path, config: RunConfig, learner: LearnerId, log: Callable[[str], None]
     ) -> SavedState | None:
-        """While the training thread waits for the first step: inner state from a part in this run's directory."""
-        found = find_optimizer_state(run, config, learner, self._optimizers, self._model, say, self.load_on_other_ranks)
+        """Return optimizer state from a part in this run directory. The training thread waits for the first step."""
+        found = find_optimizer_state(run, config, learner, self._optimizers, self._model, log, self.load_on_other_ranks)
         return SavedState(*found) if found is not None else None
 
     def load_on_other_ranks(self, part: LearnerPart) -> None:
-        """The other ranks, if there are any, read their own of a part that fits here. Raises ValueError where they
-        cannot."""
+        """Let each other rank load its shards of a part that fits. Raise ValueError if one cannot."""
 
     def prepare_received_state(self, file: StateFile) -> ReceivedState:
-        """While the training thread waits for the first step: check a peer's inner state. Raises ValueError where it
-        does not fit."""
+        """Check a peer's optimizer state while the training thread waits. Raise ValueError if it does not fit."""
         state = file.read()
         return ReceivedState(state, optimizer_state.prepare(*state, self._optimizers, self._model))
 
     def make_initial_state(
         self,
         effect: StartTraining,
-        given: ReceivedState | None,
+        received: ReceivedState | None,
         saved: SavedState | None,
         learner: LearnerId,
         log: logging.Logger,
-    ) -> InitialState:
+    ) -> IslandInitialState:
         """Return what training starts with."""
         if effect.state_source.code == "state-from-snapshot":
-            assert saved is not None, f"{effect.state_source}, which nobody holds"
-            # Two learners that draw the same numbers would learn the same: only its own part says what is drawn next.
+            assert saved is not None, f"{effect.state_source}, but no part was found"
+            # Only the learner's own part restores the random generators: two learners that draw the same numbers would
+            # train on the same noise.
             own = saved.part if saved.part.learner == learner else None
             state = (saved.part.note["inner"], saved.part.optimizer_tensors())
             warmup_steps = effect.warmup_steps
@@ -272,15 +271,15 @@ class StepBoundary:
                 optimizer_state.check_has_state(self._optimizers, saved.prepared)
             except ValueError as error:
                 warmup_steps = max(warmup_steps, self.fresh_warmup_steps)
-                log.warning("%s has no inner state, warming up for %d steps: %s", saved.part.path, warmup_steps, error)
-            return InitialState(warmup_steps, saved.prepared, state, own)
+                log.warning("%s has no optimizer state, warmup of %d steps: %s", saved.part.path, warmup_steps, error)
+            return IslandInitialState(warmup_steps, saved.prepared, state, own)
         if effect.state_source.code == "state-from-peer":
-            assert given is not None, f"{effect.state_source}, which never arrived"
-            return InitialState(effect.warmup_steps, given.prepared, given.state, None)
-        return InitialState(effect.warmup_steps, None, None, None)
+            assert received is not None, f"{effect.state_source}, but none has arrived"
+            return IslandInitialState(effect.warmup_steps, received.prepared, received.state, None)
+        return IslandInitialState(effect.warmup_steps, None, None, None)
 
     def write_anchors(self) -> None:
-        """The model as it was published, without the steps that came too late for the last merge."""
+        """Load the published values into the model, without the steps that were too late for the last merge."""
         for fragment in self.fragments:
             if fragment.anchor is not None:
                 fragment.adopt("overwrite", fragment.anchor, None, 0.0)

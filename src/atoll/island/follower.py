@@ -1,8 +1,8 @@
-"""A rank of an island that does not lead it: it asks its leader at every step boundary, and does what it is told.
+"""A rank of an island other than the leader. It sends a request at every step boundary and executes the reply.
 
-Its training thread copies and adopts its own rows, at the same steps as all ranks. One background thread gives rows to
-the leader and takes those of new versions; where every rank sends and fetches its own, another one does that when the
-leader says so. It does not know the protocol.
+Its training thread copies and adopts its own rows at the same steps as all ranks. A background thread sends rows to the
+leader and receives rows of new versions. If every rank transfers its own rows, another background thread does that on
+requests of the leader. A follower does not know the protocol with the syncer.
 """
 
 from __future__ import annotations
@@ -43,52 +43,52 @@ from atoll.tensors.row_sharding import FragmentSharding, shard_fragment
 from atoll.tensors.sharding import ShardWindow, assign_owners, shard_windows
 
 MAX_STAGED_STATES = 4
-"""Of inner state that was taken and that nobody has asked for yet."""
+"""Staged copies of state that the leader has not collected yet."""
 
 MAX_ARRIVALS = 16
-"""Versions of one fragment that have arrived at a rank and are not adopted."""
+"""Versions of one fragment that have arrived at a rank and are not adopted yet."""
 
 THREAD_JOIN_TIMEOUT_S = 5.0
 
 
 class FollowerFragment:
-    """One fragment at a rank that does not lead. Versions arrive before the leader says to adopt them."""
+    """One fragment at a follower. Versions arrive before the leader's command to adopt them."""
 
     def __init__(self, tensors: FragmentTensors) -> None:
         self.tensors = tensors
-        self.copies_made = 0  # made so far
+        self.copies_made = 0  # total number
         self._arrivals: dict[Version, Buffer] = {}
 
     def add_version(self, version: Version, value: Buffer) -> None:
-        """Keep a version. The leader may have decided to adopt an earlier one that is still to be adopted here."""
+        """Store a version. An earlier version may still be adopted here, because the leader has decided so."""
         self.tensors.release(self._arrivals.pop(version, None))
         self._arrivals[version] = value
         while len(self._arrivals) > MAX_ARRIVALS:
             self.tensors.release(self._arrivals.pop(min(self._arrivals)))
 
-    def adopt(self, version: Version, how: AdoptMode, merged_copy: bool, alpha: float) -> None:
+    def adopt(self, version: Version, mode: AdoptMode, merged_copy: bool, alpha: float) -> None:
         state, value = self.tensors, self._arrivals.pop(version, None)
         if value is None:
             raise IslandBrokenError(
-                f"version {version} of fragment {state.p} is adopted, and has not arrived at this rank"
+                f"cannot adopt version {version} of fragment {state.p}: it has not arrived at this rank"
             )
         for older in [each for each in self._arrivals if each < version]:
             state.release(self._arrivals.pop(older))
         state.set_newest(version, value)
         new, reference = state.prepare_adoption(merged_copy)
-        state.adopt(how, new, reference, alpha)
+        state.adopt(mode, new, reference, alpha)
         state.release(new, reference)
         if state.rows is not None:
             state.rows.settle(merged_copy)
 
     def retain_version(self, version: Version) -> Buffer | None:
-        """Return a version that is here, adopted or not. The caller releases it."""
+        """Return a version that has arrived, adopted or not. The caller releases it."""
         found = self._arrivals.get(version)
         return self.tensors.buffers.retain(found) if found is not None else self.tensors.retain_newest(version)
 
 
 class StagedState(NamedTuple):
-    """What was taken at one boundary for a peer or for a snapshot's part, until the leader asks for it."""
+    """State copied at one boundary for a peer or for a snapshot's part, until the leader collects it."""
 
     state: optimizer_state.OptimizerStateCopy | None
     rows: list[tuple[FragmentTensors, Buffer, Callable[[], None]]]
@@ -97,7 +97,7 @@ class StagedState(NamedTuple):
 
 
 class FollowerBackground(Protocol):
-    """What a follower needs of the background thread of its process, with which it sends and fetches its own rows."""
+    """Interface of the background thread of a follower's process, which transfers its own rows."""
 
     @property
     def has_token(self) -> bool: ...
@@ -120,7 +120,7 @@ class FollowerBackground(Protocol):
 
 
 class Follower:
-    is_open = True  # steps can be reported; `Learner.__enter__` makes it
+    is_open = True  # `Learner.__enter__` creates a follower, so steps can be reported
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class Follower:
         self._plan: FragmentPlan | None = None
         self._owned: list[list[ShardWindow]] = []
         self._rows: list[FollowerFragment] = []
-        self._shares: list[FragmentSharding] = []  # by fragment, where ranks send and fetch their own
-        self._reaches_syncer = 0  # the syncer
+        self._shares: list[FragmentSharding] = []  # by fragment, if ranks transfer their own rows
+        self._reaches_syncer = 0  # 1 if this rank can reach the syncer
         self._generation = 0
         self._staged: dict[int, StagedState] = {}
         self._staged_count = 0
@@ -180,7 +180,7 @@ class Follower:
         """Report one step. Only rank 0 sends the loss."""
         begin = time.monotonic()
         if self._error is not None:
-            raise IslandBrokenError(f"the background of this rank has failed: {self._error}") from self._error
+            raise IslandBrokenError(f"the background thread of this rank failed: {self._error}") from self._error
         self._background.check()
         self.steps += 1
         self._sync_with_leader(RankRequest.STEP, tokens)
@@ -193,43 +193,43 @@ class Follower:
 
     def take(self, count: int) -> tuple[int, ...]:
         self._leader.send_request(RankRequest.TAKE, count)
-        _, words = self._leader.receive_reply()
-        return tuple(words[0][1])
+        _, commands = self._leader.receive_reply()
+        return tuple(commands[0][1])
 
     def _wait_while_paused(self) -> None:
         while self._is_paused and not self._status.finished:
-            began = time.monotonic()
+            paused_at = time.monotonic()
             self._sync_with_leader(RankRequest.PAUSE)
-            self._status.paused_s += time.monotonic() - began
+            self._status.paused_s += time.monotonic() - paused_at
 
     def _sync_with_leader(self, kind: RankRequest, value: int = 0) -> None:
-        """Ask, and do what is answered."""
+        """Send a request and execute the commands of the reply."""
         self._leader.send_request(kind, value, preemption_level=self._notice_level())
-        told, words = self._leader.receive_reply()
-        self._is_paused = told.is_paused
+        status, commands = self._leader.receive_reply()
+        self._is_paused = status.is_paused
         if kind not in (RankRequest.JOIN, RankRequest.CLOSE):
-            self._leader_status = told
-            self._status.progress = told.progress
-        if words and self._is_joined:
+            self._leader_status = status
+            self._status.progress = status.progress
+        if commands and self._is_joined:
             reshard(self._fsdp)
-        for word, *rest in words:
-            getattr(self, f"_on_{word}")(*rest)
+        for command, *arguments in commands:
+            getattr(self, f"_on_{command}")(*arguments)
 
     def stats(self) -> LearnerStats:
-        """What the leader counted by the last boundary; times and memory are this rank's own."""
-        told = self._leader_status
+        """Return the counters of the leader as of the last boundary, with times and memory of this rank."""
+        status = self._leader_status
         return LearnerStats(
-            steps=max(told.steps, self.steps),
-            tokens=told.tokens,
-            bytes_up=told.bytes_up,
-            bytes_down=told.bytes_down,
+            steps=max(status.steps, self.steps),
+            tokens=status.tokens,
+            bytes_up=status.bytes_up,
+            bytes_down=status.bytes_down,
             boundary_s=self._boundary_s,
             lock_wait_s=0.0,
             training_s=time.monotonic() - self._started_at if self._started_at else 0.0,
             adopted=self._adopted,
             contributed=self._copies,
             link="up" if self._is_joined else "down",
-            samples=told.samples,
+            samples=status.samples,
             repeated_steps=0,
             paused_s=self._status.paused_s,
             host_bytes=sum(rows.tensors.host_bytes for rows in self._rows),
@@ -238,11 +238,11 @@ class Follower:
         )
 
     def close(self, error: BaseException | type[BaseException] | None) -> None:
-        """All ranks leave together; one that leaves alone says why."""
+        """Leave together with all ranks, or send the error with which this rank leaves alone."""
         try:
             if error is None:
                 self._sync_with_leader(RankRequest.CLOSE)
-                if self._is_paused:  # there is a notice, and something to push
+                if self._is_paused:  # the learner is drained and has unmerged work
                     self._wait_while_paused()
                     self._sync_with_leader(RankRequest.CLOSE)
                 if self._status.finished and not self._status.drained:
@@ -263,7 +263,7 @@ class Follower:
             self._thread.join(THREAD_JOIN_TIMEOUT_S)
             self._parts.close()
 
-    # ------------------------------------------------------------------------------------------------------------ words
+    # --------------------------------------------------------------------------------------------------------- commands
 
     def _on_settings(self, settings: Any) -> None:
         self._status.settings = RunSettings.from_json(settings)
@@ -271,7 +271,7 @@ class Follower:
         view = ModelView(self._model, plan, packed=True)
         optimizer_state.named_optimized_parameters(
             self._optimizers, self._model
-        )  # raises for an optimizer of another model
+        )  # raises for another model's optimizer
         mine = assign_owners(self._ranks.boxes, plan.tensors)[self._ranks.rank]
         with self._changed:
             self._owned = [shard_windows(plan, p, view.boxes, mine) for p in range(len(plan.fragments))]
@@ -279,15 +279,15 @@ class Follower:
             self._changed.notify_all()
 
     def _on_reach(self, address: str, with_token: bool) -> None:
-        """May this rank speak to the syncer? It has its own token and keys, if any."""
+        """Check whether this rank can reach the syncer, with its own token and keys."""
         try:
             if with_token and not self._background.has_token:
-                raise ValueError("it was given no token")  # to ask without one would look like a stranger
+                raise ValueError("it was given no token")  # the syncer would log a request without one
             self._background.start()
             self._background.check_reachable(address)
             self._reaches_syncer = 1
-        except (ValueError, OSError, AtollError) as wrong:  # OSError: keys that this rank may not read
-            self._log.info("rank %d cannot speak to the syncer: %s", self._ranks.rank, wrong)
+        except (ValueError, OSError, AtollError) as error:  # OSError: unreadable key files
+            self._log.info("rank %d cannot reach the syncer: %s", self._ranks.rank, error)
 
     def _on_transfer_mode(self, mode: str) -> None:
         if not mode:
@@ -298,11 +298,11 @@ class Follower:
         self._background.serve_rows(self._ranks.rows[0], self._own_rows, self._retain_version, self._ranks.size)
 
     def _own_rows(self, generation: int) -> list[RowFragment]:
-        """The leader may ask before the training thread has heard of its new incarnation."""
+        """Return the row fragments. Wait if the training thread has not begun this incarnation yet."""
         with self._changed:
             self._wait_until(lambda: self._generation >= generation)
             if self._generation != generation:
-                raise CopyUnavailableError("this is of an earlier incarnation")
+                raise CopyUnavailableError("it belongs to an earlier incarnation")
             return [rows.tensors.rows for rows in self._rows if rows.tensors.rows is not None]
 
     def _retain_version(self, p: FragmentId, version: Version) -> Buffer | None:
@@ -310,13 +310,13 @@ class Follower:
             return self._rows[p].retain_version(version)
 
     def _on_attach(self, learner: int, incarnation: int, generation: int, alpha: float) -> None:
-        """One incarnation begins."""
+        """Begin one incarnation."""
         assert self._view is not None and self._plan is not None
         self._status.identity = (learner, incarnation)
         self._blend_alpha = alpha
-        up = get_codec(self._status.settings.numerics.upload_codecs[0])
+        codec = get_codec(self._status.settings.numerics.upload_codecs[0])
         shares: Sequence[FragmentSharding | None] = self._shares or [None] * len(self._plan.fragments)
-        made = [FragmentTensors(self._view, p, up, None, share, self._ranks.rank) for p, share in enumerate(shares)]
+        made = [FragmentTensors(self._view, p, codec, None, share, self._ranks.rank) for p, share in enumerate(shares)]
         with self._changed:
             self._rows = [FollowerFragment(each) for each in made]
             self._generation = generation
@@ -328,16 +328,16 @@ class Follower:
         rows = self._rows[p]
         with self._changed:
             copied = rows.tensors.prepare_copy(RoundId(p, NO_VERSION, 0, 0))
-        assert copied.serial == serial, f"copy {copied.serial} of fragment {p} is {serial} at the leader"
+        assert copied.serial == serial, f"copy {copied.serial} of fragment {p} has serial {serial} at the leader"
         rows.tensors.copy(copied)
         self._copies += 1
         with self._changed:
             rows.copies_made = serial
             self._changed.notify_all()
 
-    def _on_adopt(self, p: FragmentId, version: Version, how: AdoptMode, merged_copy: bool) -> None:
+    def _on_adopt(self, p: FragmentId, version: Version, mode: AdoptMode, merged_copy: bool) -> None:
         with self._changed:
-            self._rows[p].adopt(version, how, merged_copy, self._blend_alpha)
+            self._rows[p].adopt(version, mode, merged_copy, self._blend_alpha)
         self._adopted += 1
 
     def _on_copy_state(self) -> None:
@@ -345,8 +345,8 @@ class Follower:
 
     def _on_save_part(self) -> None:
         with self._changed:
-            # One part is written at a time: of an earlier one nobody has come for this, because saving it had failed.
-            for key in [key for key, parcel in self._staged.items() if parcel.rows]:
+            # Parts are written one at a time. A staged part that is left was not collected, because saving it failed.
+            for key in [key for key, staged in self._staged.items() if staged.rows]:
                 self._drop_staged(key)
 
         def take() -> StagedState:
@@ -357,12 +357,12 @@ class Follower:
 
     def _stage(self, take: Callable[[], StagedState]) -> None:
         try:
-            parcel = take()
-        except Exception as error:  # the leader gets the cause when it asks
-            parcel = StagedState(None, [], {}, f"rank {self._ranks.rank}: {summarize_error(error)}")
+            staged = take()
+        except Exception as error:  # sent to the leader on request
+            staged = StagedState(None, [], {}, f"rank {self._ranks.rank}: {summarize_error(error)}")
         with self._changed:
             self._staged_count += 1
-            self._staged[self._staged_count] = parcel
+            self._staged[self._staged_count] = staged
             if len(self._staged) > MAX_STAGED_STATES:
                 self._drop_staged(min(self._staged))
             self._changed.notify_all()
@@ -389,7 +389,7 @@ class Follower:
             raise LearnerRefusedError(text)
 
     def _on_final(self, versions: list[Version]) -> None:
-        """The run was over before this island came."""
+        """Adopt the final versions of a run that was over before this learner joined."""
         for rows, version in zip(self._rows, versions, strict=True):
             with self._changed:
                 rows.adopt(version, "overwrite", False, 0.0)
@@ -405,37 +405,37 @@ class Follower:
     def _serve_commands(self) -> None:
         try:
             while True:
-                order, p, key, generation = self._commands.receive_command()
-                if order is RankCommand.READ:
+                command, p, key, generation = self._commands.receive_command()
+                if command is RankCommand.READ:
                     self._send_initial_rows(p)
-                elif order is RankCommand.VERSION:
+                elif command is RankCommand.VERSION:
                     self._receive_version(p, key, generation)
-                elif order is RankCommand.STATE:
-                    self._send_state(key, generation, only_beside=p == RNG_ONLY)
-                elif order in PART_COMMANDS:
-                    self._parts.handle(order, key, generation)
-                elif order is RankCommand.EDGES:
+                elif command is RankCommand.STATE:
+                    self._send_state(key, generation, only_rng=p == RNG_ONLY)
+                elif command in PART_COMMANDS:
+                    self._parts.handle(command, key, generation)
+                elif command is RankCommand.EDGES:
                     self._encode(p, key, generation)
-                elif order is RankCommand.RELAY:
+                elif command is RankCommand.RELAY:
                     self._relay(p, key, generation)
                 else:
-                    self._send_stored_rows(order, p, key, generation)
-        except BaseException as wrong:
+                    self._send_stored_rows(command, p, key, generation)
+        except BaseException as error:
             if not self._is_closing:
-                self._error = wrong  # the training thread raises it at its next step
+                self._error = error  # the training thread raises it at its next step
                 with self._changed:
                     self._changed.notify_all()
-                self._commands.shut_down()  # the leader must not wait for what will not come
+                self._commands.shut_down()  # the leader must not wait for a reply
 
-    def _wait_until(self, is_here: Callable[[], bool]) -> None:
-        """With the lock held: for what the training thread does at a boundary that it has not come to yet."""
-        while not is_here():
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait until the training thread has come to a boundary. The caller has the lock."""
+        while not is_done():
             if self._is_closing:
                 raise IslandBrokenError("this rank leaves")
             self._changed.wait(1.0)
 
     def _send_initial_rows(self, p: FragmentId) -> None:
-        """While the training thread waits for the leader to join."""
+        """Send the initial weights, while the training thread waits for the leader to join."""
         with self._changed:
             self._wait_until(lambda: self._view is not None)
         assert self._view is not None
@@ -443,20 +443,20 @@ class Follower:
         self._view.read(p, flat)
         self._send_rows(p, flat)
 
-    def _send_stored_rows(self, order: RankCommand, p: FragmentId, key: int, generation: int) -> None:
+    def _send_stored_rows(self, command: RankCommand, p: FragmentId, key: int, generation: int) -> None:
         held: list[tuple[FragmentTensors, Buffer]] = []
         wait: Callable[[], None] | None = None
         with self._changed:
-            if order is RankCommand.COPY:
+            if command is RankCommand.COPY:
                 state, copied = self._retain_copy(p, key, generation)
                 if copied is not None:
                     held = [(state, copied.buffer), (state, copied.anchor)]
                     wait = copied.ready.result()
             else:
-                parcel = self._find_staged(key, generation)
-                if parcel is not None and p < len(parcel.rows):
-                    wait = parcel.rows[p][2]
-                    held = [(parcel.rows[p][0], parcel.rows[p][0].buffers.retain(parcel.rows[p][1]))]
+                staged = self._find_staged(key, generation)
+                if staged is not None and p < len(staged.rows):
+                    wait = staged.rows[p][2]
+                    held = [(staged.rows[p][0], staged.rows[p][0].buffers.retain(staged.rows[p][1]))]
         try:
             if wait is None:
                 self._commands.send_result(RankReply.MISSING)
@@ -468,7 +468,7 @@ class Follower:
                 rows.release(buffer)
 
     def _retain_copy(self, p: FragmentId, serial: int, generation: int) -> tuple[FragmentTensors, PulledCopy | None]:
-        """With the lock held: wait for the copy with this serial. The caller releases it; None: it is gone."""
+        """Wait for the copy with this serial. Return None if it is dropped. The caller has the lock and releases it."""
         self._wait_until(
             lambda: (
                 generation < self._generation
@@ -485,7 +485,7 @@ class Follower:
             self._commands.send_tensor(window.view_packed(packed))
 
     def _encode(self, p: FragmentId, key: int, generation: int) -> None:
-        """This rank's strips of the copy with this serial."""
+        """Encode this rank's strips of the copy with this serial."""
         with self._changed:
             state, copied = self._retain_copy(p, key, generation)
         rows = state.rows
@@ -499,16 +499,16 @@ class Follower:
             state.release(copied.buffer, copied.anchor)
         self._commands.send_result(RankReply.OK)
         self._commands.send_tensor(prepared.outgoing)
-        status, by = self._commands.receive_result()
+        status, codec = self._commands.receive_result()
         if status is not RankReply.OK:
-            rows.abort_encoding(key, CopyUnavailableError("another rank does not have this copy any more"))
+            rows.abort_encoding(key, CopyUnavailableError("another rank has dropped this copy"))
             return
         taken = torch.empty(sum(move.numel for move in rows.share.receives_at(rows.rank)))
         self._commands.receive_tensor(taken)
-        rows.encode_strips(prepared, taken, get_codec(by))
+        rows.encode_strips(prepared, taken, get_codec(codec))
 
     def _relay(self, p: FragmentId, version: Version, generation: int) -> None:
-        """What was fetched here goes by the leader, and what others have fetched of the same rows comes."""
+        """Exchange the rows of a version by way of the leader: send fetched rows, and receive replicated rows."""
         with self._changed:
             self._wait_until(lambda: self._generation >= generation)
             fragment, is_mine = self._rows[p], self._generation == generation
@@ -519,12 +519,12 @@ class Follower:
         if self._commands.receive_result()[0] is not RankReply.OK or value is None:
             rows.buffers.release(value)
             return
-        for stretch in rows.share.row_ranges:
-            mine = stretch.packed_begin if stretch.rank == rows.rank else dict(stretch.replicas).get(rows.rank)
-            if mine is None:
+        for row_range in rows.share.row_ranges:
+            offset = row_range.packed_begin if row_range.rank == rows.rank else dict(row_range.replicas).get(rows.rank)
+            if offset is None:
                 continue
-            part = value.tensor[mine : mine + stretch.end - stretch.begin]
-            if stretch.rank == rows.rank:
+            part = value.tensor[offset : offset + row_range.end - row_range.begin]
+            if row_range.rank == rows.rank:
                 self._commands.send_tensor(part)
             else:
                 self._commands.receive_tensor(part)
@@ -557,27 +557,27 @@ class Follower:
             rows.release(buffer)
 
     def staged_state(self, key: int, generation: int) -> tuple[optimizer_state.OptimizerStateCopy | None, str]:
-        """Inner state that was taken, which stays here, or what went wrong when it was."""
+        """Return a staged copy, which stays staged, or the error with which it was made."""
         with self._changed:
-            parcel = self._find_staged(key, generation)
-            return (parcel.state, parcel.error) if parcel is not None else (None, "")
+            staged = self._find_staged(key, generation)
+            return (staged.state, staged.error) if staged is not None else (None, "")
 
     def is_current(self, generation: int) -> bool:
-        """Once the training thread has come to it."""
+        """Wait for this incarnation to begin. Return False if a newer one has begun."""
         with self._changed:
             self._wait_until(lambda: self._generation >= generation)
             return self._generation == generation
 
-    def _send_state(self, key: int, generation: int, only_beside: bool) -> None:
-        """What this rank owns of it, and nothing that the leader has itself. Nobody asks a second time."""
+    def _send_state(self, key: int, generation: int, only_rng: bool) -> None:
+        """Send the part of the state that this rank owns and the leader lacks, and drop it: it is requested once."""
         with self._changed:
-            parcel = self._find_staged(key, generation)
-            if parcel is not None:
+            staged = self._find_staged(key, generation)
+            if staged is not None:
                 self._drop_staged(key)
-        if parcel is None or parcel.state is None:
-            self._commands.send_result(RankReply.ERROR, parcel.error if parcel is not None else "")
+        if staged is None or staged.state is None:
+            self._commands.send_result(RankReply.ERROR, staged.error if staged is not None else "")
             return
-        inner, sent = parcel.state, []
+        inner, sent = staged.state, []
         try:
             inner.wait()
         except RuntimeError as error:
@@ -591,10 +591,10 @@ class Follower:
         )
         listed: list[Any] = []
         for number, part in inner.parts.items():
-            if names[number].parameter in mine and not only_beside:
+            if names[number].parameter in mine and not only_rng:
                 listed.append([number, part.box.offset, part.box.shape, _dtype_name(inner.tensors[number])])
                 sent.append(inner.tensors[number])
-        for name, tensor in parcel.rng.items():
+        for name, tensor in staged.rng.items():
             listed.append([f"rank{self._ranks.rank}.{name}", None, list(tensor.shape), _dtype_name(tensor)])
             sent.append(tensor)
         self._commands.send_result(RankReply.OK)

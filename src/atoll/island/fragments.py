@@ -1,10 +1,10 @@
-"""A learner's tensors at the step boundary: anchors, copies and arrivals, one set per fragment.
+"""Tensors of a learner at the step boundary: anchors, copies and arrivals, one set per fragment.
 
-The training thread copies and adopts, in between two steps; one background thread encodes and decodes. Neither waits
-for the other: a buffer that is still in use is left alone, and another one taken.
+The training thread copies and adopts between two steps. A background thread encodes and decodes. Neither waits for the
+other: a buffer that is in use is not touched, and another one is taken.
 
-A rank of an island holds whole fragments or its own rows of them (`RowFragment`). Where every rank sends and fetches
-its own rows, no rank of the island has more.
+A rank of an island has whole fragments or only its rows of them (`RowFragment`). If every rank transfers its own rows,
+no rank of the island has more than those.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from atoll.island.leader import Leader
 
 PROGRESS_INTERVAL_VALUES = 2**20
-"""Encoded between two words about it, so that words are few and slices wait for little."""
+"""Values encoded between two progress calls: few calls, and slices do not wait long."""
 
 
 class Buffer:
-    """A flat fragment in host memory, and how many hold it."""
+    """Reference-counted flat fragment in host memory."""
 
     __slots__ = ("ref_count", "tensor")
 
@@ -48,8 +48,8 @@ class Buffer:
         self.ref_count = 0
 
 
-class BufferPool:
-    """Buffers of one fragment, used again: a fresh one costs a page fault every 4 KiB, at a step boundary."""
+class FragmentBufferPool:
+    """Free list of the buffers of one fragment: a new one costs a page fault every 4 KiB, at a step boundary."""
 
     def __init__(self, view: ModelView, p: FragmentId) -> None:
         self._view = view
@@ -83,65 +83,67 @@ class BufferPool:
 
 
 class PulledCopy(NamedTuple):
-    """The fragment as it stood when it was pulled. The result of `ready` waits until it is all in host memory."""
+    """Fragment as of the boundary at which it was pulled. The result of `ready` waits until it is in host memory."""
 
     round: RoundId
     codec: Codec
     buffer: Buffer
     anchor: Buffer
     ready: Future[Callable[[], None]]
-    serial: int  # of the copies of this fragment, the same on all ranks of an island
+    serial: int  # number of the copy of this fragment, the same on all ranks of an island
 
 
 class IncomingValue:
-    """A published value that is put together while its bytes come in."""
+    """Published value that is decoded while its bytes arrive."""
 
     def __init__(self, buffer: Buffer, applying: UpdateApplier) -> None:
         self.buffer = buffer
         self._applying = applying
         self._hashed = xxh3_128()
 
-    def advance(self, first_bytes: int) -> None:
-        """So many of its bytes are here."""
-        begin, end = self._applying.advance(first_bytes)
+    def advance(self, available_bytes: int) -> None:
+        """Decode the bytes that have arrived."""
+        begin, end = self._applying.advance(available_bytes)
         self._hashed.update(as_bytes(self.buffer.tensor[begin:end].view(torch.uint8)))
 
     def digest(self) -> str:
-        """Of the value, once it is whole: that of `digest_of`."""
-        assert self._applying.applied == self.buffer.tensor.numel(), "not all of it is here"
+        """Return the digest of the complete value, as `digest_of` does."""
+        assert self._applying.applied == self.buffer.tensor.numel(), "the value is not complete"
         return self._hashed.hexdigest()
 
 
 class CopyUnavailableError(RuntimeError):
-    """Another rank of the island has a newer copy, or none, because the core has forgotten this one meanwhile."""
+    """A rank of the island has dropped this copy, because of a newer one or because the core has dropped it."""
 
 
 class EncodedStrips(NamedTuple):
-    """What this rank sends of a contribution."""
+    """Part of a contribution that this rank sends."""
 
     layout: ByteLayout
     data: Tensor
 
 
 class PreparedCopy(NamedTuple):
-    """A copy that is ready to be encoded but for what other ranks have of its last blocks."""
+    """Copy that is ready to be encoded, except for values of other ranks in its last blocks."""
 
     serial: int
-    values: Tensor  # of all strips
-    outgoing: Tensor  # what other ranks encode
+    values: Tensor  # values of all strips
+    outgoing: Tensor  # values that other ranks encode
 
 
 class FetchedRows(NamedTuple):
-    """This rank's rows of a version, until all ranks have theirs and the whole was found to be what was published."""
+    """This rank's rows of a version, until all ranks have theirs and the digest of the whole value is verified."""
 
     value: Buffer
-    digest: str  # of the whole value, as the syncer told it
+    digest: str  # digest of the whole value, from the syncer
 
 
 class RowFragment:
-    """What one rank sends and fetches of a fragment: its strips of a contribution, its rows of a version."""
+    """Transfers of one fragment at one rank: its strips of a contribution, its rows of a version."""
 
-    def __init__(self, tensors: LearnerFragment, buffers: BufferPool, share: FragmentSharding, rank: int) -> None:
+    def __init__(
+        self, tensors: LearnerFragment, buffers: FragmentBufferPool, share: FragmentSharding, rank: int
+    ) -> None:
         self.p = tensors.id
         self.tensors = tensors
         self.buffers = buffers
@@ -150,8 +152,8 @@ class RowFragment:
         self.ranges = share.owned_ranges(rank)
         self._coder = ShardEncoder(tensors.upload_codec, share.numel, share.encode_ranges[rank])
         self._lock = threading.Lock()
-        self._strips: tuple[int, Future[EncodedStrips]] | None = None  # of the newest copy that was asked for
-        self._is_merged: bool | None = None  # what became of it, where the coder has not been told
+        self._strips: tuple[int, Future[EncodedStrips]] | None = None  # of the newest requested copy
+        self._is_merged: bool | None = None  # outcome of that copy, until it is passed to the coder
         self._fetched: dict[Version, FetchedRows] = {}
 
     @property
@@ -168,18 +170,19 @@ class RowFragment:
             return self._strips is not None and self._strips[0] == serial
 
     def prepare_copy(self, copied: PulledCopy) -> PreparedCopy:
-        """When the copy is in host memory: the delta, or the values of buffers, and of it what goes to others."""
+        """Compute the delta, or the values of buffers, once the copy is in host memory. Split off other ranks'
+        values."""
         strips: Future[EncodedStrips] = Future()
-        strips.set_running_or_notify_cancel()  # who waits for it and is cancelled does not cancel it
+        strips.set_running_or_notify_cancel()  # canceling a waiter must not cancel it
         with self._lock:
             self._strips = copied.serial, strips
         copied.ready.result()()
         anchor = copied.anchor.tensor
-        held = None
+        rounded = None
         if not self.tensors.is_f32_exact and not self.tensors.holds_buffers:
-            held = self.buffers.acquire()
-            self.tensors.view.round_to_dtype(self.p, anchor, held.tensor)
-            anchor = held.tensor
+            rounded = self.buffers.acquire()
+            self.tensors.view.round_to_dtype(self.p, anchor, rounded.tensor)
+            anchor = rounded.tensor
         share, copy = self.share, copied.buffer.tensor
 
         def part(first: int, size: int) -> Tensor:
@@ -190,14 +193,14 @@ class RowFragment:
         for move in share.local_transfers(self.rank):
             values[move.buffer_begin : move.buffer_begin + move.numel] = part(move.packed_begin, move.numel)
         parts = [part(move.packed_begin, move.numel) for move in share.sends_from(self.rank)]
-        self.buffers.release(held)
+        self.buffers.release(rounded)
         return PreparedCopy(copied.serial, values, torch.cat(parts) if parts else torch.empty(0))
 
-    def encode_strips(self, prepared: PreparedCopy, taken: Tensor, by: Codec) -> None:
-        """`taken`: the values of other ranks that end its blocks."""
+    def encode_strips(self, prepared: PreparedCopy, incoming: Tensor, by: Codec) -> None:
+        """Encode this rank's strips. `incoming`: values of other ranks at the ends of its blocks."""
         first = 0
         for move in self.share.receives_at(self.rank):
-            prepared.values[move.buffer_begin : move.buffer_begin + move.numel] = taken[first : first + move.numel]
+            prepared.values[move.buffer_begin : move.buffer_begin + move.numel] = incoming[first : first + move.numel]
             first += move.numel
         with self._lock:
             made = self._strips
@@ -208,7 +211,7 @@ class RowFragment:
         made[1].set_result(EncodedStrips(*self._coder.encode(prepared.values, by)))
 
     def abort_encoding(self, serial: int, error: BaseException) -> None:
-        """What was prepared is not encoded; it may be asked for again."""
+        """Drop a prepared copy that is not encoded. It may be requested again."""
         with self._lock:
             if self._strips is None or self._strips[0] != serial or self._strips[1].done():
                 return
@@ -222,8 +225,11 @@ class RowFragment:
             return self._strips[1]
 
     def settle(self, merged: bool) -> None:
-        """From the thread that adopts, which does not wait for one that encodes: the coder is told before it encodes
-        again. A version without a copy of ours changes nothing of what became of the last one."""
+        """Record whether the last copy was merged. The coder gets it before it encodes again.
+
+        The thread that adopts calls this and must not wait for encoding. A version without a copy of this learner does
+        not change the outcome of the last copy.
+        """
         with self._lock:
             self._is_merged = merged or bool(self._is_merged)
             if self._strips is not None and self._strips[1].done():
@@ -235,16 +241,16 @@ class RowFragment:
         self,
         by: int,
         strips: list[EncodeRange],
-        laid: ByteLayout,
+        layout: ByteLayout,
         data: Tensor,
         base: Buffer | None,
         version: Version,
         digest: str,
     ) -> None:
-        """In the computing thread: its rows of a version."""
+        """Decode this rank's rows of a version, in the codec thread."""
         value = self.buffers.acquire()
         old = base.tensor if base is not None else None
-        apply_rows(CODECS[by], strips, laid, data, self.ranges, old, value.tensor)
+        apply_rows(CODECS[by], strips, layout, data, self.ranges, old, value.tensor)
         with self._lock:
             older, self._fetched = self._fetched, {version: FetchedRows(value, digest)}
         self.buffers.release(*(each.value for each in older.values()))
@@ -255,7 +261,7 @@ class RowFragment:
         return found.digest if found is not None else None
 
     def pop_fetched(self, version: Version) -> Buffer | None:
-        """It is whoever's asks now. A rank that gives no rows of this fragment has nothing to fetch."""
+        """Return the fetched rows to the caller, who releases them. A rank without rows has nothing to fetch."""
         with self._lock:
             found = self._fetched.pop(version, None)
         if found is None:
@@ -264,11 +270,13 @@ class RowFragment:
 
 
 class FragmentTensors:
-    """One fragment at one rank of a learner. `anchor`: the published value that was last adopted; `newest`: that
-    arrived. `adopted` is the anchor as the training thread knows it: the core may have decided on the next one already.
+    """Tensors of one fragment at one rank of a learner.
 
-    `rows`: this rank's part of the fragment, where every rank sends and fetches its own; then all tensors hold those
-    rows only. `leader`: of an island, at rank 0.
+    `anchor` is the published value that the core has adopted last, and `newest` the one that has arrived last.
+    `adopted` is the anchor that the training thread has adopted; the core may have decided on the next one already.
+
+    `rows` is this rank's part of the fragment if every rank transfers its own rows; then all tensors have those rows
+    only. `leader` is set at rank 0 of an island of several ranks.
     """
 
     def __init__(
@@ -281,12 +289,12 @@ class FragmentTensors:
         rank: int = 0,
     ) -> None:
         self.p = p
-        self.numel = view.numel(p)  # of its flat tensors here
+        self.numel = view.numel(p)  # size of the flat tensors at this rank
         self.whole_numel = view.plan.numel(p)
-        self.device_bytes = view.device_bytes(p)  # while it is copied and adopted
-        self.parameters = view.local_numel  # of the whole model, what this rank holds
+        self.device_bytes = view.device_bytes(p)  # device memory during a copy or an adopt
+        self.parameters = view.local_numel  # values of the whole model at this rank
         self.tensors = LearnerFragment(view, p, up.name)
-        self.buffers = BufferPool(view, p)
+        self.buffers = FragmentBufferPool(view, p)
         self.rows = RowFragment(self.tensors, self.buffers, share, rank) if share is not None else None
         self._view = view
         self._leader = leader
@@ -301,11 +309,11 @@ class FragmentTensors:
     # ---------------------------------------------------------------------------------------- in the training thread
 
     def copy(self, copied: PulledCopy) -> None:
-        """At the step boundary. Its buffer was taken when the core asked, so that the background may wait for it."""
+        """Copy at the step boundary. The buffer was taken before, so that the background thread can wait for it."""
         try:
             copied.ready.set_result(self._begin_copy(copied))
-        except BaseException as wrong:
-            copied.ready.set_exception(wrong)
+        except BaseException as error:
+            copied.ready.set_exception(error)
             raise
         finally:
             self.release(copied.buffer, copied.anchor)
@@ -317,27 +325,27 @@ class FragmentTensors:
         return self._gather_from_ranks(own, self._leader, RankCommand.COPY, copied.serial, copied.buffer)
 
     def _gather_from_ranks(
-        self, own: Callable[[], None], leader: Leader, order: RankCommand, key: int, buffer: Buffer
+        self, own: Callable[[], None], leader: Leader, command: RankCommand, key: int, buffer: Buffer
     ) -> Callable[[], None]:
         def wait() -> None:
             own()
-            leader.gather_rows(order, self.p, key, buffer.tensor)
+            leader.gather_rows(command, self.p, key, buffer.tensor)
 
         return wait
 
     @property
     def tensor_names(self) -> list[str]:
-        """Those of the model of which it has something; one that is cut by rows is in several fragments."""
+        """Names of the tensors of this fragment. A tensor that is split by rows is in several fragments."""
         return [piece.tensor for piece, _, _ in self._view.plan.spans(self.p)]
 
     @property
     def host_bytes(self) -> int:
-        """Of all buffers of this fragment in the memory of this rank's host."""
+        """Bytes of all buffers of this fragment in this rank's host memory."""
         rows = self.rows.host_bytes if self.rows is not None else 0
         return 4 * self.buffers.allocated * self.numel + self.tensors.host_bytes + rows
 
     def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
-        """The fragment as it stands, in a buffer that holds it once the function has run. It is to be released."""
+        """Return a buffer to release, and a function that waits until it contains the current fragment."""
         buffer = self.buffers.acquire()
         own = self._view.begin_read(self.p, buffer.tensor)
         leader = self._leader
@@ -346,8 +354,8 @@ class FragmentTensors:
         key = leader.staged_count
         if self.rows is None:
             return buffer, self._gather_from_ranks(own, leader, RankCommand.PART, key, buffer)
-        # A part holds whole fragments. This one exists only while it is written. It has one holder too many, so that
-        # it never becomes one of the buffers, which have another size.
+        # A part contains whole fragments. This buffer exists only while the part is written. Its reference count is one
+        # too high, so that it is never reused for the rows, which have another size.
         whole = Buffer(torch.empty(0))
         whole.ref_count = 2
 
@@ -361,20 +369,22 @@ class FragmentTensors:
 
         return whole, wait
 
-    def adopt(self, how: AdoptMode, value: Buffer, reference: Buffer | None, alpha: float) -> None:
+    def adopt(self, mode: AdoptMode, value: Buffer, reference: Buffer | None, alpha: float) -> None:
         before, self.adopted = self.adopted, self.buffers.retain(value)
         self.buffers.release(before)
-        scratch = self.buffers.acquire() if how == "carry" and not self.tensors.is_f32_exact else None
+        scratch = self.buffers.acquire() if mode == "carry" and not self.tensors.is_f32_exact else None
         base, spare = (each.tensor if each is not None else None for each in (reference, scratch))
-        self.tensors.adopt(how, value.tensor, base, alpha, spare)
+        self.tensors.adopt(mode, value.tensor, base, alpha, spare)
         self.buffers.release(scratch)
 
     # ------------------------------------------------------------------------------------- with the learner's lock held
 
     def prepare_copy(self, round_id: RoundId, up: str | None = None) -> PulledCopy:
-        """What `copy` is to fill, and what it will travel in (None: what the run says). It holds its buffers until
-        then: a version that is adopted at the same boundary makes the copy forgotten before it was made, and its buffer
-        must not become somebody else's meanwhile."""
+        """Return the copy that `copy` fills. `up` is its codec, or None for the run's.
+
+        The copy has its own references to its buffers. Without them: (1) a copy is prepared, (2) a version that is
+        adopted at the same boundary drops it, (3) its buffer is reused before `copy` writes to it.
+        """
         assert self.anchor is not None, f"fragment {self.p} is pulled before it was ever adopted"
         self._drop_copy()
         anchor = self.buffers.retain(self.anchor)
@@ -387,7 +397,7 @@ class FragmentTensors:
         return self.pulled_copy
 
     def prepare_adoption(self, merged_copy: bool) -> tuple[Buffer, Buffer | None]:
-        """The new value, and what the steps since are measured against. Both are to be released afterwards."""
+        """Return the new value, and the reference for the steps since. The caller releases both."""
         assert self.newest is not None, f"fragment {self.p} is adopted before it arrived"
         value, old = self.newest, self.anchor
         reference = self.pulled_copy.buffer if merged_copy and self.pulled_copy is not None else old
@@ -413,26 +423,26 @@ class FragmentTensors:
         self.buffers.release(*buffers)
 
     def retain_copy(self) -> PulledCopy | None:
-        """For the background, which gives both buffers back with `release`."""
+        """Return the copy for the background thread, which releases both buffers."""
         if self.pulled_copy is not None:
             self.buffers.retain(self.pulled_copy.buffer)
             self.buffers.retain(self.pulled_copy.anchor)
         return self.pulled_copy
 
     def cancel_copy(self) -> None:
-        """The training thread is gone: whoever waits for a copy that it has not made waits in vain."""
+        """Cancel the newest copy if it was not made: the training thread has ended."""
         if self._newest_copy_ready is not None:
             self._newest_copy_ready.cancel()
 
     def retain_newest(self, base: Version) -> Buffer | None:
-        """The value that an update to `base` is added to, if it is here."""
+        """Return the newest value if it is version `base`, to which an update is added."""
         return self.buffers.retain(self.newest) if self.newest is not None and self.newest_version == base else None
 
     # ---------------------------------------------------------------------------------------- in the background thread
 
     def encode(self, copied: PulledCopy, sink: ByteSink) -> None:
-        """Encode the delta A_p - theta_p, or the values of buffers. Bytes are announced as they are written; they are
-        the same again for the same round."""
+        """Encode the delta A_p - theta_p, or the values of buffers. Report bytes as they are written. The same round
+        gives the same bytes."""
         encoded = self.tensors.encoded_contribution(copied.round)
         if encoded is not None:
             sink.set_buffer(encoded)
@@ -442,42 +452,42 @@ class FragmentTensors:
         delta, by = self.buffers.acquire(), copied.codec
         data = by.allocate(self.numel, None)
         sink.set_buffer(data)
-        told = 0
+        reported = 0
 
-        def tell(begin: int, end: int) -> None:
-            nonlocal told
-            if end == self.numel or end - told >= PROGRESS_INTERVAL_VALUES:
-                sink.mark_written(by.byte_ranges(self.numel, told, end))
-                told = end
+        def report(begin: int, end: int) -> None:
+            nonlocal reported
+            if end == self.numel or end - reported >= PROGRESS_INTERVAL_VALUES:
+                sink.mark_written(by.byte_ranges(self.numel, reported, end))
+                reported = end
 
         values = copied.anchor.tensor, copied.buffer.tensor, delta.tensor
-        self.tensors.encode(copied.round, by, *values, data, tell)
+        self.tensors.encode(copied.round, by, *values, data, report)
         self.buffers.release(delta)
 
     def settle(self, merged: bool) -> None:
-        """What was sent is in the published value, or never will be."""
+        """Record whether the contribution was merged: it is in the published value, or never will be."""
         (self.rows if self.rows is not None else self.tensors).settle(merged)
 
     def begin_value(self, base: Buffer | None, data: Tensor, down: int) -> IncomingValue:
-        """`data`: the bytes of an update to `base`, or of the whole value, which may still come in. `down`: the number
-        of their codec."""
+        """Begin to decode an update to `base`, or a full value. `data` are its bytes, which may still arrive, and
+        `down` is the number of their codec."""
         value = self.buffers.acquire()
         return IncomingValue(
             value, UpdateApplier(CODECS[down], base.tensor if base is not None else None, data, value.tensor)
         )
 
     def decode_whole(self, data: Tensor) -> IncomingValue:
-        work = self.begin_value(None, data, CODEC_NUMBERS["f32"])
-        work.advance(data.numel())
-        return work
+        incoming = self.begin_value(None, data, CODEC_NUMBERS["f32"])
+        incoming.advance(data.numel())
+        return incoming
 
     def scatter_version(self, version: Version, value: Buffer) -> None:
-        """Every rank of the island has its rows of the value when this returns."""
+        """Send every rank of the island its rows of the value."""
         if self._leader is not None:
             self._leader.scatter_version(self.p, version, value.tensor)
 
 
 def plan_for_run(model: nn.Module, settings: RunSettings) -> FragmentPlan:
-    """Return the plan of this model by the settings of a run."""
+    """Return the fragment plan of this model for the settings of a run."""
     tensors = describe_tensors(model, settings.numerics.embeddings)
     return make_stable_plan(tensors, settings.config.fragments, settings.numerics.plan)

@@ -1,9 +1,10 @@
-"""Rank 0 of an island of many: it alone speaks to the syncer, and the other ranks do as it says.
+"""Rank 0 of an island of several ranks. Only it runs the protocol with the syncer; the other ranks execute its
+commands.
 
-At a step boundary all ranks ask and it answers with its list. Where every rank holds whole rows, each sends and fetches
-its own, and this one says when (`row_transfer`). Elsewhere it orders rows of one fragment from the others in
-the background, puts them together, and hands out those of a version that has arrived. Either way its core hears of a
-version when every rank has its rows in host memory, so that nobody waits for any at the boundary where it is adopted.
+At a step boundary all ranks send a request, and the leader replies with its actions. If every rank has whole rows, each
+transfers its own rows when the leader requests it (`row_transfer`). Otherwise the leader gathers the rows of a fragment
+in the background, and scatters the rows of a version that has arrived. In both cases its core learns of a version only
+when every rank has its rows in host memory, so that no rank waits at the boundary where the version is adopted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from atoll.island.boundary import (
     AdoptAction,
     CopyAction,
     CopyStateAction,
-    InitialState,
+    IslandInitialState,
     SavedState,
     SavePartAction,
     SingleRankIsland,
@@ -65,19 +66,19 @@ from atoll.tensors.row_sharding import FragmentSharding, is_sharded_by_rows, sha
 from atoll.tensors.sharding import Box, ShardWindow, assign_owners, shard_windows
 
 PIECE_VALUES = 2**18
-"""Values of other ranks that pass through here at a time: 1 MiB."""
+"""Values of other ranks that the leader forwards at a time: 1 MiB."""
 
 MIN_ROW_TRANSFER_VALUES = 2**18
-"""Of the mean fragment, where every rank sends and fetches its own rows of it. A request costs a millisecond of a
-processor whatever it carries, and of a smaller fragment a rank may well hold the whole for a moment."""
+"""Smallest mean fragment for which every rank transfers its own rows. A request costs about a millisecond of CPU time
+whatever its size, and a rank has enough memory for a whole smaller fragment."""
 
 
 class LeaderBackground(Protocol):
-    """What the leader needs of the background thread of its process."""
+    """Interface of the background thread of the leader's process."""
 
     @property
     def syncer_address(self) -> str:
-        """The syncer's."""
+        """Address of the syncer."""
         ...
 
     @property
@@ -91,17 +92,17 @@ class Leader(SingleRankIsland):
 
     def __init__(self, ranks: Ranks, model: nn.Module, background: LeaderBackground, log: logging.Logger) -> None:
         self.ranks = ranks
-        self.shares: list[FragmentSharding] = []  # by fragment, where ranks send and fetch their own rows
+        self.shares: list[FragmentSharding] = []  # by fragment, if ranks transfer their own rows
         self._background = background
         self.fsdp = fsdp_modules(model)
-        self.staged_count = 0  # of inner state or of a snapshot's part, counted by all ranks alike
-        self.generation = 0  # of incarnations, so that nothing of one is taken for the next
-        self.waited_s = 0.0  # for the others at step boundaries
+        self.staged_count = 0  # staged copies of state or of a snapshot's part, counted in the same way by all ranks
+        self.generation = 0  # number of the incarnation; messages of earlier ones are ignored
+        self.waited_s = 0.0  # seconds of waiting for the other ranks at step boundaries
         self._log = log
-        self._lock = threading.Lock()  # one order at a time
-        self._values_by_rank: list[int] = []  # what each rank gave last
-        self._windows: list[list[list[ShardWindow]]] = []  # by follower and fragment, what it holds
-        self._owned_windows: list[list[list[ShardWindow]]] = []  # and what of it is asked of it, and of nobody else
+        self._lock = threading.Lock()  # one command at a time
+        self._values_by_rank: list[int] = []  # values of the newest requests
+        self._windows: list[list[list[ShardWindow]]] = []  # by follower and fragment, its shards
+        self._owned_windows: list[list[list[ShardWindow]]] = []  # the same without replicas, to be gathered
         self._boundary_started_at = 0.0
 
     # -------------------------------------------------------------------------------------------- at a step boundary
@@ -109,40 +110,40 @@ class Leader(SingleRankIsland):
     def gather_requests(self, kind: RankRequest, value: int = 0) -> int:
         self._boundary_started_at = time.monotonic()
         self._values_by_rank = [value]
-        for line in self.ranks.control:
-            theirs, given = line.receive_request()
+        for connection in self.ranks.control:
+            theirs, given = connection.receive_request()
             if theirs is not kind:
                 raise IslandBrokenError(
-                    f"rank {line.rank} of this island {REQUEST_VERBS[theirs]} where rank 0 {REQUEST_VERBS[kind]}: all ranks of an "
-                    "island do the same at the same step"
+                    f"rank {connection.rank} of this island {REQUEST_VERBS[theirs]} where rank 0 {REQUEST_VERBS[kind]}:"
+                    " all ranks of an island must do the same at the same step"
                 )
             self._values_by_rank.append(given)
-            self.preemption_level = max(self.preemption_level, line.preemption_level)
+            self.preemption_level = max(self.preemption_level, connection.preemption_level)
         return sum(
             given for given, counts in zip(self._values_by_rank, self.ranks.counts_tokens, strict=True) if counts
         )
 
     def broadcast_actions(self, actions: list[Action], status: BoundaryStatus) -> list[Action]:
-        words = _encode_commands([_encode_action(action) for action in actions]) if actions else b""
-        starting = next((action.initial for action in actions if type(action) is StartAction), None)
-        for line in self.ranks.control:
-            line.send_reply(status, words)
-            if starting is not None:
-                self._send_state(line, starting)
+        reply = _encode_commands([_encode_action(action) for action in actions]) if actions else b""
+        initial_state = next((action.initial for action in actions if type(action) is StartAction), None)
+        for connection in self.ranks.control:
+            connection.send_reply(status, reply)
+            if initial_state is not None:
+                self._send_state(connection, initial_state)
         self.waited_s += time.monotonic() - self._boundary_started_at
         return actions
 
     def pause_ranks(self) -> None:
-        for line in self.ranks.control:
-            line.send_reply(BoundaryStatus(is_paused=True), b"")
+        for connection in self.ranks.control:
+            connection.send_reply(BoundaryStatus(is_paused=True), b"")
 
     def broadcast(self, commands: list[Any]) -> None:
         self.gather_requests(RankRequest.JOIN)
-        for line in self.ranks.control:
-            line.send_reply(BoundaryStatus(), _encode_commands(commands) if commands else b"")
+        for connection in self.ranks.control:
+            connection.send_reply(BoundaryStatus(), _encode_commands(commands) if commands else b"")
 
     def scatter_samples(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Samples by rank, those of one step in a row. Ranks that train on the same data get the same."""
+        """Split the samples of one step by rank. Ranks that train on the same data get the same samples."""
         starts, begin = {}, 0
         for given, counts, slot in zip(
             self._values_by_rank, self.ranks.counts_tokens, self.ranks.data_slots, strict=True
@@ -150,19 +151,21 @@ class Leader(SingleRankIsland):
             if counts:
                 starts[slot] = (begin, begin + given)
                 begin += given
-        for line in self.ranks.control:
-            first, last = starts[self.ranks.data_slots[line.rank]]
-            line.send_reply(BoundaryStatus(), _encode_commands([["samples", numbers[first:last]]]))
+        for connection in self.ranks.control:
+            first, last = starts[self.ranks.data_slots[connection.rank]]
+            connection.send_reply(BoundaryStatus(), _encode_commands([["samples", numbers[first:last]]]))
         first, last = starts[self.ranks.data_slots[0]]
         return numbers[first:last]
 
-    def _send_state(self, line: RankConnection, starting: InitialState) -> None:
-        """The part of this rank of everything that its optimizer starts with, tensor by tensor."""
-        dealt = cut_for_rank(self.ranks, line.rank, *starting.state) if starting.state is not None else ()
-        own = starting.part.rng_states(line.rank) if starting.part is not None else {}
-        send_tensors(line, chain(dealt, own.items()))
+    def _send_state(self, connection: RankConnection, initial_state: IslandInitialState) -> None:
+        """Send a rank its shards of the initial optimizer state, tensor by tensor."""
+        dealt = (
+            cut_for_rank(self.ranks, connection.rank, *initial_state.state) if initial_state.state is not None else ()
+        )
+        own = initial_state.part.rng_states(connection.rank) if initial_state.part is not None else {}
+        send_tensors(connection, chain(dealt, own.items()))
 
-    # ----------------------------------------------------------------------------------------------- what it is made of
+    # ----------------------------------------------------------------------------------------------------- construction
 
     def make_view(self, model: nn.Module, plan: FragmentPlan) -> ModelView:
         mine = assign_owners(self.ranks.boxes, plan.tensors)
@@ -172,7 +175,7 @@ class Leader(SingleRankIsland):
         self._owned_windows = [
             [shard_windows(plan, p, self.ranks.boxes[rank], mine[rank]) for p in fragments] for rank in others
         ]
-        view = IslandView(self, model, plan)  # all ranks make one at this moment: it may be theirs together to look at
+        view = IslandView(self, model, plan)  # all ranks make one now: building it may involve collective calls
         if self._negotiate_row_transfer(plan):
             self.transfer_mode = "rows"
             self.shares = [shard_fragment(plan, p, self.ranks.boxes) for p in fragments]
@@ -181,28 +184,32 @@ class Leader(SingleRankIsland):
         return view
 
     def _negotiate_row_transfer(self, plan: FragmentPlan) -> bool:
-        """Do all ranks send and fetch their own rows? For that they hold whole ones, of fragments that are worth a
-        request of each rank, and reach the syncer."""
-        unfit = ""
+        """Return whether all ranks transfer their own rows.
+
+        For that they need whole rows, fragments that are worth a request of each rank, and a route to the syncer.
+        """
+        cause = ""
         if not is_sharded_by_rows(self.ranks.boxes, plan.tensors):
-            unfit = "they do not hold whole rows"
+            cause = "they do not have whole rows"
         elif plan.total_numel < MIN_ROW_TRANSFER_VALUES * len(plan.fragments):
-            unfit = f"fragments of less than {MIN_ROW_TRANSFER_VALUES:,} values are not worth requests of each"
-        if unfit:
-            self._log.info("rank 0 sends and fetches for all ranks of this island: %s", unfit)
+            cause = f"fragments have fewer than {MIN_ROW_TRANSFER_VALUES:,} values"
+        if cause:
+            self._log.info("rank 0 transfers the rows of all ranks of this island: %s", cause)
             self.broadcast([["transfer_mode", ""]])
             return False
         self.broadcast([["reach", self._background.syncer_address, self._background.has_token]])
         self.gather_requests(RankRequest.JOIN)
-        away = [rank for rank, reaches in enumerate(self._values_by_rank) if rank and not reaches]
-        for line in self.ranks.control:
-            line.send_reply(BoundaryStatus(), _encode_commands([["transfer_mode", "" if away else "rows"]]))
-        if away:
-            said = "rank 0 sends and fetches for all ranks of this island: rank %s cannot speak to the syncer"
-            self._log.warning(said, ", ".join(map(str, away)))
+        unreachable = [rank for rank, reaches in enumerate(self._values_by_rank) if rank and not reaches]
+        for connection in self.ranks.control:
+            connection.send_reply(
+                BoundaryStatus(), _encode_commands([["transfer_mode", "" if unreachable else "rows"]])
+            )
+        if unreachable:
+            message = "rank 0 transfers the rows of all ranks of this island: rank %s cannot reach the syncer"
+            self._log.warning(message, ", ".join(map(str, unreachable)))
         else:
-            self._log.info("every rank of this island sends and fetches its own rows")
-        return not away
+            self._log.info("every rank of this island transfers its own rows")
+        return not unreachable
 
     def make_fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
         return FragmentTensors(view, p, up, self, self.shares[p] if self.shares else None)
@@ -214,163 +221,173 @@ class Leader(SingleRankIsland):
 
     # ------------------------------------------------------------------------------------------------ in the background
 
-    def gather_rows(self, order: RankCommand, p: FragmentId, key: int, whole: Tensor) -> None:
-        """The rows of the other ranks into a whole flat fragment, which has the leader's own."""
-        asked = [
-            (line, parts)
-            for line, fragments in zip(self.ranks.bulk, self._owned_windows, strict=True)
+    def gather_rows(self, command: RankCommand, p: FragmentId, key: int, whole: Tensor) -> None:
+        """Gather the rows of the other ranks into a full fragment, which already has the leader's rows."""
+        requested = [
+            (connection, parts)
+            for connection, fragments in zip(self.ranks.bulk, self._owned_windows, strict=True)
             if (parts := [window for window in fragments[p] if window.packed_begin < window.packed_end])
         ]
-        gone = ""
+        problem = ""
         with self._lock:
-            for line, _ in asked:
-                line.send_command(order, p, key, self.generation)
-            for line, parts in asked:
-                status, why = line.receive_result()
+            for connection, _ in requested:
+                connection.send_command(command, p, key, self.generation)
+            for connection, parts in requested:
+                status, text = connection.receive_result()
                 if status is RankReply.OK:
                     for window in parts:
-                        line.receive_tensor(window.view(whole))
+                        connection.receive_tensor(window.view(whole))
                 else:
-                    gone = why or f"rank {line.rank} does not have it any more"
-        if gone:
-            raise CopyUnavailableError(gone)
+                    problem = text or f"rank {connection.rank} has dropped it"
+        if problem:
+            raise CopyUnavailableError(problem)
 
     def scatter_version(self, p: FragmentId, version: Version, whole: Tensor) -> None:
         with self._lock:
-            for line, fragments in zip(self.ranks.bulk, self._windows, strict=True):
-                line.send_command(RankCommand.VERSION, p, version, self.generation)
+            for connection, fragments in zip(self.ranks.bulk, self._windows, strict=True):
+                connection.send_command(RankCommand.VERSION, p, version, self.generation)
                 for window in fragments[p]:
-                    line.send_tensor(window.view(whole))
-            for line in self.ranks.bulk:
-                line.receive_result()
+                    connection.send_tensor(window.view(whole))
+            for connection in self.ranks.bulk:
+                connection.receive_result()
 
     def exchange_edges(self, p: FragmentId, serial: int, given: Tensor, by: Codec) -> Tensor:
-        """The values of blocks that reach over the rows of one rank, to the rank that encodes them; ours are returned.
-        All ranks have copied, or none encodes."""
-        share, gone = self.shares[p], ""
+        """Exchange the values of blocks that span several ranks, so that each block is at the rank that encodes it.
+
+        Return the values for this rank. If one rank has dropped the copy, no rank encodes it.
+        """
+        share, problem = self.shares[p], ""
         theirs: dict[int, Tensor] = {0: given}
         with self._lock:
-            for line in self.ranks.bulk:
-                line.send_command(RankCommand.EDGES, p, serial, self.generation)
-            for line in self.ranks.bulk:
-                status, why = line.receive_result()
+            for connection in self.ranks.bulk:
+                connection.send_command(RankCommand.EDGES, p, serial, self.generation)
+            for connection in self.ranks.bulk:
+                status, text = connection.receive_result()
                 if status is RankReply.OK:
-                    theirs[line.rank] = torch.empty(sum(move.numel for move in share.sends_from(line.rank)))
-                    line.receive_tensor(theirs[line.rank])
+                    theirs[connection.rank] = torch.empty(sum(move.numel for move in share.sends_from(connection.rank)))
+                    connection.receive_tensor(theirs[connection.rank])
                 else:
-                    gone = why or f"rank {line.rank} does not have it any more"
-            taken = _redistribute(share, theirs) if not gone else {}
-            for line in self.ranks.bulk:
-                if line.rank not in theirs:
+                    problem = text or f"rank {connection.rank} has dropped it"
+            incoming = _redistribute(share, theirs) if not problem else {}
+            for connection in self.ranks.bulk:
+                if connection.rank not in theirs:
                     continue
-                line.send_result(RankReply.MISSING if gone else RankReply.OK, by.name)
-                if not gone:
-                    line.send_tensor(taken[line.rank])
-        if gone:
-            raise CopyUnavailableError(gone)
-        return taken[0]
+                connection.send_result(RankReply.MISSING if problem else RankReply.OK, by.name)
+                if not problem:
+                    connection.send_tensor(incoming[connection.rank])
+        if problem:
+            raise CopyUnavailableError(problem)
+        return incoming[0]
 
     def relay_version(self, p: FragmentId, version: Version, own: Tensor, digest: str) -> bool:
-        """What every rank has fetched of a version goes by here in the order of the fragment, a little at a time: into
-        the digest of the whole, and on to those who hold the same rows. Is it what was published?"""
-        hashed = xxh3_128()
-        lines = {line.rank: line for line in self.ranks.bulk}
+        """Stream what every rank has fetched of a version through this rank, in the order of the fragment.
+
+        Each piece goes into the digest of the whole value, and to the ranks that replicate its rows. Return whether the
+        digest is that of the published value.
+        """
+        hasher = xxh3_128()
+        connections = {connection.rank: connection for connection in self.ranks.bulk}
 
         def take(piece: Tensor, others: list[int]) -> None:
-            hashed.update(tensor_bytes(piece))
+            hasher.update(tensor_bytes(piece))
             for rank in others:
-                lines[rank].send_tensor(piece)
+                connections[rank].send_tensor(piece)
 
         with self._lock:
-            for line in lines.values():
-                line.send_command(RankCommand.RELAY, p, version, self.generation)
-            away = [rank for rank, line in lines.items() if line.receive_result()[0] is not RankReply.OK]
-            for line in lines.values():
-                line.send_result(RankReply.MISSING if away else RankReply.OK)
-            if away:
+            for connection in connections.values():
+                connection.send_command(RankCommand.RELAY, p, version, self.generation)
+            missing = [
+                rank for rank, connection in connections.items() if connection.receive_result()[0] is not RankReply.OK
+            ]
+            for connection in connections.values():
+                connection.send_result(RankReply.MISSING if missing else RankReply.OK)
+            if missing:
                 return False
             self._stream_in_order(p, own, take)
-            is_right = hashed.hexdigest() == digest
-            for line in lines.values():
-                line.send_result(RankReply.OK if is_right else RankReply.ERROR)
-            for line in lines.values():
-                line.receive_result()
-        return is_right
+            is_valid = hasher.hexdigest() == digest
+            for connection in connections.values():
+                connection.send_result(RankReply.OK if is_valid else RankReply.ERROR)
+            for connection in connections.values():
+                connection.receive_result()
+        return is_valid
 
     def stream_rows(self, p: FragmentId, own: Tensor, take: Callable[[Tensor], None]) -> None:
-        """The fragment as it stands, from all ranks. Only before training begins."""
+        """Stream the current fragment from all ranks. Only before training begins."""
         with self._lock:
-            for line in self.ranks.bulk:
-                line.send_command(RankCommand.READ, p, 0, self.generation)
-            for line in self.ranks.bulk:
-                line.receive_result()
+            for connection in self.ranks.bulk:
+                connection.send_command(RankCommand.READ, p, 0, self.generation)
+            for connection in self.ranks.bulk:
+                connection.receive_result()
             self._stream_in_order(p, own, lambda piece, _: take(piece))
 
     def _stream_in_order(self, p: FragmentId, own: Tensor, take: Callable[[Tensor, list[int]], None]) -> None:
-        lines = {line.rank: line for line in self.ranks.bulk}
-        theirs = [stretch.end - stretch.begin for stretch in self.shares[p].row_ranges if stretch.rank]
+        connections = {connection.rank: connection for connection in self.ranks.bulk}
+        theirs = [row_range.end - row_range.begin for row_range in self.shares[p].row_ranges if row_range.rank]
         room = torch.empty(min(PIECE_VALUES, max(theirs, default=0)))
-        for stretch in self.shares[p].row_ranges:
-            others = [rank for rank, _ in stretch.replicas]
-            count = stretch.end - stretch.begin
+        for row_range in self.shares[p].row_ranges:
+            others = [rank for rank, _ in row_range.replicas]
+            count = row_range.end - row_range.begin
             for begin in range(0, count, PIECE_VALUES):
                 size = min(PIECE_VALUES, count - begin)
-                if stretch.rank:
+                if row_range.rank:
                     piece = room[:size]
-                    lines[stretch.rank].receive_tensor(piece)
+                    connections[row_range.rank].receive_tensor(piece)
                 else:
-                    piece = own[stretch.packed_begin + begin : stretch.packed_begin + begin + size]
+                    piece = own[row_range.packed_begin + begin : row_range.packed_begin + begin + size]
                 take(piece, others)
 
     def gather_optimizer_state(
-        self, key: int, taken: optimizer_state.OptimizerStateCopy, rooms: optimizer_state.TensorBuffers
+        self, key: int, state_copy: optimizer_state.OptimizerStateCopy, rooms: optimizer_state.TensorBuffers
     ) -> optimizer_state.OptimizerStateCopy:
-        """Inner state with whole tensors: those that are sharded come row by row from all ranks, the others are ours.
-        They come into their places in `rooms`, which may be those of a file."""
-        whole = dict(taken.tensors)
-        for number, part in taken.parts.items():
+        """Return optimizer state with full tensors: gather sharded tensors from all ranks, and use this rank's others.
+
+        Gathered tensors are received into `rooms`, which may be memory of a file.
+        """
+        whole = dict(state_copy.tensors)
+        for number, part in state_copy.parts.items():
             own = whole[number]
             whole[number] = rooms[number] if number in rooms else torch.empty(part.sizes, dtype=own.dtype)
             whole[number][part.box.slices] = own.cpu()
-        beside: dict[str, Tensor] = {}
-        wrong = ""
+        rng_tensors: dict[str, Tensor] = {}
+        problem = ""
         with self._lock:
-            for line in self.ranks.bulk:
-                line.send_command(RankCommand.STATE, 0 if taken.parts else RNG_ONLY, key, self.generation)
-                status, why = line.receive_result()
+            for connection in self.ranks.bulk:
+                connection.send_command(RankCommand.STATE, 0 if state_copy.parts else RNG_ONLY, key, self.generation)
+                status, text = connection.receive_result()
                 if status is not RankReply.OK:
-                    wrong = why or f"rank {line.rank} does not have it any more"
+                    problem = text or f"rank {connection.rank} has dropped it"
                     continue
-                for number, offset, shape, dtype in line.receive_json():
+                for number, offset, shape, dtype in connection.receive_json():
                     kind = getattr(torch, dtype)
-                    is_known = offset is not None and number in taken.parts and whole[number].dtype == kind
+                    is_known = offset is not None and number in state_copy.parts and whole[number].dtype == kind
                     rows = whole[number][Box(tuple(offset), tuple(shape)).slices] if is_known else None
                     try:
-                        came = rows if rows is not None and rows.is_contiguous() else torch.empty(shape, dtype=kind)
+                        target = rows if rows is not None and rows.is_contiguous() else torch.empty(shape, dtype=kind)
                     except (RuntimeError, MemoryError) as error:
-                        line.skip(math.prod(shape) * kind.itemsize)  # or the next answer would be read from its middle
-                        wrong = summarize_error(error)
+                        # Otherwise the next reply would be read from the middle of this tensor.
+                        connection.skip(math.prod(shape) * kind.itemsize)
+                        problem = summarize_error(error)
                         continue
-                    line.receive_tensor(came)
+                    connection.receive_tensor(target)
                     if rows is not None:
-                        if came is not rows:
-                            rows.copy_(came)
+                        if target is not rows:
+                            rows.copy_(target)
                     elif offset is None:
-                        beside[number] = came
+                        rng_tensors[number] = target
                     else:
-                        wrong = f"rank {line.rank} has inner state that rank 0 does not have"
-        if wrong:
-            raise ValueError(wrong)
-        return taken._replace(tensors=whole, events=[], parts={}, other_ranks_tensors=beside, gather=None)
+                        problem = f"rank {connection.rank} has optimizer state that rank 0 does not have"
+        if problem:
+            raise ValueError(problem)
+        return state_copy._replace(tensors=whole, events=[], parts={}, other_ranks_tensors=rng_tensors, gather=None)
 
-    def write_shards(self, key: int, taken: optimizer_state.OptimizerStateCopy, folder: Path) -> list[Any] | None:
+    def write_shards(self, key: int, state_copy: optimizer_state.OptimizerStateCopy, folder: Path) -> list[Any] | None:
         try:
-            return write_shards(self.ranks, self._lock, self.generation, key, taken, folder)
+            return write_shards(self.ranks, self._lock, self.generation, key, state_copy, folder)
         except AtollError:  # the island is broken
             raise
         except Exception:
-            with contextlib.suppress(ValueError):  # nobody comes for their copies any more
-                self.gather_optimizer_state(key, taken._replace(tensors={}, parts={}), {})
+            with contextlib.suppress(ValueError):  # let the other ranks drop their staged copies
+                self.gather_optimizer_state(key, state_copy._replace(tensors={}, parts={}), {})
             raise
 
     def load_shards(self, part: LearnerPart) -> bool:
@@ -379,20 +396,20 @@ class Leader(SingleRankIsland):
     # -------------------------------------------------------------------------------------------------- ending
 
     def fail(self, error: BaseException | type[BaseException]) -> None:
-        """The others are told why, as far as they can be; whatever waits for them here waits no longer."""
+        """Send the error to the other ranks, as far as possible, and wake the threads that wait for them."""
         text = encode_failure(error, 0)
-        for line in self.ranks.control:
+        for connection in self.ranks.control:
             try:
-                line.send_failure(text)
+                connection.send_failure(text)
             except AtollError:
                 continue
-            line.shut_down_writes()
+            connection.shut_down_writes()
         self.ranks.shut_down()
 
     def close(self) -> None:
-        """All ranks have asked for it."""
-        for line in self.ranks.control:
-            line.send_reply(BoundaryStatus(), b"")
+        """Reply to the requests of all ranks to close, and close the connections."""
+        for connection in self.ranks.control:
+            connection.send_reply(BoundaryStatus(), b"")
         self.ranks.close()
 
 
@@ -402,13 +419,13 @@ class IslandView(ModelView):
         self._leader = leader
 
     def read(self, fragment: int, out: Tensor) -> None:
-        """The fragment as it stands, from all ranks, or packed. Only before training begins."""
+        """Read the current fragment from all ranks, or this rank's rows if packed. Only before training begins."""
         super().read(fragment, out)
         if not self.packed:
             self._leader.gather_rows(RankCommand.READ, fragment, 0, out)
 
     def stream_fragment(self, fragment: int, take: Callable[[Tensor], None]) -> None:
-        """The same piece by piece, where the leader has its own rows only: the whole flows by, and is nowhere."""
+        """Stream the current fragment piece by piece, without the memory for all of it, when ranks have only rows."""
         own = self.buffer(fragment)
         self.read(fragment, own)
         self._leader.stream_rows(fragment, own, take)
@@ -418,7 +435,7 @@ class LeaderBoundary(StepBoundary):
     def __init__(self, leader: Leader, *args: Any) -> None:
         super().__init__(*args)
         self._leader = leader
-        self._loaded: LearnerPart | None = None  # of which every rank holds its own
+        self._loaded: LearnerPart | None = None  # part of which every rank has loaded its shards
         preload_parts(leader.ranks)
 
     def prepare_actions(self) -> None:
@@ -433,8 +450,8 @@ class LeaderBoundary(StepBoundary):
         super().save_part(action)
 
     def take_optimizer_state(self) -> optimizer_state.OptimizerStateCopy:
-        taken, key = super().take_optimizer_state(), self._leader.staged_count
-        return taken._replace(
+        state, key = super().take_optimizer_state(), self._leader.staged_count
+        return state._replace(
             gather=partial(self._leader.gather_optimizer_state, key),
             write_shards=partial(self._leader.write_shards, key),
         )
@@ -443,29 +460,29 @@ class LeaderBoundary(StepBoundary):
         self._loaded = part if part.shards is not None and self._leader.load_shards(part) else None
 
     def make_initial_state(
-        self, effect: StartTraining, given: Any, saved: SavedState | None, *args: Any
-    ) -> InitialState:
-        starting = super().make_initial_state(effect, given, saved, *args)
-        if saved is not None and saved.part is self._loaded and starting.prepared is saved.prepared:
-            return starting._replace(state=None, is_loaded=True)
-        return starting
+        self, effect: StartTraining, received: Any, saved: SavedState | None, *args: Any
+    ) -> IslandInitialState:
+        initial = super().make_initial_state(effect, received, saved, *args)
+        if saved is not None and saved.part is self._loaded and initial.prepared is saved.prepared:
+            return initial._replace(state=None, is_loaded=True)
+        return initial
 
 
-def _redistribute(share: FragmentSharding, given: dict[int, Tensor]) -> dict[int, Tensor]:
-    """What each rank gave to others, as those take it."""
-    taken: dict[int, list[Tensor]] = {rank: [] for rank in given}
-    first = dict.fromkeys(given, 0)
+def _redistribute(share: FragmentSharding, outgoing: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the values for each rank from the values that each rank has sent."""
+    incoming: dict[int, list[Tensor]] = {rank: [] for rank in outgoing}
+    first = dict.fromkeys(outgoing, 0)
     for move in share.transfers:
         if move.source_rank != move.target_rank:
-            taken[move.target_rank].append(
-                given[move.source_rank][first[move.source_rank] : first[move.source_rank] + move.numel]
+            incoming[move.target_rank].append(
+                outgoing[move.source_rank][first[move.source_rank] : first[move.source_rank] + move.numel]
             )
             first[move.source_rank] += move.numel
-    return {rank: torch.cat(parts) if parts else torch.empty(0) for rank, parts in taken.items()}
+    return {rank: torch.cat(parts) if parts else torch.empty(0) for rank, parts in incoming.items()}
 
 
 def _encode_action(action: Action) -> list[Any]:
-    """What the other ranks have to know of an action."""
+    """Return the command that makes the other ranks execute their part of an action."""
     match action:
         case CopyAction():
             return ["copy", action.copied.round.fragment, action.copied.serial]
@@ -477,12 +494,12 @@ def _encode_action(action: Action) -> list[Any]:
         case SavePartAction():
             return ["save_part"]
         case StartAction():
-            assert action.initial is not None, "an island starts before it is known with what"
+            assert action.initial is not None, "the initial state of an island is not set"
             about = action.initial.state[0] if action.initial.state is not None else None
             return ["start", action.initial.warmup_steps, about, action.initial.restored, action.initial.is_loaded]
         case StopAction():
             return ["end", action.effect.reason.code, str(action.effect.reason)]
 
 
-def _encode_commands(words: list[Any]) -> bytes:
-    return json.dumps(words, separators=(",", ":")).encode()
+def _encode_commands(commands: list[Any]) -> bytes:
+    return json.dumps(commands, separators=(",", ":")).encode()

@@ -1,8 +1,9 @@
-"""Connections between the ranks of one island: what is said over them, byte by byte.
+"""Connections between the ranks of one island, and their wire format.
 
-Each follower has three of them to its leader, rank 0. Over one its training thread asks at every step boundary and is
-answered; over the next its background obeys orders to give or take rows; over the last it is told to send or to fetch
-its own (`rank_rpc`). They are plain sockets, and not a group of `torch.distributed`: see docs/design.md.
+Each follower has three connections to its leader, rank 0. On the control connection its training thread sends a request
+at every step boundary and receives a reply. On the bulk connection its background thread receives commands to send or
+receive rows. On the rows connection it receives requests to transfer its own rows (`rank_rpc`). The connections are
+plain sockets, and not a process group of `torch.distributed`: see docs/design.md.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from atoll import errors
 from atoll.errors import AtollError, IslandBrokenError
 
 STEP_TIMEOUT_S = 1800.0
-"""For another rank at a step boundary, as `torch.distributed` would wait by default: it may be saving or evaluating."""
+"""Timeout for another rank at a step boundary, the default of `torch.distributed`: it may be saving or evaluating."""
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 LISTEN_BACKLOG = 1024
 CONNECT_TIMEOUT_S = 10.0
 CONNECTIONS_PER_RANK = 3
 KEEPALIVE = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (6, "TCP_KEEPCNT"))
-"""A host that is gone without a word is noticed after 45 seconds of silence."""
+"""A host that vanishes is noticed after 45 seconds without a packet."""
 
 _GREETING = struct.Struct("<4s32sIB")
 _MAGIC = b"ATLR"
@@ -44,7 +45,7 @@ SKIP_CHUNK_BYTES = 1 << 20
 
 
 class RankRequest(IntEnum):
-    """Why a follower asks. All ranks ask for the same, or the island is out of step."""
+    """Request of a follower. All ranks send the same request, or the island is out of step."""
 
     JOIN = 1
     STEP = 2
@@ -57,29 +58,29 @@ class RankRequest(IntEnum):
 REQUEST_VERBS = {
     RankRequest.JOIN: "enters",
     RankRequest.STEP: "calls step",
-    RankRequest.PAUSE: "rests",
+    RankRequest.PAUSE: "pauses",
     RankRequest.TAKE: "calls take",
     RankRequest.CLOSE: "leaves",
 }
 
 
 class RankCommand(IntEnum):
-    """What a leader orders in the background."""
+    """Command of the leader to the background thread of a follower."""
 
-    READ = 1  # give the rows of a fragment as they stand; nobody trains yet
-    COPY = 2  # of the copy with this serial
-    PART = 3  # of the copy for a snapshot's part
-    STATE = 4  # give inner state that was taken
-    VERSION = 5  # take the rows of a published version
-    EDGES = 6  # of the copy with this serial: give what others encode of it, take what is encoded here
-    RELAY = 7  # in the order of the fragment, give what was fetched of a version, and take what others have fetched
-    WRITE_SHARD = 16  # write your own of inner state that was taken, in a thread of your own
-    WRITE_STATUS = 17  # say whether you have
-    LOAD_SHARD = 18  # read your own of a part that was found
+    READ = 1  # send the current rows of a fragment; training has not begun
+    COPY = 2  # send the rows of the copy with this serial
+    PART = 3  # send the rows of the copy for a snapshot's part
+    STATE = 4  # send staged optimizer state
+    VERSION = 5  # receive the rows of a published version
+    EDGES = 6  # of the copy with this serial, send values that other ranks encode, and receive values to encode here
+    RELAY = 7  # in the order of the fragment, send fetched rows of a version, and receive rows that others have fetched
+    WRITE_SHARD = 16  # write the own shards of staged optimizer state, in another thread
+    WRITE_STATUS = 17  # report whether they are written
+    LOAD_SHARD = 18  # read the own shards of a part that was found
 
 
 RNG_ONLY = 1
-"""With STATE: what is dealt out was written to disk already, or is not wanted any more."""
+"""Argument of STATE: send only the states of random generators. The shards are on disk already, or not needed."""
 
 
 class RankReply(IntEnum):
@@ -90,7 +91,7 @@ class RankReply(IntEnum):
 
 
 class BoundaryStatus(NamedTuple):
-    """What every rank is told at every boundary."""
+    """Status that every rank receives at every boundary."""
 
     is_paused: bool = False
     progress: float = 0.0
@@ -102,11 +103,11 @@ class BoundaryStatus(NamedTuple):
 
 
 class RankConnection:
-    """One connection to one rank. Whatever is wrong with it, the island is at its end."""
+    """Connection to one rank. Any error of it ends the island."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.rank = rank
-        self.preemption_level = 0  # notices that the rank at the other end has got, see `Preemption.level`
+        self.preemption_level = 0  # level of the rank at the other end, see `Preemption.level`
         self._socket = connection
         connection.settimeout(STEP_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -117,20 +118,20 @@ class RankConnection:
 
     @property
     def nonblocking_socket(self) -> socket.socket:
-        """For an event loop, whose it is from now on. Others may still shut it."""
+        """Socket for an event loop, which owns it from now on. Other threads may still shut it down."""
         self._socket.setblocking(False)
         return self._socket
 
     def disable_timeout(self) -> None:
-        """For who waits for orders: there may be none for hours."""
+        """Wait for commands without a timeout: there may be none for hours."""
         self._socket.settimeout(None)
 
     def send(self, *data: bytes | memoryview) -> None:
         try:
             for each in data:
                 self._socket.sendall(each)
-        except OSError as wrong:
-            raise self._connection_error(wrong) from wrong
+        except OSError as error:
+            raise self._connection_error(error) from error
 
     def receive(self, size: int) -> bytes:
         data = bytearray(size)
@@ -140,21 +141,21 @@ class RankConnection:
     def receive_into(self, view: memoryview) -> None:
         try:
             while view.nbytes:
-                got = self._socket.recv_into(view)
-                if not got:
+                received = self._socket.recv_into(view)
+                if not received:
                     raise ConnectionError("it has closed the connection")
-                view = view[got:]
-        except OSError as wrong:
-            raise self._connection_error(wrong) from wrong
+                view = view[received:]
+        except OSError as error:
+            raise self._connection_error(error) from error
 
-    def _connection_error(self, wrong: OSError) -> IslandBrokenError:
-        who = "rank 0, which leads this island," if self.rank == 0 else f"rank {self.rank} of this island"
-        if isinstance(wrong, TimeoutError):
-            return IslandBrokenError(f"{who} has not come to this step within {STEP_TIMEOUT_S:.0f} s")
-        return IslandBrokenError(f"{who} is gone ({wrong}); an island ends with any of its ranks")
+    def _connection_error(self, error: OSError) -> IslandBrokenError:
+        peer = "rank 0, which leads this island," if self.rank == 0 else f"rank {self.rank} of this island"
+        if isinstance(error, TimeoutError):
+            return IslandBrokenError(f"{peer} has not come to this step within {STEP_TIMEOUT_S:.0f} s")
+        return IslandBrokenError(f"{peer} is gone ({error}); an island ends with any of its ranks")
 
     def shut_down(self) -> None:
-        """No more is sent or received; whoever waits for it in another thread waits no longer."""
+        """Stop sending and receiving, and wake the threads that wait for it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -172,7 +173,7 @@ class RankConnection:
         self.send(_REQUEST.pack(kind, preemption_level, len(text), value) + text)
 
     def receive_request(self) -> tuple[RankRequest, int]:
-        """Raises what the other rank has failed with."""
+        """Receive a request. Raise the error with kind the other rank has failed."""
         kind, self.preemption_level, size, value = _REQUEST.unpack(self.receive(_REQUEST.size))
         text = self.receive(min(size, MAX_TEXT_BYTES))
         if kind == RankRequest.FAILED:
@@ -198,8 +199,8 @@ class RankConnection:
         self.send(_COMMAND.pack(command, fragment, first, second))
 
     def receive_command(self) -> tuple[RankCommand, int, int, int]:
-        order, fragment, first, second = _COMMAND.unpack(self.receive(_COMMAND.size))
-        return RankCommand(order), fragment, first, second
+        command, fragment, first, second = _COMMAND.unpack(self.receive(_COMMAND.size))
+        return RankCommand(command), fragment, first, second
 
     def send_result(self, status: RankReply, text: str = "") -> None:
         data = text.encode()[:MAX_TEXT_BYTES]
@@ -216,18 +217,18 @@ class RankConnection:
             self.send(tensor_bytes(tensor.detach().cpu().contiguous()))
 
     def receive_tensor(self, tensor: Tensor) -> None:
-        """Into a tensor in host memory, whatever its strides."""
+        """Receive into a tensor in host memory, which may be strided."""
         if not tensor.numel():
             return
         if tensor.is_contiguous():
             self.receive_into(tensor_bytes(tensor))
         else:
-            came = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self.receive_into(tensor_bytes(came))
-            tensor.copy_(came)
+            contiguous = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.receive_into(tensor_bytes(contiguous))
+            tensor.copy_(contiguous)
 
     def skip(self, size: int) -> None:
-        """Receive so many bytes and keep none of them."""
+        """Receive and drop this number of bytes."""
         for begin in range(0, size, SKIP_CHUNK_BYTES):
             self.receive(min(SKIP_CHUNK_BYTES, size - begin))
 
@@ -241,33 +242,35 @@ class RankConnection:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """Return the memory of a contiguous tensor on the host."""
     flat: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return flat
 
 
-def encode_failure(wrong: BaseException | type[BaseException], rank: int) -> bytes:
-    """What the other ranks are told."""
-    kind = wrong if isinstance(wrong, type) else type(wrong)
-    text = "" if isinstance(wrong, type) else str(wrong)[:2000]
+def encode_failure(error: BaseException | type[BaseException], rank: int) -> bytes:
+    """Encode the error of a rank for the other ranks."""
+    kind = error if isinstance(error, type) else type(error)
+    text = "" if isinstance(error, type) else str(error)[:2000]
     return json.dumps({"rank": rank, "kind": kind.__name__, "text": text}).encode()
 
 
 def decode_failure(text: bytes, rank: int) -> AtollError:
-    """What all ranks of the island raise. What the leader was refused for is raised as such by all."""
-    told = json.loads(text)
-    known = getattr(errors, str(told["kind"]), None)
-    if isinstance(known, type) and issubclass(known, AtollError) and told["text"]:
-        return known(told["text"])
-    said = f": {told['text']}" if told["text"] else ""
-    return IslandBrokenError(f"rank {told.get('rank', rank)} of this island has ended with {told['kind']}{said}")
+    """Return the error that all ranks of the island raise. An AtollError of the leader keeps its type."""
+    failure = json.loads(text)
+    known = getattr(errors, str(failure["kind"]), None)
+    if isinstance(known, type) and issubclass(known, AtollError) and failure["text"]:
+        return known(failure["text"])
+    detail = f": {failure['text']}" if failure["text"] else ""
+    return IslandBrokenError(
+        f"rank {failure.get('rank', rank)} of this island has ended with {failure['kind']}{detail}"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- meeting
+# ------------------------------------------------------------------------------------------------------- rendezvous
 
 
 def host_identity() -> str:
-    """Equal on ranks that reach each other by loopback."""
+    """Return a text that is equal on ranks that reach each other by loopback."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -284,7 +287,7 @@ def _network_namespace() -> str:
 
 
 def open_listener(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int]]]:
-    """A place for the other ranks to come to, and under which names they may find it."""
+    """Open a listener for the other ranks. Return it with the addresses at kind they may reach it."""
     if is_one_host:
         listener = socket.create_server(("127.0.0.1", 0), backlog=LISTEN_BACKLOG)
     elif socket.has_dualstack_ipv6():
@@ -301,32 +304,34 @@ def open_listener(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int
 
 
 def accept_ranks(listener: socket.socket, secret: bytes, size: int) -> list[list[RankConnection]]:
-    """The lines to every other rank, each kind in the order of ranks. Who does not know the secret is not let in."""
-    until = time.monotonic() + RENDEZVOUS_TIMEOUT_S
+    """Return the connections to every other rank, by kind in the order of ranks. Reject peers without the secret."""
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     found: dict[tuple[int, int], RankConnection] = {}
     while len(found) < CONNECTIONS_PER_RANK * (size - 1):
-        left = until - time.monotonic()
+        left = deadline - time.monotonic()
         if left <= 0:
             missing = sorted(
-                {rank for rank in range(1, size) for which in range(CONNECTIONS_PER_RANK) if (rank, which) not in found}
+                {rank for rank in range(1, size) for kind in range(CONNECTIONS_PER_RANK) if (rank, kind) not in found}
             )
-            raise IslandBrokenError(f"ranks {missing} of this island have not come within {RENDEZVOUS_TIMEOUT_S:.0f} s")
+            raise IslandBrokenError(
+                f"ranks {missing} of this island have not connected in {RENDEZVOUS_TIMEOUT_S:.0f} s"
+            )
         listener.settimeout(left)
         with contextlib.suppress(OSError, IslandBrokenError):
             connection, _ = listener.accept()
             connection.settimeout(CONNECT_TIMEOUT_S)
-            magic, theirs, rank, which = _GREETING.unpack(_receive_exactly(connection, _GREETING.size))
+            magic, theirs, rank, kind = _GREETING.unpack(_receive_exactly(connection, _GREETING.size))
             if (
                 magic != _MAGIC
                 or not hmac.compare_digest(theirs, secret)
                 or not 0 < rank < size
-                or which >= CONNECTIONS_PER_RANK
+                or kind >= CONNECTIONS_PER_RANK
             ):
                 connection.close()
                 continue
             connection.sendall(b"\1")
-            found[rank, which] = RankConnection(connection, rank)
-    return [[found[rank, which] for rank in range(1, size)] for which in range(CONNECTIONS_PER_RANK)]
+            found[rank, kind] = RankConnection(connection, rank)
+    return [[found[rank, kind] for rank in range(1, size)] for kind in range(CONNECTIONS_PER_RANK)]
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
@@ -340,21 +345,21 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def connect_to_leader(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> list[list[RankConnection]]:
-    """To the leader, by whichever of its names is reached."""
-    until, problem = time.monotonic() + RENDEZVOUS_TIMEOUT_S, ""
-    while time.monotonic() < until:
+    """Connect to the leader by the first of its addresses that is reachable."""
+    deadline, problem = time.monotonic() + RENDEZVOUS_TIMEOUT_S, ""
+    while time.monotonic() < deadline:
         for address in addresses:
             made = []
             try:
-                for which in range(CONNECTIONS_PER_RANK):
+                for kind in range(CONNECTIONS_PER_RANK):
                     connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
-                    connection.sendall(_GREETING.pack(_MAGIC, secret, rank, which))
+                    connection.sendall(_GREETING.pack(_MAGIC, secret, rank, kind))
                     _receive_exactly(connection, 1)
                     made.append(RankConnection(connection, 0))
-                return [[line] for line in made]
-            except OSError as wrong:
-                problem = f"{address[0]}:{address[1]}: {wrong}"
-                for line in made:
-                    line.close()
+                return [[each] for each in made]
+            except OSError as error:
+                problem = f"{address[0]}:{address[1]}: {error}"
+                for each in made:
+                    each.close()
         time.sleep(0.2)
     raise IslandBrokenError(f"rank 0, which leads this island, cannot be reached from rank {rank}: {problem}")

@@ -1,7 +1,7 @@
-"""What a launcher does for a run: it keeps units running, reports their state, and returns what they printed.
+"""The interface of launchers: start units, restart them, report their state, return their logs.
 
-A unit is a process of a run that is kept running: the syncer, a shard, an island. A launcher receives units and nothing
-else, so it needs to know neither the file in which they are named nor the protocol that they speak.
+A unit is one supervised process of a run: the syncer, a shard or an island. A launcher receives only units. It depends
+neither on the islands file nor on the protocol.
 """
 
 from __future__ import annotations
@@ -28,40 +28,41 @@ def is_island(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Unit:
-    """One command, started again when it fails."""
+    """One command that a launcher runs, and restarts when it fails."""
 
     run: str
     """Name of the run: letters, digits and dashes."""
     name: str
-    """Unique within the run: "syncer", "shard-1", the name of an island."""
+    """Name that is unique within the run: "syncer", "shard-1" or the name of an island."""
     command: tuple[str, ...]
     directory: Path
-    """Where it keeps its files and where the launcher puts what it prints; absolute. Next to those of other units."""
+    """Absolute working directory, next to those of the other units. The launcher writes the logs into it."""
     launcher: str = "local"
     environment: Mapping[str, str] = field(default_factory=dict)
-    """On top of that of the launcher, with the values of secrets."""
+    """Variables to add to the environment of the launcher, with the values of secrets."""
     secret_names: frozenset[str] = frozenset()
     """Variables that must not be printed or put on a command line."""
     nodes: int = 1
     cpus: int = 1
-    """Per node."""
+    """CPUs per node."""
     devices: int = 0
     """Accelerators per node."""
     site: str | None = None
     max_restarts: int = 100
-    """How often it is started again after a failure; one that ends well is not."""
+    """Maximum number of restarts after failures. Exit code 0 is no failure."""
     notice_s: float = 30.0
-    """From SIGTERM to SIGKILL: in this time it says goodbye, and an island sends what is not merged yet."""
+    """Seconds from SIGTERM to SIGKILL. In this time an island uploads its unmerged work."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The launcher's own: a partition, an image, resources. A launcher refuses those that it does not know."""
+    """Launcher-specific options, such as a partition, an image or resources. A launcher refuses unknown ones."""
 
     @property
     def syncer_directory(self) -> Path | None:
-        """Directory of the unit of the run's syncer; None for the syncer itself."""
+        """Directory of the syncer's unit; None for the syncer itself."""
         return None if self.name == SYNCER else self.directory.parent / SYNCER
 
     @property
     def ends_with_syncer(self) -> bool:
+        """True for a shard: it is restarted until its syncer has ended."""
         return self.name.startswith(SHARD_PREFIX)
 
     def redacted_environment(self) -> dict[str, str]:
@@ -83,18 +84,18 @@ class Unit:
 class UnitState(StrEnum):
     """State of a unit, as its launcher knows it."""
 
-    WAITING = "waiting"  # for a place in the queue, or to be started again
+    WAITING = "waiting"  # in the queue, or before a restart
     RUNNING = "running"
     ENDED = "ended"  # with exit code 0
-    FAILED = "failed"  # and has no restart left
+    FAILED = "failed"  # no restart left
     STOPPED = "stopped"  # on request
-    LOST = "lost"  # the launcher does not know it
-    NOT_STARTED = "not started"  # no launcher has it
-    UNKNOWN = "unknown"  # its launcher does not answer
+    LOST = "lost"  # the launcher does not know the unit
+    NOT_STARTED = "not started"  # no launcher has received the unit
+    UNKNOWN = "unknown"  # the launcher does not reply
 
     @property
     def is_active(self) -> bool:
-        """Return whether it runs, or will run again by itself."""
+        """Return whether the unit runs, or will run without a new `start`."""
         return self in (UnitState.WAITING, UnitState.RUNNING)
 
     @property
@@ -107,58 +108,62 @@ class UnitStatus:
     state: UnitState
     restarts: int = 0
     cause: str = ""
-    """In words: what it waits for, how it has failed, where it runs."""
+    """Human-readable detail: the awaited resource, the failure or the node."""
 
 
 class Launcher(Protocol):
-    """A handle is what a launcher needs to find a unit again, as JSON; it is kept in the run's directory."""
+    """System that runs units.
+
+    `start` returns a handle: the JSON object that identifies the unit in later calls. `atoll up` stores it in the
+    run's directory.
+    """
 
     def check(self, unit: Unit) -> None:
-        """ValueError with what to do, where this launcher cannot run the unit. Starts nothing."""
+        """Raise ValueError if this launcher cannot run the unit. Start nothing."""
 
     def render(self, unit: Unit) -> str:
-        """What would be submitted, for people to read; without secrets."""
+        """Return a human-readable form of the submission, without secrets."""
 
     def start(self, unit: Unit) -> dict[str, Any]:
-        """Returns as soon as the launcher has it. It goes on when this process ends."""
+        """Submit the unit and return its handle. The unit goes on when this process ends."""
 
     def status(self, handle: Mapping[str, Any]) -> UnitStatus: ...
 
     def stop(self, handle: Mapping[str, Any]) -> None:
-        """SIGTERM, and SIGKILL after the unit's notice. Returns when nothing of it is left; it may be called twice."""
+        """Send SIGTERM, and SIGKILL after the unit's notice. Return when no process is left. Idempotent."""
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
-        """What it has printed, one file for each time it was started or for each node, oldest first."""
+        """Return the log files, one for each start and node, oldest first."""
 
 
 @runtime_checkable
 class ArrayLauncher(Protocol):
-    """A launcher that takes units which ask for the same in one submission."""
+    """A launcher that can submit several units with equal resources at once."""
 
     def start_array(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
-        """Handles in the order of the units."""
+        """Submit the units and return their handles in the same order."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What all launchers do alike
+# Helpers of all launchers
 
 
 def search_path(path: str | None = None) -> str:
-    """Return PATH for a unit: programs of the environment in which Atoll runs first, even if it is not activated."""
+    """Return PATH for a unit. The programs of this Python environment come first, even if it is not activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), path or os.environ.get("PATH", os.defpath)])
 
 
 def inherited_environment(excluded: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment of this process for a unit, without these variables and those of another run."""
-    kept = {name: value for name, value in os.environ.items() if name[:6] != "ATOLL_" and name not in excluded}
-    return kept | {"PATH": search_path()}
+    """Return the environment of this process for a unit, without `excluded` and the ATOLL_ variables of another run."""
+    inherited = {name: value for name, value in os.environ.items() if name[:6] != "ATOLL_" and name not in excluded}
+    return inherited | {"PATH": search_path()}
 
 
 _START_LOG = re.compile(r"start-(\d+)(?:-node-(\d+))?\.log")
 
 
 def start_log_name(start: int, node: int = 0, nodes: int = 1) -> str:
-    """Return the name of the file for what one start of a unit prints.
+    """Return the name of the log file of one start of a unit.
 
     >>> start_log_name(3), start_log_name(3, 1, 2)
     ('start-0003.log', 'start-0003-node-1.log')
@@ -181,7 +186,7 @@ def last_start_number(directory: Path) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Launchers by name. One is imported when it is needed: Slurm needs no Ray
+# Launchers by name. They are imported on demand: Slurm needs no Ray
 
 
 LAUNCHERS = {
@@ -194,34 +199,34 @@ EXAMPLE_FILES = {"kubernetes": "examples/kubernetes.yaml", "skypilot": "examples
 """Systems for which Atoll has an example file instead of a launcher."""
 
 REMOTE_LAUNCHERS = frozenset({"ray", "slurm"})
-"""They choose the machine: it may be another one than this."""
+"""Launchers that choose the machine of a unit: it may not be this one."""
 
 _EXTRAS = {"ray": "ray"}
 
 
 def check_launcher_name(name: str) -> None:
-    """ValueError with the nearest name, or with the example file of a system that has no launcher."""
+    """Raise ValueError if there is no launcher of this name."""
     if name in EXAMPLE_FILES:
         raise ValueError(
-            f"Atoll has no launcher for {name}: adapt {EXAMPLE_FILES[name]}, and start it with the tools of {name}"
+            f"Atoll has no launcher for {name}: adapt {EXAMPLE_FILES[name]}, then start it with the tools of {name}"
             " (docs/kubernetes.md)"
         )
     if name not in LAUNCHERS:
         near = difflib.get_close_matches(name, LAUNCHERS, 1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no launcher {name!r}: there are {', '.join(LAUNCHERS)}{meant}")
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no launcher {name!r}: there are {', '.join(LAUNCHERS)}{hint}")
 
 
 def load_launcher(name: str) -> Launcher:
-    """ValueError where there is no such launcher, or what it needs is not installed."""
+    """Return a new launcher. Raise ValueError if the name is unknown or a required package is not installed."""
     check_launcher_name(name)
-    module, of_class = LAUNCHERS[name]
+    module, class_name = LAUNCHERS[name]
     try:
-        made = getattr(import_module(module), of_class)()
-    except ModuleNotFoundError as missing:
-        needed = (missing.name or "").partition(".")[0]
-        if needed not in _EXTRAS:
+        launcher = getattr(import_module(module), class_name)()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
             raise
-        extra = f"pip install 'atoll[{_EXTRAS[needed]}]'"
-        raise ValueError(f"launcher {name} needs {needed}, which is not installed: {extra}") from None
-    return cast(Launcher, made)
+        command = f"pip install 'atoll[{_EXTRAS[package]}]'"
+        raise ValueError(f"launcher {name} needs {package}, which is not installed: {command}") from None
+    return cast(Launcher, launcher)

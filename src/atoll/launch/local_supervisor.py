@@ -1,15 +1,14 @@
-"""The process that keeps one unit of the local launcher running: `python -m atoll.launch.local_supervisor DIRECTORY`.
+"""Supervisor process of one unit of the local launcher: `python -m atoll.launch.local_supervisor DIRECTORY`.
 
-It leaves the session of the process that started it, and writes down how the unit is. In the directory:
+It leaves the session of the process that started it, and writes the state of the unit. Files in the directory:
 
-    unit.json         what to run: command, restarts, notice
-    supervisor.json   how it is; replaced as a whole
-    supervisor.lock   locked while the supervisor, or the guard of its command, lives; holds the supervisor's identity
-    supervisor.log    what the supervisor itself has printed, where something is wrong with it
-    start-0001.log    what the command has printed, one file for each start
+    unit.json         specification: command, restarts, notice
+    supervisor.json   state of the unit; replaced atomically
+    supervisor.lock   locked while the supervisor or the guard runs; contains the supervisor's identity
+    supervisor.log    output of the supervisor itself
+    start-0001.log    output of the command, one file for each start
 
-SIGTERM to the supervisor ends the unit. The guard of a supervisor that was killed ends the command
-(`atoll.launch.guard`).
+SIGTERM to the supervisor stops the unit. The guard of a killed supervisor ends the command (`atoll.launch.guard`).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ SPEC_FILE, STATE_FILE, LOCK_FILE, SUPERVISOR_LOG = "unit.json", "supervisor.json
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
 DEFAULT_NOTICE_S = 30.0
 LOCK_TIMEOUT_S = 2.0
-"""For the lock of a supervisor that starts: `atoll status` holds it for a moment."""
+"""Time to acquire the lock at the start: `atoll status` holds it for a moment."""
 MAX_REASON_CHARS = 200
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """Return the state of the unit; None where no supervisor ever was.
+    """Return the state of the unit, or None if it never had a supervisor.
 
-    A damaged file, as a power cut leaves it, is that of a killed supervisor.
+    A damaged file, such as after a power failure, counts as that of a killed supervisor.
     """
     try:
         state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
@@ -55,7 +54,7 @@ def read_state(directory: Path) -> dict[str, Any] | None:
             supervisor = ProcessId.from_json(json.loads((directory / LOCK_FILE).read_text(encoding="utf-8")))
         if supervisor is not None and is_alive(supervisor):
             damaged = (
-                f"{directory / STATE_FILE} is damaged, and its supervisor lives: end that by kill {supervisor.pid}"
+                f"{directory / STATE_FILE} is damaged, and its supervisor runs: stop it with kill {supervisor.pid}"
             )
             raise OSError(damaged) from None
         notice_s = DEFAULT_NOTICE_S
@@ -77,7 +76,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class LocalSupervisor:
-    """Spawns the command of one unit below a guard, and reports about it."""
+    """Runs the command of one unit below a guard, and writes its state."""
 
     def __init__(self, directory: Path, spec: Mapping[str, Any], lock: int) -> None:
         self._directory, self._lock = directory, lock
@@ -98,7 +97,7 @@ class LocalSupervisor:
         )
 
     def run(self, on_running: Callable[[], None]) -> None:
-        """Keep the unit running until it has ended well, has failed too often, or is stopped."""
+        """Run the unit until it ends with exit code 0, has no restart left, or is stopped."""
         adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._supervisor.stop())
@@ -108,20 +107,20 @@ class LocalSupervisor:
         state, cause = self._supervisor.run()
         if state is UnitState.FAILED:
             self._log_note(f"{cause}; it has no restart left")
-            last = self._last_line()
-            cause = f"{cause}: {last}" if last else cause
+            last_line = self._last_line()
+            cause = f"{cause}: {last_line}" if last_line else cause
         elif cause:
             self._log_note(cause)
         self.report(state, cause, None)
 
-    def _run_once(self, started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
+    def _run_once(self, on_started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
         self._starts += 1
         notice_s = self._constant_state["notice_s"]
         log = self._log_path().name
         try:
             command = GuardedCommand(self._command, os.environ, self._directory, log, notice_s, (self._lock,))
             self._child = identify_process(command.pid)
-            started(f"process {command.pid}")
+            on_started(f"process {command.pid}")
             while command.is_running(POLL_INTERVAL_S):
                 if should_end():
                     command.stop(notice_s)
@@ -132,11 +131,12 @@ class LocalSupervisor:
                 return ExitInfo(str(error))
         finally:
             self._child = None
-            kill_descendants()  # the guard, and what it has left behind if it was killed
+            kill_descendants()  # the guard, and its orphans if it was killed
 
     def report(self, state: UnitState, cause: str, again_at: float | None) -> None:
+        """Write the state, and the next start into the log of the command."""
         if again_at is not None:
-            self._log_note(f"{cause}; starting it again in {again_at - time.time():.3g} s")
+            self._log_note(f"{cause}; restarting in {again_at - time.time():.3g} s")
         try:
             self._write(state, cause, again_at)
         except OSError:  # a full disk must not end the unit
@@ -153,16 +153,16 @@ class LocalSupervisor:
         }
         write_json(self._directory / STATE_FILE, {**self._constant_state, **current})
 
-    def _log_note(self, words: str) -> None:
-        """Write a line of the supervisor into the log of the command."""
+    def _log_note(self, text: str) -> None:
+        """Append a line of the supervisor to the log of the command."""
         with suppress(OSError), open(self._log_path(), "ab") as log:
-            log.write(f"[atoll] {words}\n".encode())
+            log.write(f"[atoll] {text}\n".encode())
 
     def _log_path(self) -> Path:
         return self._directory / start_log_name(self._first_log + max(0, self._starts - 1))
 
     def _last_line(self) -> str:
-        """Return the last line that the command has printed."""
+        """Return the last line that the command printed."""
         with suppress(OSError), open(self._log_path(), "rb") as log:
             log.seek(max(0, self._log_path().stat().st_size - 8192))
             for line in reversed(log.read().decode(errors="replace").splitlines()):
@@ -177,8 +177,8 @@ def _own_id() -> ProcessId:
     return own
 
 
-def _take_lock(directory: Path) -> int:
-    """Return the open lock file. LockHeldError: another supervisor, or the guard of a killed one, has it."""
+def _acquire_lock(directory: Path) -> int:
+    """Return the open lock file. Raise LockHeldError if another supervisor, or the guard of a killed one, holds it."""
     until = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
@@ -190,7 +190,7 @@ def _take_lock(directory: Path) -> int:
 
 
 def main() -> int:
-    """Say on stdout whether the unit is kept, in the first process; be the supervisor in the second one."""
+    """Fork: the parent prints whether the supervisor has started; the child is the supervisor."""
     directory = Path(sys.argv[1])
     reader, writer = os.pipe()
     if os.fork():
@@ -198,13 +198,13 @@ def main() -> int:
         with open(reader, encoding="utf-8") as replies:
             reply = replies.read()
         print(reply or "the supervisor ended at once", flush=True)
-        return 0 if reply == "kept" else 1
+        return 0 if reply == "ready" else 1
     os.close(reader)
     try:
-        lock = _take_lock(directory)
+        lock = _acquire_lock(directory)
         supervisor = LocalSupervisor(directory, json.loads((directory / SPEC_FILE).read_text(encoding="utf-8")), lock)
     except LockHeldError:
-        os.write(writer, f"{directory} is kept by another supervisor".encode())
+        os.write(writer, f"{directory} has another supervisor".encode())
         return 1
     except OSError as error:
         os.write(writer, str(error).encode())
@@ -214,15 +214,15 @@ def main() -> int:
         own_log = os.open(directory / SUPERVISOR_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):
             os.dup2(own_log, stream)
-        os.write(writer, b"kept")
+        os.write(writer, b"ready")
         os.close(writer)
 
     try:
         supervisor.run(on_running)
     except OSError as error:
         with suppress(OSError):
-            os.write(writer, str(error).encode())  # if it is still read
-        supervisor.report(UnitState.FAILED, f"its supervisor cannot go on: {error}", None)
+            os.write(writer, str(error).encode())  # fails if the parent has ended
+        supervisor.report(UnitState.FAILED, f"its supervisor failed: {error}", None)
         raise
     return 0
 

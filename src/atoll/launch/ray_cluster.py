@@ -1,7 +1,7 @@
 """The Ray launcher: units as placement groups and actors of a Ray cluster, which starts them again and sees lost nodes.
 
-Nothing of a unit depends on the process that started it. `ray_supervisor` is what lives in the cluster, `ray_driver`
-the process through which this one speaks to it.
+A unit does not depend on the process that started it. `ray_supervisor` runs in the cluster. `ray_driver` is
+the child process through which this process talks to the cluster.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RayLauncher:
             lines.append(f"runtime_env      {json.dumps(unit.options['runtime_env'], sort_keys=True)}")
         lines += [f"environment      {name}={value}" for name, value in unit.redacted_environment().items()]
         text = "\n".join(lines) + "\n"
-        for name in unit.secret_names:  # wherever else it may stand
+        for name in unit.secret_names:  # the command may contain it too
             hidden = unit.environment.get(name)
             text = text.replace(hidden, "(secret)") if hidden else text
         return text
@@ -101,29 +101,29 @@ class RayLauncher:
 
     def status(self, handle: Mapping[str, Any]) -> UnitStatus:
         try:
-            told = self._driver(handle["address"]).request("status", **_name(handle))
+            state = self._driver(handle["address"]).request("status", **_name(handle))
             gone = UNKNOWN_CAUSE
         except ValueError as error:
-            told, gone = {}, str(error)
-        if not told:  # what has no supervisor any more has ended, or its cluster has
-            told = read_last_state(Path(handle["directory"]))
-            if told.get("state") not in FINAL_STATES:
+            state, gone = {}, str(error)
+        if not state:  # what has no supervisor any more has ended, or its cluster has
+            state = read_last_state(Path(handle["directory"]))
+            if state.get("state") not in FINAL_STATES:
                 if gone is not UNKNOWN_CAUSE and not _refuses_connections(handle["address"]):
-                    raise ValueError(gone)  # of a cluster that cannot be reached nobody knows whether it is gone
-                told |= {"state": "gone", "cause": gone}
-        return UnitStatus(UnitState(told["state"]), max(int(told.get("starts", 0)) - 1, 0), str(told["cause"]))
+                    raise ValueError(gone)  # an unreachable cluster may still run
+                state |= {"state": UnitState.LOST.value, "cause": gone}
+        return UnitStatus(UnitState(state["state"]), max(int(state.get("starts", 0)) - 1, 0), str(state["cause"]))
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         deadline = time.monotonic() + float(handle["notice_s"]) + STOP_RESERVE_S
-        # A cluster that is gone has taken everything along. Asked again and again, so that others who stop units with
-        # this launcher have their turn.
+        # A cluster that is gone has taken everything along. Each request is short, so that other threads that use
+        # this launcher are not blocked.
         while not _refuses_connections(handle["address"]) and self._driver(handle["address"]).request(
             "stop", **_name(handle), kill=time.monotonic() > deadline
         ):
             time.sleep(STOP_POLL_INTERVAL_S)
-        told = read_last_state(Path(handle["directory"]))
-        if told and told["state"] not in FINAL_STATES:
-            write_last_state(Path(handle["directory"]), told | {"state": "stopped", "cause": "its supervisor is lost"})
+        state = read_last_state(Path(handle["directory"]))
+        if state and state["state"] not in FINAL_STATES:
+            write_last_state(Path(handle["directory"]), state | {"state": "stopped", "cause": "its supervisor is lost"})
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         return find_start_logs(Path(handle["directory"]))
@@ -139,7 +139,7 @@ class RayLauncher:
 
 
 class _RayDriver:
-    """The process that is in the cluster for us. It ends when this one does: its input ends."""
+    """Child process that is connected to the cluster. It ends when its input ends, so with this process."""
 
     def __init__(self, address: str) -> None:
         self._lock = threading.Lock()
@@ -160,11 +160,11 @@ class _RayDriver:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def request(self, do: str, **words: Any) -> Any:
+    def request(self, do: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None
         with self._lock:
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+                self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
                 self._process.stdin.flush()
             return self._read_reply()
 
@@ -174,20 +174,20 @@ class _RayDriver:
         if not line:
             self._process.wait()
             self._output.seek(0)
-            said = self._output.read().decode(errors="replace").strip()
-            raise ValueError(f"the Ray cluster cannot be spoken to: {said[-2000:]}")
+            output = self._output.read().decode(errors="replace").strip()
+            raise ValueError(f"cannot talk to the Ray cluster: {output[-2000:]}")
         answer = json.loads(line)
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["ok"]
 
 
-def _end(process: subprocess.Popen[str], said: IO[bytes]) -> None:
+def _end(process: subprocess.Popen[str], output: IO[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
         process.communicate(timeout=DRIVER_EXIT_TIMEOUT_S)  # its input ends
     process.kill()
     process.wait()
-    said.close()
+    output.close()
 
 
 def _name(handle: Mapping[str, Any]) -> dict[str, str]:
@@ -195,7 +195,7 @@ def _name(handle: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _actor(unit: Unit) -> str:
-    """The same again for the same unit; another for one of the same name in another directory."""
+    """Return the actor name: unique for run, unit and directory."""
     return f"{unit.run}.{unit.name}.{hashlib.sha256(str(unit.directory).encode()).hexdigest()[:8]}"
 
 
@@ -238,7 +238,7 @@ def _check_options(unit: Unit) -> None:
 
 
 def _wanted_address(unit: Unit) -> str:
-    """As the unit or the environment names it; empty or `auto` for the cluster of this machine."""
+    """Return the configured address; empty for the cluster of this machine."""
     wanted = str(unit.options.get("address") or os.environ.get("RAY_ADDRESS", ""))
     return "" if wanted == "auto" else wanted
 
@@ -256,7 +256,7 @@ def _address(wanted: str) -> str:
 
 
 def _find_local_address() -> str:
-    """As `ray start` has written it down."""
+    """Return the address that `ray start` wrote, or an empty string."""
     place = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
     try:
         return place.read_text(encoding="utf-8").strip()
@@ -272,7 +272,7 @@ def _is_listening(address: str) -> bool:
 
 
 def _refuses_connections(address: str) -> bool:
-    """Its host is there, and nothing listens. ValueError where that cannot be found out."""
+    """Return whether the host is up and nothing listens. Raise ValueError if that cannot be determined."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S):
@@ -284,7 +284,7 @@ def _refuses_connections(address: str) -> bool:
 
 
 def _local_cluster() -> str:
-    """The one that runs here, or a new one that outlives this process; `ray stop` ends it."""
+    """Return the address of the cluster of this machine. Start one if none runs; `ray stop` ends it."""
     address = _find_local_address()
     if address and _is_listening(address):
         return address
@@ -294,23 +294,23 @@ def _local_cluster() -> str:
         "--disable-usage-stats",
         f"--object-store-memory={LOCAL_OBJECT_STORE_BYTES}",
     ]
-    with socket.socket() as probe:  # the usual port of Ray's client belongs to whoever was first
+    with socket.socket() as probe:  # the usual port of Ray's client may be in use
         probe.bind(("", 0))
         command.append(f"--ray-client-server-port={probe.getsockname()[1]}")
-    with tempfile.TemporaryFile() as said:  # not a pipe: what it leaves running would hold it open
+    with tempfile.TemporaryFile() as output:  # not a pipe: what it leaves running would hold it open
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
             timeout=LOCAL_START_TIMEOUT_S,
             check=False,
         )
         address = _find_local_address()
         if done.returncode or not address:
-            said.seek(0)
-            raise ValueError(f"`ray start --head` has failed: {said.read().decode(errors='replace')[-2000:]}")
+            output.seek(0)
+            raise ValueError(f"`ray start --head` has failed: {output.read().decode(errors='replace')[-2000:]}")
     return address
 
 
@@ -319,19 +319,19 @@ def _local_cluster() -> str:
 
 
 RAY_STATE_FILE = "ray.json"
-"""How the unit is, for those who ask when its supervisor is gone."""
+"""How the unit is, read when its supervisor has ended."""
 FINAL_STATES = ("ended", "failed", "stopped")
-"""Standings after which there is no supervisor."""
+"""States after which there is no supervisor."""
 
 
 def read_last_state(directory: Path) -> dict[str, Any]:
-    """What the supervisor told last; empty if it never was."""
+    """Return the last state that the supervisor wrote; empty if there is none."""
     try:
-        told: dict[str, Any] = json.loads((directory / RAY_STATE_FILE).read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads((directory / RAY_STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return told
+    return state
 
 
-def write_last_state(directory: Path, told: Mapping[str, Any]) -> None:
-    write_text(directory / RAY_STATE_FILE, json.dumps(told), durable=False)
+def write_last_state(directory: Path, state: Mapping[str, Any]) -> None:
+    write_text(directory / RAY_STATE_FILE, json.dumps(state), durable=False)

@@ -1,4 +1,4 @@
-"""A process that speaks to one Ray cluster, for a launcher in another.
+"""Child process of the Ray launcher that is connected to one Ray cluster.
 
 A driver of Ray prints what the cluster complains of on stdout, sets a handler for SIGTERM, and can be in one cluster at
 a time. None of that may happen to the process of `atoll up`, or to one that uses Ray for its own purposes.
@@ -36,7 +36,7 @@ NAME_POLL_INTERVAL_S = 0.1
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)  # whatever Ray prints is no answer
+    os.dup2(2, 1)  # output of Ray must not mix with replies
     address = sys.argv[1]
     try:
         ray.init(
@@ -51,9 +51,9 @@ def main() -> None:
         answers.write(json.dumps({"error": f"no Ray cluster can be entered at {address}: {error}"}) + "\n")
         return
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            answer: dict[str, Any] = {"ok": COMMANDS[asked.pop("do")](**asked)}
+            answer: dict[str, Any] = {"ok": COMMANDS[request.pop("do")](**request)}
         except ValueError as error:
             answer = {"error": str(error)}
         except RayError as error:
@@ -69,7 +69,7 @@ def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
     if read_last_state(wanted.directory):
         write_last_state(wanted.directory, {})
     supervisor: Any = ray.remote(RaySupervisor)
-    begun = supervisor.options(
+    actor_handle = supervisor.options(
         name=actor,
         namespace=namespace,
         lifetime="detached",
@@ -79,9 +79,9 @@ def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
         max_concurrency=4,
     ).remote(wanted, f"{namespace}/{actor}")
     try:
-        ray.get(begun.state.remote(), timeout=SUPERVISOR_START_TIMEOUT_S)
+        ray.get(actor_handle.state.remote(), timeout=SUPERVISOR_START_TIMEOUT_S)
     except GetTimeoutError:
-        ray.kill(begun, no_restart=True)
+        ray.kill(actor_handle, no_restart=True)
         raise ValueError(
             f"the head node of the Ray cluster has started no process within {SUPERVISOR_START_TIMEOUT_S:g} s;"
             " look at `ray status` there"
@@ -99,15 +99,15 @@ def _is_running(actor: str, namespace: str, wanted: Unit) -> bool:
     deadline = time.monotonic() + REPLY_TIMEOUT_S
     while (found := _find_actor(actor, namespace)) is not None:
         try:
-            told = ray.get(found.compare.remote(wanted), timeout=REPLY_TIMEOUT_S)
+            reply = ray.get(found.compare.remote(wanted), timeout=REPLY_TIMEOUT_S)
         except (GetTimeoutError, ActorUnavailableError):
             raise ValueError(f"the supervisor of {actor} does not answer now: start it again later") from None
         except RayError:
-            told = {}  # it has ended, and its name goes next
-        if told and told["state"] not in FINAL_STATES:
-            if told["is_stopping"]:
+            reply = {}  # it has ended, and its name goes next
+        if reply and reply["state"] not in FINAL_STATES:
+            if reply["is_stopping"]:
                 raise ValueError(f"{actor} is being stopped: start it again when it has left")
-            if told["is_same"]:
+            if reply["is_same"]:
                 return True
             order = json.dumps({"do": "stop", "actor": actor, "namespace": namespace})
             driver = f"python -m atoll.launch.ray_driver {ray.get_runtime_context().gcs_address}"
@@ -125,26 +125,29 @@ def _status(actor: str, namespace: str) -> dict[str, Any]:
     found = _find_actor(actor, namespace)
     if found is not None:
         try:
-            told: dict[str, Any] = ray.get(found.state.remote(), timeout=REPLY_TIMEOUT_S)
-            return told
+            reply: dict[str, Any] = ray.get(found.state.remote(), timeout=REPLY_TIMEOUT_S)
+            return reply
         except GetTimeoutError:
             return {"state": UnitState.WAITING, "cause": "its supervisor does not answer yet"}
         except ActorUnavailableError:
             return {"state": UnitState.WAITING, "cause": "its supervisor is started again by Ray"}
         except RayError:
-            pass  # it ended while it was asked
+            pass  # it ended during the request
     return {}
 
 
 def _stop(actor: str, namespace: str, kill: bool = False) -> bool:
-    """Whether anything is left of it. A supervisor that does not stop is killed, and Ray ends what it has."""
+    """Request the end of the unit. Return whether its supervisor still runs.
+
+    `kill` kills the supervisor. Ray then ends its runners.
+    """
     found = _find_actor(actor, namespace)
     if found is None:
         return False
     if kill:
         ray.kill(found, no_restart=True)
     else:
-        with contextlib.suppress(RayError):  # who asks again sees whether it is gone
+        with contextlib.suppress(RayError):  # the next request finds out whether it has ended
             ray.get(found.stop.remote(), timeout=STOP_REPLY_TIMEOUT_S)  # it has arrived, should this process end now
     return True
 

@@ -1,4 +1,4 @@
-"""What is in the Ray cluster for a unit: one supervisor, and a runner on each of its nodes.
+"""Actors of one unit in the Ray cluster: one supervisor, and a runner on each node.
 
 The supervisor is detached: it belongs to no process outside the cluster. It takes no resources and sits on the head
 node, so that the death of any other node is something it sees, not something it dies of. The placement group and the
@@ -28,7 +28,7 @@ from atoll.launch.supervisor import RUN_POLL_INTERVAL_S, ExitInfo, RestartPolicy
 POLL_INTERVAL_S = 0.25
 WRITE_INTERVAL_S = 2.0
 DISK_FULL_TIMEOUT_S = 900.0
-"""For the last state to be written. Meanwhile the supervisor answers those who ask."""
+"""For the last state to be written. Meanwhile the supervisor still replies."""
 RUN_OVER_CAUSE = "the run is over: its syncer has ended"
 KILL_TIMEOUT_S = 30.0
 """Beyond the notice, for a node that answers no more."""
@@ -46,7 +46,7 @@ class NodeRunner:
         self._stop_s: float | None = None
 
     def endpoint(self) -> tuple[str, int]:
-        """The address of this node, and a port that is free there."""
+        """Return the address of this node, and a free port."""
         address: str = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -74,7 +74,7 @@ class NodeRunner:
 
 
 class RaySupervisor:
-    """Keeps one unit running until it ends well, fails for good or is stopped; then frees all that it had."""
+    """Actor that runs one unit until it ends, has no restart left or is stopped, then frees its resources."""
 
     def __init__(self, unit: Unit, group: str) -> None:
         self._unit, self._group_name = unit, group
@@ -122,7 +122,7 @@ class RaySupervisor:
         deadline = time.monotonic() + DISK_FULL_TIMEOUT_S
         while not self._report(state, cause) and time.monotonic() < deadline:
             time.sleep(WRITE_INTERVAL_S)
-        # Only now: who finds no supervisor reads its last state. Ray does not start an actor again that was killed so.
+        # Last: a client without a supervisor reads this state. Ray does not start an actor again that was killed so.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def _run_once(self, started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
@@ -154,16 +154,16 @@ class RaySupervisor:
             self._group = placement_group(bundles, strategy=placement_strategy(unit), name=self._group_name)
         if not self._runners:
             self._runners = [self._runner(node) for node in range(unit.nodes)]
-        asked = [runner.endpoint.remote() for runner in self._runners]
+        requests = [runner.endpoint.remote() for runner in self._runners]
         while not should_end():
             if self._supervisor.is_run_over(RUN_POLL_INTERVAL_S):
                 return "it waited for its place"
-            answered, _ = ray.wait(asked, num_returns=len(asked), timeout=POLL_INTERVAL_S)
+            ready, _ = ray.wait(requests, num_returns=len(requests), timeout=POLL_INTERVAL_S)
             try:
-                for answer in answered:
+                for answer in ready:
                     ray.get(answer)
-                if len(answered) == len(asked):
-                    return list(ray.get(asked))
+                if len(ready) == len(requests):
+                    return list(ray.get(requests))
             except RayError as error:
                 self._stop_runners()
                 return f"its process on a node could not be started: {_first_line(error)}"
@@ -237,7 +237,7 @@ def node_variables(node: int, nodes: int, address: str, port: int) -> dict[str, 
 
 
 def _missing_resources(group: PlacementGroup, needs: Mapping[str, float], nodes: int) -> str:
-    """What the group waits for; empty if it has its places."""
+    """Return the missing resources of the group; empty if it is placed."""
     found = placement_group_table(group)
     if found.get("state") == "CREATED":
         return ""

@@ -31,7 +31,7 @@ EXIT_RESERVE_S = 15  # beyond the notice: to kill, to write down why, and to ask
 CANCEL_TIMEOUT_S = 300.0
 SIGNAL_INTERVAL_S = 2.0
 UNREACHABLE_PATTERN = r"ontroller|configuration source|timed out|transmitted|ommunication|onnection"
-"""Words of sbatch for a controller from which nothing came. What it was asked it may have done."""
+"""Words of sbatch for a controller from which nothing came. It may have executed the request."""
 
 # Options that are those of sbatch, word for word.
 SBATCH_OPTIONS = (
@@ -53,7 +53,7 @@ PENDING_REASONS = {
     "Priority": "for jobs that are before it",
     "BeginTime": "until Slurm starts it again",
     "Dependency": "for another job",
-    "JobHeldUser": "until somebody releases it (scontrol release)",
+    "JobHeldUser": "until it is released (scontrol release)",
     "JobHeldAdmin": "until an administrator releases it",
     "PartitionDown": "for its partition, which is down",
     "ReqNodeNotAvail": "for nodes that are not available",
@@ -69,7 +69,7 @@ RUNNING_STATES = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "
 
 @dataclass(frozen=True)
 class _Job:
-    """What Slurm says of it."""
+    """State of a job as scontrol shows it."""
 
     state: str
     reason: str
@@ -92,7 +92,7 @@ class SlurmLauncher:
         _check_sbatch()
 
     def render(self, unit: Unit) -> str:
-        """The job script, and what is in the files beside it; of secrets the names."""
+        """Return the job script and the files next to it, with only the names of secrets."""
         _check(unit)
         files = {"settings": _settings(unit), "environment": _environment(unit)}
         hidden = sorted(unit.secret_names & set(unit.environment))
@@ -122,7 +122,7 @@ class SlurmLauncher:
         return [handles[unit.name] for unit in units]
 
     def status(self, handle: Mapping[str, Any]) -> UnitStatus:
-        """ConnectionError where the controller cannot be asked: nothing is known then, and nothing need be lost."""
+        """Return the status. Raise ConnectionError if the controller cannot be reached: the job may still run."""
         home, number = Path(handle["home"]), str(handle["job"])
         job = self._job(handle)
         noted = _read_job_state(home, number)
@@ -139,7 +139,7 @@ class SlurmLauncher:
             )
             before = f"; before: {noted['cause']}" if noted.get("state") == "waiting" else ""
             return UnitStatus(UnitState.WAITING, restarts, f"job {number} {held}{before}")
-        if noted.get("state") in ("ended", "failed", "stopped"):  # the script knows whether it was told to leave
+        if noted.get("state") in ("ended", "failed", "stopped"):  # the script knows whether it was stopped
             return UnitStatus(UnitState(noted["state"]), restarts, noted["cause"])
         if stopped:
             return UnitStatus(UnitState.STOPPED, restarts, noted.get("cause", ""))
@@ -159,22 +159,22 @@ class SlurmLauncher:
         # Before anything else: a script that reads this does not ask for another place in the queue.
         (home / "stopped").touch()
         notice_s = float(handle["notice_s"]) + EXIT_RESERVE_S
-        begun, signalled, forced = time.monotonic(), -math.inf, False
+        started_at, signalled, forced = time.monotonic(), -math.inf, False
         while (job := self._job(handle)) is not None and job.is_active:
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - started_at
             if waited > notice_s + CANCEL_TIMEOUT_S:
                 raise TimeoutError(f"job {handle['job']} is still {job.state} after {waited:.0f} s: ask scontrol why")
             if job.state in WAITING_STATES or (waited > notice_s and not forced):
                 self._cancel(handle)
                 forced = True
             elif job.state == "RUNNING" and waited - signalled > SIGNAL_INTERVAL_S and not forced:
-                # More than once: one that comes before the script has begun is lost. The script passes it on once.
+                # More than once: a signal before the script has started is lost. The script passes it on once.
                 self._cancel(handle, "--signal=TERM", "--batch")
                 signalled = waited
             time.sleep(0.1)
 
     def requeue(self, handle: Mapping[str, Any]) -> None:
-        """Takes it from its nodes, as an administrator does for maintenance: it is told to leave, and comes back."""
+        """Takes it from its nodes, as an administrator does for maintenance: it receives SIGTERM, and is requeued."""
         self._run_command("scontrol", "requeue", str(handle["job"]), conf=handle.get("conf"))
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
@@ -188,9 +188,9 @@ class SlurmLauncher:
         handles = {unit.name: self._prepare_handle(unit, units, task) for task, unit in enumerate(units)}
         for unit in units:
             write_text(_unit_home(unit) / "job.sh", script)
-            # Before sbatch: whoever does not live to see its answer has said what to look for.
+            # Before sbatch: if this process dies before the reply, the next one finds the job by this file.
             write_text(_unit_home(unit) / HANDLE_FILE, json.dumps({**handles[unit.name], "job": None}) + "\n")
-        # What a unit is told it is told by its own files; what this shell has for other runs, or in secret, stays here.
+        # Units read their own files. Variables for other runs and secrets of this shell must not reach the job.
         secret = frozenset().union(*(unit.secret_names for unit in units))
         try:
             words = self._run_command("sbatch", "--parsable", str(_unit_home(units[0]) / "job.sh"), excluded=secret)
@@ -220,7 +220,7 @@ class SlurmLauncher:
         }
 
     def _find_running(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
-        """Handles of jobs that are these units already: whoever submitted them did not live to write them down. One
+        """Handles of jobs that are these units already: the submitter died before it stored them. One
         that is not as it is wanted now is refused: two jobs would be one learner, and each would end the other's
         link."""
         last = {unit.name: _last_handle(unit) for unit in units}
@@ -244,8 +244,8 @@ class SlurmLauncher:
     def _queued(self, names: set[str]) -> list[tuple[str, str, str, str]]:
         """Jobs of these names that have not ended: number, state, name, and the directory in which they start."""
         those = (f"--user={os.getuid()}", f"--name={','.join(sorted(names))}", "--states=all")
-        told = self._run_command("squeue", *those, "--array", "--noheader", "--format=%i %T %j %Z")
-        lines = [line.split(" ", 3) for line in told.splitlines()]
+        output = self._run_command("squeue", *those, "--array", "--noheader", "--format=%i %T %j %Z")
+        lines = [line.split(" ", 3) for line in output.splitlines()]
         return [
             (job, state, name, place)
             for job, state, name, place in lines
@@ -255,10 +255,12 @@ class SlurmLauncher:
     def _job(self, handle: Mapping[str, Any]) -> _Job | None:
         """None where Slurm does not know it, or where the number is another's by now."""
         try:
-            told = self._run_command("scontrol", "show", "job", "-o", str(handle["job"]), conf=handle.get("conf"))
+            output = self._run_command("scontrol", "show", "job", "-o", str(handle["job"]), conf=handle.get("conf"))
         except ValueError:  # scontrol has no other way to say that it does not know a job
             return None
-        fields = dict(re.findall(r"(?:^| )(JobName|JobState|Reason|Restarts|NodeList)=(\S*)", told.partition("\n")[0]))
+        fields = dict(
+            re.findall(r"(?:^| )(JobName|JobState|Reason|Restarts|NodeList)=(\S*)", output.partition("\n")[0])
+        )
         if fields.get("JobName") != handle["name"]:
             return None
         nodes = fields.get("NodeList", "")
@@ -268,7 +270,7 @@ class SlurmLauncher:
         try:
             self._run_command("scancel", *how, str(handle["job"]), conf=handle.get("conf"))
         except ValueError:
-            return  # it has ended meanwhile; who asked looks again
+            return  # it has ended meanwhile; the caller checks again
 
     def _run_command(self, *command: str, conf: str | None = None, excluded: Collection[str] = ()) -> str:
         environment = inherited_environment(excluded)
@@ -285,21 +287,21 @@ class SlurmLauncher:
                 start_new_session=True,  # Ctrl-C is for this process: sbatch would die with its job half submitted
             )
         except FileNotFoundError as error:
-            raise ConnectionError(f"Slurm cannot be asked: {command[0]} was not found on this machine") from error
+            raise ConnectionError(f"cannot reach Slurm: {command[0]} was not found on this machine") from error
         except subprocess.TimeoutExpired as error:
             raise ConnectionError(
-                f"Slurm cannot be asked: no answer of {command[0]} in {COMMAND_TIMEOUT_S:g} s"
+                f"cannot reach Slurm: no answer of {command[0]} in {COMMAND_TIMEOUT_S:g} s"
             ) from error
         if done.returncode == 0:
             return done.stdout
         if done.returncode < 0:
-            raise ConnectionError(f"Slurm cannot be asked: {command[0]} was ended by signal {-done.returncode}")
-        told = " ".join((done.stderr or done.stdout).split())
-        if re.search(r"Invalid job id|Job \S+ not found|already completing or completed|Job/step already", told):
-            raise ValueError(told)
-        if command[0] == "sbatch" and not re.search(UNREACHABLE_PATTERN, told):
-            raise ValueError(f"sbatch refused it: {told}")
-        raise ConnectionError(f"Slurm cannot be asked: {told}")
+            raise ConnectionError(f"cannot reach Slurm: {command[0]} was ended by signal {-done.returncode}")
+        output = " ".join((done.stderr or done.stdout).split())
+        if re.search(r"Invalid job id|Job \S+ not found|already completing or completed|Job/step already", output):
+            raise ValueError(output)
+        if command[0] == "sbatch" and not re.search(UNREACHABLE_PATTERN, output):
+            raise ValueError(f"sbatch refused it: {output}")
+        raise ConnectionError(f"cannot reach Slurm: {output}")
 
 
 def _check_sbatch() -> None:
@@ -345,7 +347,7 @@ def _unit_home(unit: Unit) -> Path:
 
 
 def _job_name(units: Sequence[Unit]) -> str:
-    """Of the job. That of an array is of exactly these units: tasks of another one have other numbers."""
+    """Return the job name. That of an array depends on all its units: task numbers differ between arrays."""
     if len(units) == 1:
         return f"{units[0].run}.{units[0].name}"
     all_of_them = hashlib.sha256("\n".join(unit.name for unit in units).encode()).hexdigest()[:6]
@@ -357,7 +359,7 @@ def _array_key(unit: Unit) -> tuple[Any, ...]:
 
 
 def _digest(unit: Unit) -> str:
-    """Of all that a unit is told but secrets: a job with another one is another unit."""
+    """Return the digest of the settings without secrets. A job with another digest is another unit."""
     return hashlib.sha256((_header([unit]) + _settings(unit) + _environment(unit)).encode()).hexdigest()
 
 

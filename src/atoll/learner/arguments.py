@@ -1,4 +1,4 @@
-"""Checks of the arguments of `atoll.Learner`, each with a ValueError that says what to pass instead."""
+"""Checks of the arguments of `atoll.Learner`. Each raises a ValueError that says what to pass instead."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from atoll.learner.environment import env
 
 
 def check_model(model: object, optimizer: object) -> None:
-    """Raise where these are not a model and its optimizer, or a list of optimizers."""
+    """Raise ValueError unless these are a model and its optimizer, or a list of optimizers."""
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     if isinstance(model, Optimizer) and any(isinstance(each, nn.Module) for each in optimizers):
         raise ValueError("model and optimizer are swapped: write atoll.Learner(model, optimizer, ...)")
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model must be a torch.nn.Module, got {_describe(model)}; give the module whose parameters the optimizer"
+            f"model must be a torch.nn.Module, got {_describe(model)}; pass the module whose parameters the optimizer"
             " updates"
         )
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ValueError(
-                f"optimizer must be a torch.optim.Optimizer, got {_describe(each)}; give the one that updates the"
+                f"optimizer must be a torch.optim.Optimizer, got {_describe(each)}; pass the one that updates the"
                 " model, such as torch.optim.AdamW(model.parameters())"
             )
 
@@ -42,7 +42,7 @@ def _describe(value: object) -> str:
 
 
 def to_int(value: Any) -> int | None:
-    """Return an integer of any kind as an int, also one of numpy or a 0-dimensional tensor; None for all else.
+    """Return an integer of any kind as an int, also one of numpy or a 0-dimensional tensor, or None for other values.
 
     >>> import numpy
     >>> to_int(numpy.int64(64)), to_int(torch.tensor(64)), to_int(True), to_int(64.0)
@@ -73,7 +73,7 @@ def check_seconds(name: str, meaning: str, value: Any) -> float:
 
 
 def resolve_seconds(name: str, meaning: str, value: Any, may_be_infinite: bool = False) -> float | None:
-    """Return the seconds that were given, or else those of the environment, as ATOLL_NOTICE_S for `notice_s`."""
+    """Return `value`, or else the seconds in the environment, such as ATOLL_NOTICE_S for `notice_s`."""
     if value is not None:
         return value if may_be_infinite and value == math.inf else check_seconds(name, meaning, value)
     variable = f"ATOLL_{name.upper()}"
@@ -84,7 +84,7 @@ def resolve_seconds(name: str, meaning: str, value: Any, may_be_infinite: bool =
     except ValueError:
         found = math.nan
     if not 0 < found <= (math.inf if may_be_infinite else sys.float_info.max):
-        raise ValueError(f"{variable} is {meaning}, a number of seconds; it says {text!r}")
+        raise ValueError(f"{variable} is {meaning}, a number of seconds; got {text!r}")
     return found
 
 
@@ -95,11 +95,11 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_directory(name: str, value: Any) -> Path:
-    """Raise where no directory can be made at this path."""
+    """Return the path. Raise ValueError if no directory can be made there."""
     path = check_path(name, value)
     for each in (path, *path.parents):
         if each.exists():
             if not each.is_dir():
-                raise ValueError(f"{name} is {path}, but {each} is a file: give a directory, or a path to make one at")
+                raise ValueError(f"{name} is {path}, but {each} is a file: pass a directory, or a path to make one at")
             break
     return path

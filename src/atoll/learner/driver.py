@@ -1,5 +1,5 @@
-"""The driver of a learner's core: events of all threads go in under one lock, effects come out as actions of the
-training thread and as work of the background thread."""
+"""The driver of a learner's core. All threads pass events to it under one lock. Effects become actions of the training
+thread and work of the background thread."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ from atoll.tape.format import Actor, Entry
 from atoll.tensors import optimizer_state
 
 MAX_OUTBOX_EVENTS = 256
-"""Events in the outbox. Beyond it the background thread is behind with writing and sending."""
+"""Events in the outbox. Above this number the background thread is behind with writing and sending."""
 
 MAX_PENDING_BOUNDARIES = 256
-"""Boundaries in a row at which the core may be busy with a message: on a crowded machine the background may stand still
-in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
+"""Consecutive boundaries at which the core may be busy: on a crowded machine the background thread may be descheduled
+in the middle of a message. The steps are reported together at the next boundary, which then copies and adopts."""
 
 
 class PendingSteps(NamedTuple):
-    """Steps that the core has not been told of yet."""
+    """Steps that were not reported to the core yet."""
 
     steps: int
     tokens: int
@@ -73,11 +73,11 @@ NO_PENDING_STEPS = PendingSteps(0, 0, 0)
 
 @dataclass(eq=False)
 class LearnerDriver:
-    """Owns the core of one incarnation, its lock, clock, tape and outbox.
+    """Owner of the core of one incarnation, with its lock, clock, tape and outbox.
 
-    `handle_event` and `receive_version` take events from any thread. `wait_for_start`, `step` and `poll_while_paused` are step boundaries:
-    the training thread calls them and carries out the actions that they return. The background thread carries out the
-    effects that `next_effects` returns. `lock` also guards the fragments; it is held for microseconds.
+    `handle_event` and `receive_version` take events from any thread. `wait_for_start`, `step` and `poll_while_paused`
+    are step boundaries: the training thread calls them and executes the actions that they return. The background thread
+    executes the effects that `next_effects` returns. `lock` also guards the fragments. It is held for microseconds.
     """
 
     core: LearnerCore
@@ -91,23 +91,22 @@ class LearnerDriver:
     _log: logging.Logger
     lock: threading.RLock = field(default_factory=threading.RLock)  # has an owner: see `release_lock`
     pending: PendingSteps = NO_PENDING_STEPS
-    _actions: deque[Action] = field(default_factory=deque)  # of events that the background told of; for a boundary
+    _actions: deque[Action] = field(default_factory=deque)  # for the next boundary
     _outbox: deque[tuple[Entry, list[LearnerEffect]]] = field(default_factory=deque)
-    _promised_states: dict[tuple[int, int], Future[optimizer_state.OptimizerStateCopy]] = field(
-        default_factory=dict
-    )  # promised
-    _peer_state: ReceivedState | None = None  # of a peer, to start from
-    _tape_consistent: bool = True  # the newest event is on its way to the tape
-    _has_news: bool = False  # something that the core was told of, since the training thread last looked
-    _prev_boundary_at: float = 0.0  # of the previous boundary, on the monotonic clock
+    _promised_states: dict[tuple[int, int], Future[optimizer_state.OptimizerStateCopy]] = field(default_factory=dict)
+    _peer_state: ReceivedState | None = None  # a peer's optimizer state, to start from
+    _tape_consistent: bool = True  # the newest event is in the outbox
+    _has_news: bool = False  # an event was handled since the training thread last polled
+    _prev_boundary_at: float = 0.0  # time of the previous boundary, on the monotonic clock
 
     def __post_init__(self) -> None:
-        self._changed = threading.Condition(self.lock)  # actions for the training thread, while it joins or rests
+        # New actions for the training thread while it joins or is paused.
+        self._changed = threading.Condition(self.lock)
 
     # ------------------------------------------------------------------------------------------------ from any thread
 
     def handle_event(self, event: LearnerEvent) -> None:
-        """Handle an event. What it asks of the training thread waits for the next boundary."""
+        """Handle an event. Its actions for the training thread wait for the next boundary."""
         with self._changed:
             self._actions.extend(self._handle(event))
             self._changed.notify_all()
@@ -115,8 +114,12 @@ class LearnerDriver:
     def receive_version(
         self, envelope: Envelope, fragment: FragmentTensors, version: Version, value: Buffer | None
     ) -> bool:
-        """Handle a publish message. `value`: of a new version that all ranks have; it becomes the fragment's if the
-        core accepts the message. Return whether it did."""
+        """Handle a publish message. Return whether the core accepts it.
+
+        Args:
+            value: the value of a new version, of which all ranks have their rows. If the core accepts the message, the
+                fragment takes the value over.
+        """
         with self._changed:
             is_accepted = value is not None and self.core.hears(envelope)
             if value is not None and is_accepted:
@@ -126,7 +129,7 @@ class LearnerDriver:
             return is_accepted
 
     def due_in(self) -> float | None:
-        """Seconds until the core wants to be told of the time."""
+        """Return the seconds until the next deadline of the core."""
         with self.lock:
             deadline = self.core.next_deadline()
         return deadline - self._clock.now() if deadline is not None else None
@@ -138,8 +141,10 @@ class LearnerDriver:
     # ------------------------------------------------------------------------------------------ in the training thread
 
     def wait_for_start(self, before_wait: Callable[[], None]) -> tuple[list[Action], bool]:
-        """Return the actions before the first step, and whether the run is paused. If there are no actions, call
-        `before_wait` and wait up to 0.2 s."""
+        """Return the actions before the first step, and whether the run is paused.
+
+        If there are no actions, call `before_wait` and wait up to 0.2 s.
+        """
         with self._changed:
             if not self._actions:
                 before_wait()
@@ -147,20 +152,20 @@ class LearnerDriver:
             return [self._with_initial_state(action) for action in self._pop_actions()], self.core.state.is_standing_by
 
     def step(self, tokens: int, samples: int, begin: float, rank_level: int) -> tuple[float | None, list[Action], bool]:
-        """Return how long this call waited for the lock, the actions of this boundary, and whether the learner rests.
+        """Report a step. Return the seconds of waiting for the lock, the actions, and whether the learner is paused.
 
-        If the background thread is busy, return None and no actions: the core is told at the next boundary. `rank_level`
-        is the highest `Preemption.level` of the other ranks.
+        If the background thread is busy, return None and no actions, and report the step at the next boundary.
+        `rank_level` is the highest `Preemption.level` of the other ranks.
         """
         before = self.pending
         self.pending = pending = PendingSteps(before.steps + 1, before.tokens + tokens, before.samples + samples)
-        leaves = self._preemption.is_received or rank_level
-        if len(self._outbox) > MAX_OUTBOX_EVENTS and pending.steps <= MAX_PENDING_BOUNDARIES and not leaves:
-            return None, [], False  # steps of microseconds: several are told at once, or it would never catch up
+        is_leaving = self._preemption.is_received or rank_level
+        if len(self._outbox) > MAX_OUTBOX_EVENTS and pending.steps <= MAX_PENDING_BOUNDARIES and not is_leaving:
+            return None, [], False  # batch steps of microseconds, so that the background thread catches up
         waited_s = 0.0
         if not self.lock.acquire(blocking=False):
-            # The background has it, and waits for its turn on this machine, perhaps. This thread does not wait.
-            if pending.steps <= MAX_PENDING_BOUNDARIES and not leaves:
+            # The background thread has the lock and may be descheduled. The training thread does not wait for it.
+            if pending.steps <= MAX_PENDING_BOUNDARIES and not is_leaving:
                 return None, [], False
             self.lock.acquire()
             waited_s = time.monotonic() - begin
@@ -172,52 +177,54 @@ class LearnerDriver:
                 actions += self._handle(event, at=begin)
             self.pending = NO_PENDING_STEPS
             actions += self._handle_preemption(rank_level)
-            # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
+            # Copying and adopting count as this learner's step time; waiting for the lock does not.
             self._prev_boundary_at = begin + waited_s
             return waited_s, actions, self.core.state.is_standing_by
         finally:
             self.lock.release()
 
     def poll_while_paused(self, rank_level: int, before_wait: Callable[[], None]) -> tuple[list[Action], bool]:
-        """Return the actions that are due while the learner rests, and whether it still rests. If no event has arrived,
-        call `before_wait` and wait up to 0.2 s."""
+        """Return the actions that are due while the learner is paused, and whether it is still paused.
+
+        If no event has arrived, call `before_wait` and wait up to 0.2 s.
+        """
         core = self.core
         with self._changed:
             if core.state.is_standing_by and not self._has_news and not core.leaving.can_answer():
                 before_wait()
                 self._changed.wait(0.2)
-            came, self._has_news = self._has_news, False
+            has_news, self._has_news = self._has_news, False
             actions = self._pop_actions()
-            due = (came and core.has_boundary_work) or core.leaving.can_answer()
-            if core.training and (due or not core.state.is_standing_by):
+            is_due = (has_news and core.has_boundary_work) or core.leaving.can_answer()
+            if core.training and (is_due or not core.state.is_standing_by):
                 self._prev_boundary_at = time.monotonic()  # the next step begins here
                 actions += self._handle(StepTaken(0, 0, 0.0), at=self._prev_boundary_at)
             actions += self._handle_preemption(rank_level)
             return actions, core.state.is_standing_by
 
     def flush_steps(self, rank_level: int) -> None:
-        """Tell the core of the last steps and of a notice, after the loop. `poll_while_paused` returns the actions."""
+        """Report the last steps and a preemption after the loop. `poll_while_paused` returns the actions."""
         with self._changed:
             now, (steps, tokens, samples) = time.monotonic(), self.pending
             self.pending = NO_PENDING_STEPS
             if steps:
-                took_s = max(0.0, now - self._prev_boundary_at) / steps
-                self._actions += self._handle(StepTaken(steps, tokens, took_s, samples), at=now)
+                step_time_s = max(0.0, now - self._prev_boundary_at) / steps
+                self._actions += self._handle(StepTaken(steps, tokens, step_time_s, samples), at=now)
             self._actions += self._handle_preemption(rank_level)
 
     def release_lock(self) -> None:
-        """Release the lock where an interrupt has left it locked."""
-        with contextlib.suppress(RuntimeError):  # until it is not ours any more
+        """Release the lock after an interrupt that has left it locked."""
+        with contextlib.suppress(RuntimeError):  # raised when this thread does not have it any more
             while True:
                 self.lock.release()
 
     def is_tape_consistent(self) -> bool:
-        """Return whether every event of the core is on its way to the tape."""
+        """Return whether every event of the core is in the outbox or on the tape."""
         with self.lock:
             return self._tape_consistent
 
     def close(self) -> None:
-        """Close the tape and drop what was not sent, after the background thread has detached or stopped."""
+        """Close the tape and drop what was not sent. The background thread must have detached or stopped."""
         self._outbox.clear()
         self._promised_states.clear()
         self._peer_state = None
@@ -226,8 +233,10 @@ class LearnerDriver:
     # ---------------------------------------------------------------------------------------- in the background thread
 
     def next_effects(self) -> list[LearnerEffect] | None:
-        """Write the oldest event to the tape and return its effects, or None if the outbox is empty. The tape comes
-        first: what others see has its cause on the tape."""
+        """Write the oldest event to the tape and return its effects, or None if the outbox is empty.
+
+        The tape comes first: the cause of everything that others see is on the tape.
+        """
         if not self._outbox:
             return None
         entry, effects = self._outbox.popleft()
@@ -235,22 +244,22 @@ class LearnerDriver:
         return effects
 
     def pop_promised_state(self, envelope: Envelope) -> Future[optimizer_state.OptimizerStateCopy]:
-        """Return the copy of inner state that this message announces, which a step boundary makes."""
+        """Return the copy of optimizer state that this message announces. A step boundary makes it."""
         return self._promised_states.pop(state_key(envelope))
 
-    def store_peer_state(self, given: ReceivedState) -> None:
-        """Keep a peer's inner state, before the core is told of it: training starts from the first one."""
+    def store_peer_state(self, state: ReceivedState) -> None:
+        """Store a peer's optimizer state before the core handles its arrival. Training starts from the first one."""
         if self._peer_state is None:
-            self._peer_state = given
+            self._peer_state = state
 
     # --------------------------------------------------------------------------------------------- with the lock held
 
     def _handle(self, event: LearnerEvent, at: float | None = None) -> list[Action]:
-        """Effects go to the background in the order of the events, whoever told of them."""
+        """Handle an event. Effects reach the background thread in the order of the events of all threads."""
         with self._signals:
             moment = at if at is not None else time.monotonic()
             now = self._clock.from_monotonic(moment)
-            self._tape_consistent = False  # whatever is raised in between leaves the core ahead of its tape
+            self._tape_consistent = False  # an exception below leaves the core ahead of its tape
             effects = self.core.handle(now, event)
             actor = Actor(self.core.state.id, self.core.state.incarnation)
             entry = Entry(now, actor, self.core.state.tick, event, tuple(effects))
@@ -280,8 +289,8 @@ class LearnerDriver:
                 return AdoptAction(effect, value, reference)
             case SaveSnapshot():
                 assert self.core.state.part is not None
-                taken = self._part_writer.begin_part(self.core.state.part)
-                return SavePartAction(effect, taken) if taken is not None else None
+                copied = self._part_writer.begin_part(self.core.state.part)
+                return SavePartAction(effect, copied) if copied is not None else None
             case StartTraining():
                 return StartAction(effect)
             case Stop():
@@ -293,16 +302,15 @@ class LearnerDriver:
         return None
 
     def _with_initial_state(self, action: Action) -> Action:
-        """What training starts with is decided before all ranks are told that it does."""
+        """Add the initial state to a StartAction: it is chosen before the action is broadcast to all ranks."""
         if type(action) is not StartAction:
             return action
-        given, self._peer_state = self._peer_state, None
+        received, self._peer_state = self._peer_state, None
         saved = self._part_writer.pop_saved_state()
-        return StartAction(
-            action.effect, self.boundary.make_initial_state(action.effect, given, saved, self.core.state.id, self._log)
-        )
+        initial = self.boundary.make_initial_state(action.effect, received, saved, self.core.state.id, self._log)
+        return StartAction(action.effect, initial)
 
     def _handle_preemption(self, rank_level: int) -> list[Action]:
-        """Tell the core of a notice, at a step boundary."""
+        """Pass a preemption to the core, at a step boundary."""
         self._preemption.merge_rank_level(rank_level)
-        return [action for wish in self._preemption.leave_requests(self.core) for action in self._handle(wish)]
+        return [action for event in self._preemption.leave_requests(self.core) for action in self._handle(event)]

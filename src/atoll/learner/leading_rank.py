@@ -1,5 +1,5 @@
-"""The rank of a learner that runs the protocol: the only one, or rank 0 of many. It joins, steps, rests and leaves in
-the training thread, and carries out the actions of each step boundary."""
+"""The rank of a learner that runs the protocol: the only rank, or rank 0 of several. It joins, steps, pauses and leaves
+in the training thread, and executes the actions of each step boundary."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ FOREIGN_RUN_REFUSALS = frozenset({"refused-run", "refused-fingerprint"})
 
 @dataclass(eq=False)
 class LeadingRank:
-    """Used by the training thread, except for `stats`. Replace `island` before `join` if there are several ranks."""
+    """Rank that runs the protocol. Only `stats` may be called outside of the training thread.
+
+    Replace `island` before `join` if there are several ranks.
+    """
 
     _model: nn.Module
     _optimizers: Optimizers
@@ -61,19 +64,19 @@ class LeadingRank:
     _signals: DeferredSignals
     _preemption: Preemption
     _log: ContextLogger
-    learner: int | None  # the number that is asked for
+    learner: int | None  # requested number
     run_directory: Path | None
     join_timeout_s: float | None
     extra_state: Callable[[], Any] | None
     island: SingleRankIsland = field(default_factory=SingleRankIsland)
-    driver: LearnerDriver | None = None  # of the newest incarnation
-    _join_by: float | None = None  # on the monotonic clock
+    driver: LearnerDriver | None = None  # driver of the newest incarnation
+    _join_by: float | None = None  # deadline on the monotonic clock
     _clock: RunClock = field(default_factory=lambda: RunClock(time.time()))
     _boundary: StepBoundary | None = None
     _stop: Stop | None = None
     _sample_line: SampleCursor | None = None
-    _fresh_samples: int = 0  # samples that were taken for the step that is under way
-    _is_repeating: bool = False  # and it has no new ones
+    _fresh_samples: int = 0  # samples taken for the current step
+    _is_repeating: bool = False  # the current step repeats samples because no lease is left
     _repeated_steps: int = 0
     _training_started_at: float = 0.0
     _boundary_s: float = 0.0
@@ -83,7 +86,7 @@ class LeadingRank:
 
     @property
     def is_open(self) -> bool:
-        """Whether steps can be reported, because this rank is or was a learner of the run."""
+        """Whether this rank is or was a learner of the run, so that steps can be reported."""
         return self.driver is not None
 
     @property
@@ -138,7 +141,7 @@ class LeadingRank:
         view = self.island.make_view(self._model, plan)
         optimizer_state.named_optimized_parameters(
             self._optimizers, self._model
-        )  # raises for an optimizer of another model
+        )  # raises for another model's optimizer
         while not self._background.is_founded:
             self._background.upload_model(plan, view, self._join_by)
             settings = self._background.fetch_settings(self.learner, self._join_by)
@@ -149,30 +152,30 @@ class LeadingRank:
                 return
         raise LearnerRefusedError(
             f"refused {MAX_REJOINS} times as learner {self.learner}: {self.run_directory} holds tapes of other"
-            " processes with these numbers, or the syncer gave them up; give another number, or another run directory"
+            " processes with these numbers, or the syncer gave them up; pass another number, or another run directory"
         )
 
     def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
-        """Start one incarnation, up to its first step. Return False if its number is used up and it needs another."""
+        """Start one incarnation, up to its first step. Return False if its number is used and another one is needed."""
         settings = self._status.settings
         learner, incarnation = self._background.request_number(self.learner, self._join_by)
         self.learner = learner
         self._log.fields |= {"run": settings.config.run_id, "learner": learner, "incarnation": incarnation}
         actor = Actor(learner, incarnation)
         if self.run_directory is not None and tape_path(self.run_directory, actor).exists():
-            return False  # a process that was killed before it was admitted by a syncer that was killed had this number
+            return False  # used by a process that was killed before it was admitted by a syncer that was killed too
         config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
-        up = get_codec(settings.numerics.upload_codecs[0])
-        fragments = [self.island.make_fragment(view, p, up) for p in range(len(plan.fragments))]
+        codec = get_codec(settings.numerics.upload_codecs[0])
+        fragments = [self.island.make_fragment(view, p, codec) for p in range(len(plan.fragments))]
         self._sample_line = SampleCursor(config.lease_samples) if config.lease_samples else None
         self._status.identity = (learner, incarnation)
-        made_of = self._model, self._optimizers, fragments, config.blend_alpha, self.extra_state
-        self._boundary = boundary = self.island.make_boundary(*made_of, settings.config.warmup_steps)
+        boundary_args = self._model, self._optimizers, fragments, config.blend_alpha, self.extra_state
+        self._boundary = boundary = self.island.make_boundary(*boundary_args, settings.config.warmup_steps)
         self.island.broadcast([["attach", learner, incarnation, self.island.generation, config.blend_alpha]])
         tape = TapeSink(self.run_directory, new_header(actor, config), self._log)
         parts = PartWriter(self.run_directory, config, learner, incarnation, self._background.handle_event, self._log)
-        owned = LearnerCore(config, learner, incarnation), boundary, self._clock, tape, parts
-        self.driver = driver = LearnerDriver(*owned, self._signals, self._preemption, self._status, self._log)
+        driver_args = LearnerCore(config, learner, incarnation), boundary, self._clock, tape, parts
+        self.driver = driver = LearnerDriver(*driver_args, self._signals, self._preemption, self._status, self._log)
         self._background.attach(driver, parts, self.run_directory, self.stats)
         driver.handle_event(Started())
         self._background.wake()
@@ -185,11 +188,11 @@ class LeadingRank:
         return True
 
     def _wait_for_start(self, driver: LearnerDriver) -> bool:
-        """Carry out actions until training starts or ends. Return whether the run is paused then."""
+        """Execute actions until training starts or ends. Return whether the run is paused then."""
 
         def before_wait() -> None:
             if self._join_by is not None and time.monotonic() >= self._join_by:
-                raise JoinTimeoutError(f"could not join within the time given: {driver.core.state.reason}")
+                raise JoinTimeoutError(f"could not join within join_timeout_s: {driver.core.state.reason}")
             self._background.check()
 
         while True:
@@ -202,23 +205,23 @@ class LeadingRank:
     def _handle_join_refused(self, driver: LearnerDriver, stop: Stop) -> bool:
         core = driver.core
         if self._status.finished:
-            return True  # while it joined: it has fetched the final versions, and that is all there was to do
+            return True  # the run ended during the join, and the final versions were adopted
         self._background.detach()
         driver.close()
         if core.state.refused_incarnation is not None and "refused-incarnation" not in core.state.reason_counts:
-            # It was given up as lost. One that was replaced must not take a further number: it would evict the process
-            # that was started after it.
+            # The syncer gave this incarnation up as lost: join with a new number. An incarnation that was replaced
+            # must not take a new number: it would evict the process that was started after it.
             self._stop = None
             return False
         if "refused-finished" not in core.state.reason_counts:
-            self.driver = None  # it never was a learner of this run
+            self.driver = None  # never was a learner of this run
             if self.run_directory is not None and not FOREIGN_RUN_REFUSALS.isdisjoint(core.state.reason_counts):
-                # The tape of another model or run would make the directory one of two runs.
+                # The directory must not contain a tape of another model or run.
                 tape_path(self.run_directory, Actor(core.state.id, core.state.incarnation)).unlink(missing_ok=True)
             is_other_model = "refused-fingerprint" in core.state.reason_counts
             hint = f"; {new_run_advice(self._background.syncer_directory)}" if is_other_model else ""
             raise LearnerRefusedError(f"{stop.reason}{hint}")
-        self._log.info("the run is over: taking the final model")
+        self._log.info("the run is over; downloading the final model")
         self._background.download_final(driver.boundary.fragments, self._join_by)
         self.island.broadcast([["final", [fragment.newest_version for fragment in driver.boundary.fragments]]])
         driver.boundary.write_anchors()
@@ -237,7 +240,7 @@ class LeadingRank:
                 f" never have enough: take fewer, or start a new run with `atoll syncer --batch {count}`"
             )
         if self._is_repeating and driver.pending.steps:
-            # The core is told of several steps at once. That the new ones came first is then known.
+            # Several steps are reported to the core together, with their new samples first.
             taken = StepSamples(self._sample_line.again(count), 0)
         else:
             taken = self._sample_line.next(driver.core.state.leases, count)
@@ -247,7 +250,7 @@ class LeadingRank:
         return self.island.scatter_samples(taken.numbers)
 
     def step(self, tokens: int, loss: float | Tensor | None) -> None:
-        """Count the step and carry out what is due, as the leader of the ranks or as the only one."""
+        """Count a step and execute the actions that are due, as the leader of the ranks or as the only rank."""
         driver = self.driver
         assert driver is not None
         self._check_background()
@@ -259,7 +262,7 @@ class LeadingRank:
         try:
             self._execute(driver, self.island.broadcast_actions(actions, self._boundary_status(driver, is_paused)))
         finally:
-            self._background.wake()  # not before: it would take the interpreter away in between the copies
+            self._background.wake()  # not earlier: it would take the GIL between the copies
         self._boundary_s += time.monotonic() - begin
         if waited_s is not None:
             self._lock_wait_s += waited_s
@@ -267,14 +270,14 @@ class LeadingRank:
             self._wait_while_paused(driver)
 
     def _boundary_status(self, driver: LearnerDriver, is_paused: bool) -> BoundaryStatus:
-        """What the other ranks of this island are told at every boundary."""
+        """Return the status that the other ranks of this island receive at every boundary."""
         core, link = driver.core, self._background.link
-        done = core.state.step, core.state.trained, link.bytes_up, link.bytes_down, core.state.consumed_samples
-        return BoundaryStatus(is_paused, self._status.progress, *done)
+        counters = core.state.step, core.state.trained, link.bytes_up, link.bytes_down, core.state.consumed_samples
+        return BoundaryStatus(is_paused, self._status.progress, *counters)
 
     def _execute(self, driver: LearnerDriver, actions: list[Action]) -> bool:
-        """What has to be done before the next step. True when it said that training starts or ends."""
-        boundary, turned = driver.boundary, False
+        """Execute the actions before the next step. Return True if one of them starts or ends training."""
+        boundary, has_changed_mode = driver.boundary, False
         if actions:
             boundary.prepare_actions()
         for action in actions:
@@ -291,11 +294,11 @@ class LeadingRank:
                     boundary.save_part(action)
                 case StartAction():
                     self._start_training(action)
-                    turned = True
+                    has_changed_mode = True
                 case StopAction():
                     self._stop_training(driver, action.effect)
-                    turned = True
-        return turned
+                    has_changed_mode = True
+        return has_changed_mode
 
     def _start_training(self, start: StartAction) -> None:
         assert start.initial is not None
@@ -305,8 +308,8 @@ class LeadingRank:
         if start.initial.part is not None:
             set_rng_states(start.initial.part.rng_states(0))
             self._status.restored_state = start.initial.restored
-        came = f": {start.initial.prepared}" if start.initial.prepared is not None else ""
-        self._log.info("training starts: %s%s", start.effect.state_source, came)
+        state = f": {start.initial.prepared}" if start.initial.prepared is not None else ""
+        self._log.info("training starts: %s%s", start.effect.state_source, state)
 
     def _stop_training(self, driver: LearnerDriver, stop: Stop) -> None:
         self._stop = stop
@@ -318,18 +321,17 @@ class LeadingRank:
             self._status.finished = self._status.drained = True
             self._preemption.log_unmerged(driver.core)
         elif self._training_started_at:
-            unfit = (
+            problem = (
                 find_nonfinite_in_model(self._model) if "refused-quarantined" in driver.core.state.reason_counts else ""
             )
-            raise LearnerRefusedError(f"{stop.reason}{unfit and f'; the model of this process holds {unfit}'}")
+            raise LearnerRefusedError(f"{stop.reason}{problem and f'; the model of this process holds {problem}'}")
 
     def _wait_while_paused(self, driver: LearnerDriver) -> None:
-        """Stand still at this boundary until the run is resumed or ends, or this learner may leave: the one wait that
-        somebody has asked for.
+        """Wait at this boundary until the run is resumed or ends, or this learner may leave.
 
-        What comes meanwhile is answered, adopted and saved here, as at any boundary.
+        Messages that arrive meanwhile are handled as at any boundary: the learner answers, adopts and saves.
         """
-        began, is_paused = time.monotonic(), True
+        paused_at, is_paused = time.monotonic(), True
         try:
             while is_paused and not self._status.finished:
                 actions, is_paused = driver.poll_while_paused(self.island.preemption_level, self._check_background)
@@ -341,7 +343,7 @@ class LeadingRank:
                 finally:
                     self._background.wake()
         finally:
-            self._status.paused_s += time.monotonic() - began
+            self._status.paused_s += time.monotonic() - paused_at
 
     def _check_background(self) -> None:
         self._background.check()
@@ -349,29 +351,29 @@ class LeadingRank:
 
     # ---------------------------------------------------------------------------------------------------- leaving
 
-    def close(self, wrong: BaseException | type[BaseException] | None) -> None:
-        """Leave the run, unless it is over. No thread is left behind, whatever went wrong."""
+    def close(self, error: BaseException | type[BaseException] | None) -> None:
+        """Leave the run, unless it is over. No thread is left after any error."""
         self._log_memory()
-        broken: BaseException | None = None
-        if wrong is None:
+        close_error: BaseException | None = None
+        if error is None:
             try:
                 self.island.gather_requests(RankRequest.CLOSE)
                 if self._needs_drain():
                     self.island.pause_ranks()
                     self._drain_after_loop()
                     self.island.gather_requests(RankRequest.CLOSE)
-            except (AtollError, KeyboardInterrupt) as gone:
-                broken = wrong = gone
-        if wrong is not None:
-            self.island.fail(wrong)
+            except (AtollError, KeyboardInterrupt) as caught:
+                close_error = error = caught
+        if error is not None:
+            self.island.fail(error)
         driver, status = self.driver, self._status
         try:
             if driver is not None:
                 driver.release_lock()
-                self._send_leave(driver, wrong)
-            if status.finished and not status.drained and wrong is None and self._boundary is not None:
+                self._send_leave(driver, error)
+            if status.finished and not status.drained and error is None and self._boundary is not None:
                 self._boundary.prepare_actions()
-                self._boundary.write_anchors()  # a loop that checks `finished` after its step took one too many
+                self._boundary.write_anchors()  # a loop that checks `finished` after its step took one step too many
         finally:
             self._background.while_waiting = None
             try:
@@ -379,23 +381,23 @@ class LeadingRank:
             finally:
                 if driver is not None:
                     driver.close()
-            if wrong is None:
+            if error is None:
                 self.island.close()
-        if broken is not None and not (status.finished and isinstance(broken, AtollError)):
-            raise broken
+        if close_error is not None and not (status.finished and isinstance(close_error, AtollError)):
+            raise close_error
 
-    def _send_leave(self, driver: LearnerDriver, wrong: BaseException | type[BaseException] | None) -> None:
-        speaks = self._background.driver is driver and driver.is_tape_consistent()
-        if speaks and not self._status.finished and self._stop is None:
-            kind = wrong if wrong is None or isinstance(wrong, type) else type(wrong)
-            why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
-            driver.handle_event(LeaveRequested(why))
+    def _send_leave(self, driver: LearnerDriver, error: BaseException | type[BaseException] | None) -> None:
+        can_send = self._background.driver is driver and driver.is_tape_consistent()
+        if can_send and not self._status.finished and self._stop is None:
+            kind = error if error is None or isinstance(error, type) else type(error)
+            cause = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
+            driver.handle_event(LeaveRequested(cause))
 
     def _needs_drain(self) -> bool:
-        """A loop that has heard of the notice by itself may have ended before its learner came to a boundary."""
-        came = self._preemption.is_received or self.island.preemption_level
-        trains = self.driver is not None and self.driver.core.training
-        return bool(came and trains and self._training_started_at and not self._status.finished)
+        """Return whether the loop ended after a preemption notice, but before a boundary at which it was drained."""
+        has_notice = self._preemption.is_received or self.island.preemption_level
+        is_training = self.driver is not None and self.driver.core.training
+        return bool(has_notice and is_training and self._training_started_at and not self._status.finished)
 
     def _drain_after_loop(self) -> None:
         assert self.driver is not None

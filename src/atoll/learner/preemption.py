@@ -1,11 +1,10 @@
-"""Signals: an interrupt that comes at a bad moment is raised a moment later, and SIGTERM may be a preemption notice.
+"""Signals: deferral of interrupts, and SIGTERM as a preemption notice.
 
 Ctrl-C may be raised between any two lines of the training thread. In the middle of an event it would leave the core
-ahead of its tape, and such a learner cannot say goodbye any more: it would be waited for as one that comes back.
+ahead of its tape. Such a learner cannot send its leave message, and the syncer would wait for it to reconnect.
 
-A preemption notice is SIGTERM, and some seconds in which the learner leaves well. At its next step boundary it takes no
-more steps, and pushes: what it has trained and nobody has merged is merged before it goes. When the time is over it
-goes anyway, and says what is lost.
+After a preemption notice (SIGTERM) the learner has some seconds to leave. At its next step boundary it stops training
+and drains: its unmerged work is merged before it leaves. When the time is over it leaves anyway, and logs what is lost.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ _MAIN = threading.main_thread().ident
 
 
 class DeferredSignals:
-    """Between `install` and `uninstall` SIGINT and SIGTERM reach the program's handlers by way of this: at once, or after
-    the block `with signals:` in which they came.
+    """Handler of SIGINT and SIGTERM that defers them in a block `with signals:`.
 
-    A handler that is changed at each event would cost more than the event. One that the program sets in between is not
-    held back, and is left alone.
+    Between `install` and `uninstall` the signals reach the program's handlers through this object: at once, or at the
+    end of the block in which they came. Installing a handler for each event would cost more than the event. A handler
+    that the program installs in between is not deferred, and is not replaced.
     """
 
     def __init__(self) -> None:
         self._program_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._program_sigterm: Any = None  # at SIGTERM, where that is a notice
+        self._program_sigterm: Any = None  # the program's SIGTERM handler, if SIGTERM is a preemption notice
         self._on_preemption: Callable[[], None] | None = None
         self._deferred: list[tuple[int, FrameType | None]] = []
         self._is_deferring = False
 
     def install(self) -> None:
-        """Only the main thread hears signals, and only a handler of Python can raise in the middle of something."""
+        """Install the handlers. Only the main thread receives signals, and only Python handlers can raise."""
         if threading.get_ident() == _MAIN:
             self._program_handlers = {
                 number: handler for number in HANDLED_SIGNALS if callable(handler := signal.getsignal(number))
@@ -52,8 +51,10 @@ class DeferredSignals:
                 signal.signal(number, self._on_signal)
 
     def handle_sigterm(self, on_preemption: Callable[[], None]) -> bool:
-        """From now on SIGTERM calls `on_preemption`, and then the program's handler, if it has one; it ends nothing by itself.
-        False: nobody here can hear it."""
+        """Treat SIGTERM as a preemption notice: call `on_preemption`, and then the program's handler if it has one.
+
+        Return False if SIGTERM cannot be handled here.
+        """
         number = signal.SIGTERM
         found = signal.getsignal(number)
         if threading.get_ident() != _MAIN or found is None:
@@ -99,11 +100,11 @@ class DeferredSignals:
 GOODBYE_TIMEOUT_S = 3.0
 
 DUPLICATE_SIGNAL_S = 5.0
-"""An engine may tell every process of an island, and torchrun passes on what it is told: one notice comes often."""
+"""Signals within this time count as one: a launcher may signal every process of an island, and torchrun forwards it."""
 
 
 def check_notice_s(seconds: float | None) -> float | None:
-    """Raise ValueError where this is not a time."""
+    """Raise ValueError unless this is None or a positive number of seconds."""
     return check_seconds("notice_s", "the time from SIGTERM to the end", seconds) if seconds is not None else None
 
 
@@ -114,17 +115,17 @@ class Preemption:
         self._clock = clock
         self._received_at: float | None = None  # on the monotonic clock
         self._is_repeated = False
-        self._ranks_polled_at: float | None = None  # when other ranks were asked last
+        self._ranks_polled_at: float | None = None  # time of the newest poll of the other ranks
         self._is_reported = False  # to the core
-        self._unmerged = 0  # tokens, when the core was told
+        self._unmerged = 0  # unmerged tokens when it was reported
 
     def listen(self, signals: DeferredSignals) -> None:
-        """From now on SIGTERM is a notice. Without one it is left alone."""
+        """Treat SIGTERM as a notice from now on. Without `seconds` SIGTERM is not handled."""
         if self.seconds is not None and not signals.handle_sigterm(self.on_signal):
-            self._log.info("SIGTERM is not heard here, because this is not the main thread, or it is not Python's")
+            self._log.info("SIGTERM is not handled: not the main thread, or a handler that is not Python's")
 
     def on_signal(self) -> None:
-        """In the middle of anything: a signal has come. A second one means that there is no time after all."""
+        """Record a signal, at any point of the program. A second one means that no time is left."""
         now = self._clock()
         if self._received_at is None:
             self._received_at = now
@@ -137,11 +138,14 @@ class Preemption:
 
     @property
     def level(self) -> int:
-        """0: none came, 1: one did, 2: there is no time after all."""
+        """0: no notice, 1: a notice, 2: no time is left."""
         return int(self.is_received) + self._is_repeated
 
     def merge_rank_level(self, level: int) -> None:
-        """At a step boundary: the highest of the other ranks. It may have come right after the boundary before."""
+        """Merge the highest level of the other ranks, at a step boundary.
+
+        Their notice may have come right after the boundary before, so the time is counted from there.
+        """
         before, self._ranks_polled_at = self._ranks_polled_at, self._clock()
         if not level or self.seconds is None:
             return
@@ -150,7 +154,7 @@ class Preemption:
         self._is_repeated = self._is_repeated or level > 1
 
     def leave_requests(self, core: LearnerCore) -> list[LeaveRequested]:
-        """At a step boundary: what the core has to be told now."""
+        """Return the events for the core at a step boundary."""
         if self._received_at is None or self.seconds is None or core.state.mode is LearnerMode.STOPPED:
             return []
         requests = []
@@ -163,13 +167,13 @@ class Preemption:
         return requests
 
     def has_expired(self) -> bool:
-        """It has to go now, whatever is merged."""
+        """Return whether the learner must leave now, whatever is merged."""
         if self._received_at is None or self.seconds is None:
             return False
         return self._is_repeated or self._clock() >= self._received_at + self.seconds - self._goodbye_s(self.seconds)
 
     def goodbye_timeout_s(self) -> float:
-        """How long it may take until what was said is with the syncer."""
+        """Return the seconds for sending the last messages to the syncer."""
         if self._received_at is None or self.seconds is None:
             return GOODBYE_TIMEOUT_S
         left_s = self._received_at + self.seconds - self._clock()
@@ -181,6 +185,4 @@ class Preemption:
     def log_unmerged(self, core: LearnerCore) -> None:
         if self._is_reported:
             before, now = self._unmerged, core.leaving.unmerged_tokens()
-            self._log.info(
-                "This island was asked to leave; the run goes on. Tokens not merged: %d then, %d now", before, now
-            )
+            self._log.info("This learner was drained; the run continues. Unmerged tokens: %d then, %d now", before, now)

@@ -1,7 +1,7 @@
-"""The published model for a while, in the middle of training: to evaluate it, or to write it to a file.
+"""The published model in the middle of training: to evaluate it, or to write it to a file.
 
-What a learner trains is ahead of what is published by the steps that nobody has merged yet. Inside of the block the
-model has the values that were last adopted; afterwards it goes on with its own.
+A learner's own values are ahead of the published ones by its unmerged steps. Inside the block the model has the values
+that were adopted last; afterwards it has its own again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atoll.tensors.sharding import local_tensor
 
 
 class PublishedValues:
-    """Of one model. Only the training thread uses it."""
+    """Swaps the published values of one model in and out. Only the training thread uses it."""
 
     def __init__(self, model: nn.Module, signals: DeferredSignals) -> None:
         self._model = model
@@ -31,7 +31,7 @@ class PublishedValues:
 
     def check_step(self) -> None:
         if self._is_active:
-            raise ValueError("step inside of published(): train outside of it, there the model has its own values")
+            raise ValueError("step inside of published(): train outside of it, where the model has its own values")
 
     @contextmanager
     def swap_in(self, fragments: Sequence[FragmentTensors]) -> Iterator[None]:
@@ -56,28 +56,27 @@ class PublishedValues:
                 self._is_active = False
 
     def keep_loaded(self) -> None:
-        """Inside of the block: what the model has by its end stays, as somebody has loaded another one into it."""
+        """Keep the current values at the end of the block, because another model was loaded into it."""
         self._keeps_loaded = True
 
 
 @torch.no_grad()
-def _copy_own_values(model: nn.Module, travel: AbstractSet[str]) -> dict[str, Tensor]:
-    """What of a model is shown otherwise, in host memory, to the last bit of its own dtype. Fragments would not do:
-    they are f32, and parameters may be f64.
+def _copy_own_values(model: nn.Module, merged_names: AbstractSet[str]) -> dict[str, Tensor]:
+    """Return copies of the values that are replaced, in host memory and in their own dtype.
 
-    That is what was found to travel at the join, whatever requires a gradient now. Buffers may change while they are
-    shown, those that stay at home too.
+    Fragments would not do: they are f32, and parameters may be f64. The merged tensors are those of the join, whatever
+    requires a gradient now. All buffers are copied, because an evaluation may change any of them.
     """
     return {
         name: local_tensor(tensor.detach()).to("cpu", copy=True)
         for name, tensor in named_tensors(model).items()
-        if name in travel or not isinstance(tensor, nn.Parameter)
+        if name in merged_names or not isinstance(tensor, nn.Parameter)
     }
 
 
 @torch.no_grad()
 def _restore_own_values(model: nn.Module, own: dict[str, Tensor]) -> None:
-    """Tensors are looked up anew: a module may have put another one in the place of a buffer."""
+    """Write the values back. Tensors are looked up again, because a module may have replaced a buffer."""
     now = named_tensors(model)
     for name, value in own.items():
         local_tensor(now[name].detach()).copy_(value)

@@ -55,13 +55,15 @@ def train_learner(
             return told | {"repeated": stats.repeated_steps} if stats.repeated_steps else told
 
         with LearnerMetricsWriter(run, link.id, link.incarnation, of_the_link) as metrics:
+            paused_s = 0.0
             while not link.finished:
                 samples = link.take(settings.batch)
                 # The schedule is asked for the end of the step: at its beginning a new run stands at 0.
                 step = loop.step(samples, min(1.0, link.progress + share), link.lr_scale)
+                # Before the syncer receives the step: a learner that was seen to train has left a line of metrics.
+                metrics.record_step(step, link.paused_s - paused_s)
                 paused_s = link.paused_s
                 link.step(tokens=step.tokens, loss=step.loss)
-                metrics.record_step(step, link.paused_s - paused_s)
                 if on_step is not None:
                     on_step(link, step)
         return not link.drained

@@ -105,7 +105,7 @@ class InnerLoop:
 
 
 class LearnerMetricsWriter:
-    """`metrics/learner-3.jsonl`: a line about every second, each of the steps since the line before.
+    """Writer of `metrics/learner-3.jsonl`: a line after the first step, then one about every second for the steps since.
 
     A line is written at once and whole, so that a reader of the growing file, or of one whose writer was killed, finds
     at most the last line incomplete.
@@ -125,13 +125,14 @@ class LearnerMetricsWriter:
         self._line_steps: list[InnerStep] = []
 
     def record_step(self, step: InnerStep, paused_s: float = 0.0) -> None:
-        """`paused_s`: after it the island stood still for so long, because it was told to."""
+        """Record a step. `paused_s` is how long the learner was paused by the operator since the step before."""
         self.steps += 1
         self._line_at += paused_s
         self.tokens += step.tokens
         self.waited_s += step.waited_s
         self._line_steps.append(step)
-        if len(self._line_steps) >= _MAX_LINE_STEPS or time.monotonic() - self._line_at >= _LINE_INTERVAL_S:
+        is_due = len(self._line_steps) >= _MAX_LINE_STEPS or time.monotonic() - self._line_at >= _LINE_INTERVAL_S
+        if self.steps == 1 or is_due:
             self.flush()
 
     def flush(self) -> None:

@@ -13,14 +13,14 @@ from atoll.tape.format import Actor, Entry
 from atoll.tape.ordering import MissingCause
 
 EntryWrapper = Callable[[Iterable[Entry]], Iterator[Entry]]
-"""Entries pass through it on their way to the checkers: a progress bar, perhaps."""
+"""Wrapper around the stream of entries, for example a progress bar."""
 
 
 class CheckResult(NamedTuple):
-    """What the checkers found. `finished`: the run came to its end, so its last checks were made too.
+    """Result of the checkers.
 
-    `incomplete` says what the tapes lack. Checking ends where an entry depends on that: `stopped` is the first entry
-    that the checkers did not see.
+    `finished`: the run ended and its tapes are complete, so the final checks ran too. `gaps`: what the tapes lack, as
+    sentences. Checking stops at the first entry that depends on a gap. `stopped_at` is that entry.
     """
 
     entries: int
@@ -32,21 +32,24 @@ class CheckResult(NamedTuple):
 
 
 def check_tapes(tapes: RunTapes, checkers: Sequence[Checker], watched: EntryWrapper = iter) -> CheckResult:
-    """Show every entry to every checker, in an order in which causes come first.
+    """Run every checker over every entry of a run, in causal order.
 
-    An entry whose cause is on no tape ends it: the sender's tape was cut, lost or is still being written, and what its
-    sender did unseen would look like a violation, here or at any later entry.
+    Stop at an entry whose cause is on no tape: the tape of its sender was truncated, lost or is still being written.
+    The missing actions of the sender would look like a violation, here or at any later entry.
+
+    Args:
+        watched: wraps the stream of entries, for example in a progress bar.
     """
     watch = CheckerDispatcher(checkers)
     missing: list[MissingCause] = []
-    stopped: Entry | None = None
+    stopped_at: Entry | None = None
     newest: dict[Actor, int] = {}
     finished = False
     violation: InvariantViolationError | None = None
     try:
         for entry in watched(tapes.merged_entries(missing.append)):
             if has_lost_cause(entry, missing):
-                stopped = entry
+                stopped_at = entry
                 break
             newest[entry.actor] = entry.tick
             if entry.tick == 1:
@@ -59,10 +62,10 @@ def check_tapes(tapes: RunTapes, checkers: Sequence[Checker], watched: EntryWrap
         incomplete = _find_gaps(tapes, missing, newest)
         if finished and not incomplete:
             watch.finish()
-    except InvariantViolationError as found:
-        violation = found
+    except InvariantViolationError as error:
+        violation = error
         incomplete = _find_gaps(tapes, missing, newest)
-    return CheckResult(sum(newest.values()), finished, missing, violation, incomplete, stopped)
+    return CheckResult(sum(newest.values()), finished, missing, violation, incomplete, stopped_at)
 
 
 def has_lost_cause(entry: Entry, missing: Sequence[MissingCause]) -> bool:
@@ -70,8 +73,8 @@ def has_lost_cause(entry: Entry, missing: Sequence[MissingCause]) -> bool:
 
 
 def _find_gaps(tapes: RunTapes, missing: Sequence[MissingCause], newest: Mapping[Actor, int]) -> list[str]:
-    """What the tapes lack: what their files show, and what other tapes have received of them."""
-    told = tapes.describe_gaps()
+    """Return what the tapes lack, from their files and from messages on other tapes."""
+    gaps = tapes.describe_gaps()
     for lost in missing:
         if lost.circular:
             continue
@@ -79,6 +82,6 @@ def _find_gaps(tapes: RunTapes, missing: Sequence[MissingCause], newest: Mapping
             sentence = f"the tape of {lost.cause} ends at tick {newest.get(lost.cause, 0)}"
         else:
             sentence = f"there is no tape of {lost.cause}"
-        if sentence not in told:
-            told.append(sentence)
-    return told
+        if sentence not in gaps:
+            gaps.append(sentence)
+    return gaps

@@ -1,8 +1,8 @@
-"""The driver of the cores in virtual time: processes, their clocks and timers, and what is done about their effects.
+"""Driver of the cores in virtual time: processes with their clocks and timers, and the execution of effects.
 
-A world is a driver and what is plugged into it. `Links`, `SimStore` and `Steps` carry out effects as a world without
-faults does: in a fixed time, and always. The swarm replaces them by ones that fail, the fleet simulator has steps of
-its own. Checkers, tapes and counters are observers.
+A world is a driver with its components. `SimLinks`, `SimStore` and `StepSimulator` execute effects without faults, in a
+fixed time. The swarm replaces them by components that fail; the fleet simulator has its own steps. Checkers, tapes and
+counters are observers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LearnerFactory = Callable[[RunConfig, LearnerId, Incarnation], LearnerCore]
 
 
 class SimEngine:
-    """Virtual time: callables that are run in order of their time, and then of their scheduling.
+    """Virtual time: runs callables in the order of their time, then in the order in which they were scheduled.
 
     >>> engine = SimEngine()
     >>> seen = []
@@ -82,7 +82,7 @@ class SimEngine:
         heappush(self._heap, (when if when > self.now else self.now, serial, callback, args))
 
     def run_until(self, end: float, stop: Callable[[], bool] | None = None) -> None:
-        """Run everything that is due by `end`; between two callables `stop` may end it early."""
+        """Run all callables that are due by `end`. Return early when `stop` returns true after a callable."""
         heap = self._heap
         while heap and heap[0][0] <= end:
             self.now, _, callback, args = heappop(heap)
@@ -106,25 +106,23 @@ class SimProcess:
     connection: SimConnection | None = None
     step_started_at: float = 0.0
     slowdown_factor: float = 1.0
-    is_waiting_at_boundary: bool = False  # at a step boundary, because the run is paused, or because it leaves
-    is_preempted: bool = False  # its machine is taken away soon
+    is_waiting_at_boundary: bool = False  # waits at a step boundary, because the run is paused or the learner drains
+    is_preempted: bool = False  # its machine will be taken away soon
 
 
 @dataclass(slots=True, eq=False)
 class SimConnection:
-    """One connection between one learner process and one syncer process."""
+    """Connection between one learner process and one syncer process."""
 
     learner: SimProcess
     syncer: SimProcess
     session: int
     is_open: bool = True
-    last_arrival_s: dict[tuple[bool, bool], float] = field(
-        default_factory=dict
-    )  # newest arrival per direction and lane
+    last_arrival_s: dict[tuple[bool, bool], float] = field(default_factory=dict)  # by direction and lane
 
 
 class SimDisk:
-    """What survives the syncer."""
+    """Durable state, which survives the syncer."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -132,10 +130,9 @@ class SimDisk:
         self.members: MembersRecord | None = None
         self.manifest: ManifestRecord | None = None
         self.leases: LeaseRecord | None = None
-        self.controls: dict[str, ControlRequested] = {}  # of operators, by what they are about
-        self._previous_versions: dict[
-            FragmentId, VersionRecord | None
-        ] = {}  # of each fragment, the version before the newest
+        self.controls: dict[str, ControlRequested] = {}  # requests by operators, by setting
+        # Version before the newest, of each fragment.
+        self._previous_versions: dict[FragmentId, VersionRecord | None] = {}
 
     def write(self, record: Record) -> None:
         if isinstance(record, VersionRecord):
@@ -152,7 +149,7 @@ class SimDisk:
         return self.versions[fragment].version if fragment in self.versions else 0
 
     def roll_back(self, manifest: ManifestRecord, ids: tuple[FragmentId, ...]) -> None:
-        """Drop versions that the manifest does not name: no process knew that they were durable when the run ended."""
+        """Drop versions that the manifest does not name. No process knew that they were durable when the run ended."""
         for p, final in zip(ids, manifest.versions, strict=True):
             if self.durable_version(p) > final:
                 before = self._previous_versions.get(p)
@@ -169,10 +166,10 @@ class SimDisk:
 
 
 class SimDriver:
-    """Cores as processes on one engine. Whoever carries out an effect registers itself in `handlers`.
+    """Cores as processes on one engine. Components register their handlers of effects in `handlers`.
 
-    `before_event` and `after_event` see every event with its process, `on_entry` what was done about it, `on_start` and `on_end`
-    the life of processes.
+    `before_event` and `after_event` receive every event with its process, and `on_entry` its tape entry. `on_start` and
+    `on_end` receive the start and the end of processes.
     """
 
     def __init__(
@@ -188,8 +185,8 @@ class SimDriver:
         self.disk = SimDisk()
         self.syncer: SimProcess | None = None
         self.learners: dict[LearnerId, SimProcess] = {}  # newest process of each id
-        self.processes: list[SimProcess] = []  # every learner process that runs, also those that another has replaced
-        self.processes_by_actor: dict[tuple[LearnerId, int], SimProcess] = {}  # the same
+        self.processes: list[SimProcess] = []  # running learner processes, including superseded ones
+        self.processes_by_actor: dict[tuple[LearnerId, int], SimProcess] = {}  # the same processes
         self.incarnations: Counter[LearnerId] = Counter()
         self.handlers: dict[type, Callable[[SimProcess, Any], None]] = {}
         self.before_event: list[Callable[[SimProcess, Event], None]] = []
@@ -204,7 +201,7 @@ class SimDriver:
     # ---------------------------------------------------------------------------------------------------- processes
 
     def start_syncer(self) -> SimProcess:
-        """Start a syncer from what is durable. An older one may live on, and is fenced."""
+        """Start a syncer from the durable state. An older syncer may still run; it is fenced."""
         disk = self.disk
         disk.epoch += 1
         restored = disk.load(self.config.fragment_ids()) if disk.epoch > 1 else None
@@ -216,14 +213,10 @@ class SimDriver:
         return proc
 
     def start_learner(self, learner: LearnerId) -> SimProcess:
-        """Start the next incarnation, beside older processes that live on."""
+        """Start the next incarnation of a learner. Older processes may still run."""
         before = self.learners.get(learner)
-        least = (
-            before.core.state.refused_incarnation
-            if before is not None and before.core.state.refused_incarnation is not None
-            else 0
-        )
-        self.incarnations[learner] = max(self.incarnations[learner], least) + 1
+        refused = before.core.state.refused_incarnation if before is not None else None
+        self.incarnations[learner] = max(self.incarnations[learner], refused or 0) + 1
         actor = Actor(learner, self.incarnations[learner])
         core = self._new_learner(self.config, learner, actor.generation)
         proc = SimProcess(actor, core, self._clocks_s.get(learner, 0.0))
@@ -251,7 +244,7 @@ class SimDriver:
     # ---------------------------------------------------------------------------------------------------- events
 
     def deliver(self, proc: SimProcess, event: Event) -> None:
-        """Give an event to a process: it is lost if the process is dead, and late if it is paused."""
+        """Deliver an event to a process. Drop it if the process is dead, and delay it if the process is paused."""
         if not proc.is_alive:
             return
         if proc.paused_until > self.engine.now:
@@ -260,7 +253,7 @@ class SimDriver:
         self.handle_event(proc, event)
 
     def handle_event(self, proc: SimProcess, event: Event, not_before: float = 0.0) -> list[Effect]:
-        """Let a core handle an event now, by its own clock but not before `not_before`, and carry out its effects."""
+        """Let a core handle an event and execute its effects. The time is that of its clock, at least `not_before`."""
         core = proc.core
         for before in self.before_event:
             before(proc, event)
@@ -304,7 +297,7 @@ class SimDriver:
             return
         proc.timer_at = None
         deadline = proc.core.next_deadline()
-        # Adding and subtracting a clock's offset may lose the last bit; a timer that is due within it is due.
+        # Adding and subtracting a clock offset may lose the last bit, so the comparison needs a tolerance.
         if deadline is not None and deadline <= self.engine.now + proc.clock_s + 1e-6:
             self.handle_event(proc, TimerFired(), not_before=deadline)
         else:
@@ -312,7 +305,7 @@ class SimDriver:
 
 
 def core_violation(proc: SimProcess, sentence: str) -> InvariantViolationError:
-    """Return the violation of a core that found itself broken."""
+    """Return the violation for a failed assertion of a core."""
     return InvariantViolationError(
         "core", sentence, None, ("learner", proc.actor.learner) if proc.actor.learner else ("run", 0)
     )
@@ -326,7 +319,7 @@ class SimLinks:
         self.engine = driver.engine
         self._delay_s = delay_s
         self._fragment_s = fragment_s
-        driver.handlers.update({Send: self.send, Dial: self.dial, CloseConnection: self.hang_up})
+        driver.handlers.update({Send: self.send, Dial: self.dial, CloseConnection: self.close_session})
         driver.on_end.append(self.close_connections)
 
     def send(self, proc: SimProcess, effect: Send) -> None:
@@ -343,8 +336,8 @@ class SimLinks:
 
     def transmit(self, conn: SimConnection, to: SimProcess, envelope: Envelope) -> None:
         kind = type(envelope.body)
-        takes_s = self._fragment_s if kind is Contribution or kind is Published else self._delay_s
-        self.engine.schedule(self.engine.now + takes_s, self.driver.deliver, to, MessageArrived(envelope))
+        transfer_s = self._fragment_s if kind is Contribution or kind is Published else self._delay_s
+        self.engine.schedule(self.engine.now + transfer_s, self.driver.deliver, to, MessageArrived(envelope))
 
     def dial(self, proc: SimProcess, effect: Dial) -> None:
         self.engine.schedule(self.engine.now + effect.delay_s + self._delay_s, self._finish_dial, proc)
@@ -352,7 +345,7 @@ class SimLinks:
     def _finish_dial(self, proc: SimProcess) -> None:
         if proc.is_alive:
             connected = self.connect(proc)
-            self.driver.deliver(proc, DialFailed("nobody answers") if connected is None else connected)
+            self.driver.deliver(proc, DialFailed("connection refused") if connected is None else connected)
 
     def connect(self, proc: SimProcess) -> ConnectionOpened | None:
         if self.driver.syncer is None:
@@ -361,15 +354,15 @@ class SimLinks:
         proc.connection = SimConnection(proc, self.driver.syncer, proc.sessions)
         return ConnectionOpened(proc.sessions)
 
-    def hang_up(self, proc: SimProcess, effect: CloseConnection) -> None:
+    def close_session(self, proc: SimProcess, effect: CloseConnection) -> None:
         by_syncer = proc.actor.learner == SYNCER
         learner = self.driver.processes_by_actor.get((effect.learner, effect.incarnation)) if by_syncer else proc
         conn = learner.connection if learner is not None else None
         if conn is not None and conn.session == effect.session and (not by_syncer or conn.syncer is proc):
-            self.close(conn, notify_learner=by_syncer, notify_syncer=not by_syncer, cause="hung up")
+            self.close(conn, notify_learner=by_syncer, notify_syncer=not by_syncer, cause="closed by peer")
 
     def close_connections(self, proc: SimProcess) -> None:
-        """Close the connections of a process that has ended; the other ends are told."""
+        """Close the connections of a process that has ended, and notify the other ends."""
         if proc.actor.learner != SYNCER:
             if proc.connection is not None:
                 self.close(proc.connection, notify_learner=False, notify_syncer=True, cause="connection reset by peer")
@@ -425,9 +418,12 @@ class SimStore:
 
 
 class StepSimulator:
-    """Training threads: one step after the other, each as long as its learner takes, while the core wants them.
+    """Training threads, which take one step after the other while the core allows it.
 
-    `step_s`, `tokens` and `samples` (of leases, in a run that has them) are of one step, by learner.
+    Args:
+        step_s: step time, by learner.
+        tokens: tokens of a step, by learner.
+        samples: leased samples of a step, by learner, in a run with leases.
     """
 
     def __init__(
@@ -452,14 +448,14 @@ class StepSimulator:
         if not proc.is_alive or proc.core.state.mode is LearnerMode.STOPPED:
             return
         now = self.engine.now
-        took = self._step_s[proc.actor.learner] * proc.slowdown_factor
+        step_s = self._step_s[proc.actor.learner] * proc.slowdown_factor
         if proc.core.state.is_standing_by:
             proc.is_waiting_at_boundary = True
         elif proc.core.training:
             proc.step_started_at = now
-            self.engine.schedule(now + took, self._finish_step, proc)
+            self.engine.schedule(now + step_s, self._finish_step, proc)
         else:
-            self.engine.schedule(now + took, self._start_step, proc)  # the core made its learner wait
+            self.engine.schedule(now + step_s, self._start_step, proc)  # the core makes its learner wait
 
     def _finish_step(self, proc: SimProcess) -> None:
         if not proc.is_alive or proc.core.state.mode is LearnerMode.STOPPED:
@@ -468,25 +464,27 @@ class StepSimulator:
         if proc.paused_until > now:
             self.engine.schedule(proc.paused_until, self._finish_step, proc)
             return
-        took = max(now - proc.step_started_at, 0.0)
-        self.driver.handle_event(proc, StepTaken(1, self._tokens[proc.actor.learner], took, self._leased_samples(proc)))
+        step_s = max(now - proc.step_started_at, 0.0)
+        self.driver.handle_event(
+            proc, StepTaken(1, self._tokens[proc.actor.learner], step_s, self._leased_samples(proc))
+        )
         self.handle_preemption(proc)
         self._start_step(proc)
 
     def _leased_samples(self, proc: SimProcess) -> int:
-        """Samples of its leases for one step: a whole batch, or none where it must reuse what it has had already."""
+        """Return the new leased samples of one step: a full batch, or 0 if the step must reuse old samples."""
         if not self.driver.config.lease_samples:
             return 0
         batch = self._samples[proc.actor.learner]
         return batch if batch <= proc.core.state.leased_samples - proc.core.state.consumed_samples else 0
 
     def handle_preemption(self, proc: SimProcess) -> None:
-        """Deliver a signal that came in the middle of a step, at its end."""
+        """Deliver a preemption signal that arrived during a step, at the end of the step."""
         if proc.is_preempted and proc.core.state.mode is not LearnerMode.STOPPED:
-            self.driver.handle_event(proc, LeaveRequested("its machine is taken away", drain=True))
+            self.driver.handle_event(proc, LeaveRequested("its machine will be taken away", drain=True))
 
     def _wake_at_boundary(self, proc: SimProcess, event: Event) -> None:
-        """A training thread that sleeps at a boundary looks up when something has come."""
+        """Wake a training thread that waits at a boundary, after an event."""
         if not proc.is_waiting_at_boundary:
             return
         core = proc.core

@@ -1,4 +1,4 @@
-"""Links, disks, merges and shards that fail, as a plan has drawn them and as the swarm's faults say."""
+"""Links, disks, merges and shards that fail, as drawn by a scenario and injected by the swarm."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ BULK_MESSAGES = (Contribution, Published, OptimizerState)
 
 
 class FaultyShards:
-    """Processes that hold the fragments, p at p % shards, and what is lost with one of them."""
+    """Shard processes, which own fragment p at p % shards, and the loss of a shard."""
 
     def __init__(self, driver: SimDriver, count: int) -> None:
         self.driver = driver
         self.engine = driver.engine
         self.count = count
-        self.unavailable_until: dict[int, float] = {}  # until when
-        self._unreported_losses: set[int] = set()  # of those, whose loss the syncer has not heard of
-        self._restart_counts: Counter[int] = Counter()  # processes of each shard that are gone
+        self.unavailable_until: dict[int, float] = {}
+        self._unreported_losses: set[int] = set()  # unavailable shards whose loss the syncer does not know yet
+        self._restart_counts: Counter[int] = Counter()  # lost processes of each shard
 
     def shard_of(self, fragment: FragmentId) -> int | None:
         return fragment % self.count if self.count else None
@@ -62,7 +62,7 @@ class FaultyShards:
         return self.shard_of(record.fragment) if isinstance(record, VersionRecord) else None
 
     def shard_of_envelope(self, envelope: Envelope) -> int | None:
-        """Values travel between learner and shard."""
+        """Return the shard of the fragment in a message; None for messages without a fragment."""
         body = envelope.body
         if type(body) is Contribution:
             return self.shard_of(body.round.fragment)
@@ -72,12 +72,12 @@ class FaultyShards:
         return tuple(p for p in self.driver.config.fragment_ids() if self.shard_of(p) == shard)
 
     def schedule_via(self, when: float, shard: int | None, proc: SimProcess, event: Event) -> None:
-        """Deliver an event by way of a shard, if that process of it lives until then."""
+        """Deliver an event through a shard, if the current process of the shard still runs at that time."""
         if shard not in self.unavailable_until:
             self.engine.schedule(when, self.deliver_via, shard, proc, event, self._restart_count(shard))
 
     def deliver_via(self, shard: int | None, proc: SimProcess, event: Event, start: int | None = None) -> None:
-        """A paused process hears of it later, and not at all if the shard is lost by then."""
+        """Deliver an event through a shard. A paused process receives it later, unless the shard is lost until then."""
         if start is not None and self._restart_count(shard) != start:
             return
         if shard is not None and proc.paused_until > self.engine.now:
@@ -106,7 +106,7 @@ class FaultyShards:
             self.driver.handle_event(syncer, ShardLost(self.fragments_of(shard), "connection reset by peer"))
 
     def restart(self, shard: int) -> None:
-        """A paused syncer takes no shard back: until then it may still ask what the old process should do."""
+        """Reconnect a shard. A paused syncer reconnects it later: it may have open requests to the old process."""
         now = self.engine.now
         if self.unavailable_until.get(shard, now + 1.0) > now:
             return
@@ -128,14 +128,14 @@ class FaultyShards:
 
 
 class FaultyLinks(SimLinks):
-    """Links that lose, duplicate and damage messages, and can be cut in one direction."""
+    """Links that lose, duplicate and corrupt messages, and can be cut in one direction."""
 
     def __init__(self, driver: SimDriver, plan: SwarmScenario, rng: Random, shards: FaultyShards) -> None:
         super().__init__(driver, 0.0, 0.0)
         self.is_healed = False
-        self.uplink_cut_until: dict[LearnerId, float] = {}  # until when messages towards the syncer vanish
+        self.uplink_cut_until: dict[LearnerId, float] = {}  # messages to the syncer are lost until then
         self.downlink_cut_until: dict[LearnerId, float] = {}
-        self.bulk_cut_until: dict[LearnerId, float] = {}  # of fragments and inner state only, in both directions
+        self.bulk_cut_until: dict[LearnerId, float] = {}  # fragments and optimizer state only, in both directions
         self.poisoned_messages: Counter[LearnerId] = Counter()
         self._plan = plan
         self._rng = rng
@@ -171,14 +171,14 @@ class FaultyLinks(SimLinks):
         conn.last_arrival_s[lane] = when
         event: Event = MessageArrived(envelope)
         if type(envelope.body) is Published and not self.is_healed and link.loss_rate and rng.random() < link.loss_rate:
-            event = FragmentDamaged(envelope.body.fragment, envelope.body.version, "the digest is wrong")
+            event = FragmentDamaged(envelope.body.fragment, envelope.body.version, "digest mismatch")
         shard = self._shards.shard_of_envelope(envelope)
         self._shards.schedule_via(when, shard, to, event)
         if not self.is_healed and link.duplicate_rate and rng.random() < link.duplicate_rate:
             self._shards.schedule_via(when + 3 * delay * rng.random(), shard, to, event)
 
     def _tamper(self, envelope: Envelope) -> Envelope:
-        """A poisoned learner sends values or counters that no sane process sends."""
+        """Replace the body of a message from a poisoned learner by invalid values or counters."""
         body = envelope.body
         if not self.poisoned_messages[envelope.learner] or type(body) not in (Contribution, Report, LeaseRequest):
             return envelope
@@ -191,12 +191,12 @@ class FaultyLinks(SimLinks):
                 body=self._rng.choice((replace(body, received_leases=99), replace(body, consumed_samples=2**61))),
             )
         assert isinstance(body, Contribution)
-        wild = self._rng.choice(("nan", "tokens", "steps", "none"))
-        if wild == "nan":
+        corruption = self._rng.choice(("nan", "tokens", "steps", "none"))
+        if corruption == "nan":
             body = replace(body, problem="values are not finite")
-        elif wild == "tokens":
+        elif corruption == "tokens":
             body = replace(body, tokens=body.trained + 1)
-        elif wild == "steps":
+        elif corruption == "steps":
             body = replace(body, steps=body.copied_at + 5)
         else:
             body = replace(body, steps=0, tokens=0)
@@ -213,7 +213,7 @@ class FaultyLinks(SimLinks):
             self.driver.syncer is None
             or max(self.uplink_cut_until.get(learner, 0.0), self.downlink_cut_until.get(learner, 0.0)) > now
         ):
-            self.engine.schedule(now + delay + 0.1, self.driver.deliver, proc, DialFailed("nobody answers"))
+            self.engine.schedule(now + delay + 0.1, self.driver.deliver, proc, DialFailed("connection refused"))
         elif proc.is_alive:
             self.engine.schedule(now + delay, self.driver.deliver, proc, self.connect(proc))
 
@@ -221,12 +221,12 @@ class FaultyLinks(SimLinks):
         return self._plan.links[conn.learner.actor.learner].delay_s + 0.05 * self._rng.random()
 
     def close_reaches_syncer(self, conn: SimConnection) -> bool:
-        """A cut link tells nobody: the syncer finds out by silence."""
+        """Return false for a cut uplink: the syncer detects the loss only by its timeout."""
         return self.uplink_cut_until.get(conn.learner.actor.learner, 0.0) <= self.engine.now
 
 
 class FaultyStore(SimStore):
-    """Disks that fail and are slow, merges that fail, and a store that another syncer may take over."""
+    """Disks that fail or are slow, merges that fail, and a store that another syncer may take over."""
 
     def __init__(self, driver: SimDriver, plan: SwarmScenario, rng: Random, shards: FaultyShards) -> None:
         super().__init__(driver, plan.merge_s, plan.disk_s)
@@ -234,10 +234,10 @@ class FaultyStore(SimStore):
         self.write_errors_until = 0.0
         self.slow_writes_until = 0.0
         self.next_merge_fails = False
-        self.snapshot_parts: dict[LearnerId, int] = {}  # snapshot of the newest part that each has on its disk
+        self.snapshot_parts: dict[LearnerId, int] = {}  # newest snapshot of which each learner has a part on its disk
         self._rng = rng
         self._shards = shards
-        self._writing: dict[int, Record] = {}  # disk operations under way, by serial
+        self._writing: dict[int, Record] = {}  # disk operations in progress, by serial
         self._serial = 0
 
     def heal(self) -> None:
@@ -258,14 +258,14 @@ class FaultyStore(SimStore):
             self.engine.schedule(now + self._disk_s * self._rng.random(), self.driver.deliver, proc, fenced)
             return
         if self._shards.shard_of_record(effect.record) in self._shards.unavailable_until:
-            return  # it has not been told yet
+            return  # the syncer does not know yet that the shard is lost
         slow = 10.0 if self.slow_writes_until > now else 1.0
         self._serial += 1
         self._writing[self._serial] = effect.record
         self.engine.schedule(now + self._disk_s * self._rng.random() * slow, self._write, proc, self._serial)
 
     def _write(self, proc: SimProcess, serial: int) -> None:
-        """The bytes are on disk now; the process hears of it a little later, or never."""
+        """Write a record to disk. The acknowledgment reaches the process later, or never."""
         record = self._writing.pop(serial, None)
         if record is None:
             return
@@ -282,13 +282,13 @@ class FaultyStore(SimStore):
         self._shards.schedule_via(when, shard, proc, Persisted(key))
 
     def on_syncer_killed(self) -> None:
-        """The syncer dies. What it was writing has reached the disk or not: it may be durable and not published."""
+        """Handle the death of the syncer. Its pending writes may be durable, although they were not published."""
         for record in self._writing.values():
             self._maybe_write(record)
         self._writing.clear()
 
     def lose_shard(self, shard: int, until: float = math.inf) -> None:
-        """What it was writing has reached its disk or not, and no answer comes."""
+        """Lose a shard. Its pending writes may be durable, and none of them is acknowledged."""
         self._shards.lose(shard, until)
         for serial, record in list(self._writing.items()):
             if self._shards.shard_of_record(record) == shard:

@@ -1,7 +1,7 @@
-"""Checkers of learners: the ledger of tokens, independence of the step, joining, clocks, and leases of samples.
+"""Checkers of learners: token ledger, independent steps, joining, clocks, and leases of samples.
 
-Those of leases watch only runs that have them. A sample's place is known from the records that the syncer made durable,
-what became of it from the versions, and what a learner had from its own steps.
+The lease checkers need a run with leases. Durable records show which samples were leased, durable versions show which
+samples were merged, and the steps of a learner show which samples it consumed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from atoll.sim.checkers import Checker, DurableRecords, ignore_record, on
 from atoll.tape.format import Actor, Entry
 
 ProcessKey = tuple[LearnerId, int]
-"""An `Actor`, or its learner and incarnation from a record: they are equal."""
+"""Learner and incarnation, from an `Actor` or from a record. Both compare equal."""
 
 
 class LedgerChecker(Checker):
-    """Three books that must agree: what the learner was told (steps), what it says it settled (adoptions and
-    contributions), and what the syncer made durable."""
+    """Compare three token counts: the steps of the learner, the tokens that the learner reports as settled in adoptions
+    and contributions, and the durable versions of the syncer."""
 
     name = "ledger"
     invariant = "tokens trained = merged + pending + dropped with a reason, per fragment, at every moment"
@@ -52,18 +52,19 @@ class LedgerChecker(Checker):
     def setup(self) -> None:
         DurableRecords(self, on_durable=self._on_durable)
         self._trained: dict[ProcessKey, int] = {}
-        self._merged: dict[tuple[ProcessKey, FragmentId], int] = {}  # as the learner knows it
+        self._merged: dict[tuple[ProcessKey, FragmentId], int] = {}  # as known to the learner
         self._dropped: dict[tuple[ProcessKey, FragmentId], int] = {}
-        self._durable: dict[
-            tuple[ProcessKey, FragmentId], list[tuple[Version, int]]
-        ] = {}  # not yet known to the learner
-        self._known: dict[tuple[ProcessKey, FragmentId], int] = {}  # durable in a version that the learner has adopted
+        # Tokens in durable versions that the learner has not adopted yet.
+        self._durable: dict[tuple[ProcessKey, FragmentId], list[tuple[Version, int]]] = {}
+        self._known: dict[
+            tuple[ProcessKey, FragmentId], int
+        ] = {}  # tokens in durable versions that the learner has adopted
         self._copied: dict[tuple[ProcessKey, FragmentId], Contribution] = {}
 
     @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
-        who = entry.actor
-        self._trained[who] = self._trained.get(who, 0) + event.tokens
+        actor = entry.actor
+        self._trained[actor] = self._trained.get(actor, 0) + event.tokens
 
     def _on_durable(self, entry: Entry | None, record: Record) -> None:
         if isinstance(record, VersionRecord):
@@ -73,8 +74,8 @@ class LedgerChecker(Checker):
 
     @on("sent", Contribution)
     def _on_contribution(self, entry: Entry, envelope: Envelope, body: Contribution) -> None:
-        who = entry.actor
-        key = (who, body.round.fragment)
+        actor = entry.actor
+        key = (actor, body.round.fragment)
         subject = ("learner", envelope.learner)
         before = self._copied.get(key)
         if before is not None and before.round == body.round:
@@ -83,46 +84,49 @@ class LedgerChecker(Checker):
             return
         self._copied[key] = body
         settled = self._merged.get(key, 0) + self._dropped.get(key, 0)
-        trained = self._trained.get(who, 0)
+        trained = self._trained.get(actor, 0)
         if (body.trained, body.tokens, body.dropped) != (trained, trained - settled, self._dropped.get(key, 0)):
-            what = (
+            problem = (
                 f"fragment {key[1]}: contributes {body.tokens} of {body.trained} tokens, "
                 f"but {trained} were trained and {settled} are settled"
             )
-            self.fail(entry, subject, what)
+            self.fail(entry, subject, problem)
 
     @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
-        who = entry.actor
-        key = (who, effect.fragment)
+        actor = entry.actor
+        key = (actor, effect.fragment)
         merged = self._merged[key] = self._merged.get(key, 0) + effect.merged_tokens
         dropped = self._dropped[key] = self._dropped.get(key, 0) + effect.dropped_tokens
-        trained = self._trained.get(who, 0)
+        trained = self._trained.get(actor, 0)
         subject = ("learner", entry.actor.learner)
         if trained != merged + dropped + effect.pending_tokens or effect.pending_tokens < 0:
-            what = f"{trained} trained, {merged} merged, {dropped} dropped, {effect.pending_tokens} pending"
-            self.fail(entry, subject, f"fragment {effect.fragment}: {what}")
+            problem = f"{trained} trained, {merged} merged, {dropped} dropped, {effect.pending_tokens} pending"
+            self.fail(entry, subject, f"fragment {effect.fragment}: {problem}")
         if self.config.adopt == "carry" and dropped:
-            self.fail(entry, subject, f"fragment {effect.fragment}: {dropped} tokens dropped, carry drops none")
-        news = self._durable.get(key, [])
-        durable = self._known.get(key, 0) + sum(tokens for version, tokens in news if version <= effect.version)
+            self.fail(
+                entry,
+                subject,
+                f"fragment {effect.fragment}: {dropped} tokens dropped, but adopt mode carry must not drop tokens",
+            )
+        unadopted = self._durable.get(key, [])
+        durable = self._known.get(key, 0) + sum(tokens for version, tokens in unadopted if version <= effect.version)
         self._known[key] = durable
-        self._durable[key] = [line for line in news if line[0] > effect.version]
+        self._durable[key] = [each for each in unadopted if each[0] > effect.version]
         if durable != merged:
-            what = f"{durable} tokens of it are in version {effect.version}, the learner knows of {merged}"
-            self.fail(entry, subject, f"fragment {effect.fragment}: {what}")
+            problem = f"{durable} tokens are in version {effect.version}, but the learner counts {merged} as merged"
+            self.fail(entry, subject, f"fragment {effect.fragment}: {problem}")
 
 
 class IndependenceChecker(Checker):
     name = "independence"
     invariant = (
-        "a learner's step times do not depend on syncer, peers or network, but for a pause that it was told of, or its"
-        " own leaving"
+        "the step times of a learner do not depend on syncer, peers or network, except in a pause or while it drains"
     )
 
     def setup(self) -> None:
         self._last: dict[Actor, float] = {}
-        self._paused: dict[Actor, bool] = {}  # told to stand still; False: told to go on, and no step since
+        self._paused: dict[Actor, bool] = {}  # True: paused; False: resumed, without a step since
 
     @on("effects", StartTraining)
     def _on_start(self, entry: Entry, effect: StartTraining) -> None:
@@ -130,28 +134,28 @@ class IndependenceChecker(Checker):
 
     @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
-        """A learner's own time is its step; whatever else passes between two steps was spent waiting for others."""
+        """Compare the time between two steps with the step time. Any other time was spent waiting for others."""
         last = self._last.get(entry.actor)
         if not event.steps and entry.actor in self._paused:
-            self._last[entry.actor] = entry.at  # at the same boundary once more: what passed was the pause
+            self._last[entry.actor] = entry.at  # still at the same boundary: the time since the last entry was a pause
             return
         self._last[entry.actor] = entry.at
         if last is None:
-            self.fail(entry, ("learner", entry.actor.learner), "a step before training was started")
+            self.fail(entry, ("learner", entry.actor.learner), "a step before the start of training")
             return
         waited = entry.at - last - event.steps * event.step_time_s
         if waited > 0.05 * event.steps * event.step_time_s + 0.01:
-            self.fail(entry, ("learner", entry.actor.learner), f"{waited:.6g} s between two steps were not its own")
+            self.fail(entry, ("learner", entry.actor.learner), f"{waited:.6g} s between two steps were not step time")
         if not self._paused.get(entry.actor, True):
             del self._paused[entry.actor]
 
     @on("events", LeaveRequested)
-    def _on_leave_wanted(self, entry: Entry, event: LeaveRequested) -> None:
+    def _on_leave_requested(self, entry: Entry, event: LeaveRequested) -> None:
         if event.drain:
             self._paused[entry.actor] = True
 
     @on("sent", PausedAck)
-    def _on_held(self, entry: Entry, envelope: Envelope, body: PausedAck) -> None:
+    def _on_paused_ack(self, entry: Entry, envelope: Envelope, body: PausedAck) -> None:
         if body.paused:
             self._paused[entry.actor] = True
         else:
@@ -159,7 +163,7 @@ class IndependenceChecker(Checker):
 
     @on("arrived", Finish)
     def _on_finish(self, entry: Entry, envelope: Envelope, body: Finish) -> None:
-        self._resume(entry)  # at the end nobody stands still
+        self._resume(entry)  # the end of the run ends a pause
 
     def _resume(self, entry: Entry) -> None:
         if entry.actor in self._paused and entry.actor in self._last:
@@ -169,7 +173,9 @@ class IndependenceChecker(Checker):
 
 class RecoveryChecker(Checker):
     name = "recovery"
-    invariant = "a learner starts from everything that was published when it was welcomed, a peer gives what is as new"
+    invariant = (
+        "a learner starts from all versions that were published at its welcome, and a peer sends state that is as new"
+    )
 
     def setup(self) -> None:
         self._welcomed: dict[Actor, tuple[Version, ...]] = {}
@@ -181,7 +187,7 @@ class RecoveryChecker(Checker):
         self._welcomed.setdefault(entry.actor, body.versions)
 
     @on("arrived", ProvideState)
-    def _on_wanted(self, entry: Entry, envelope: Envelope, body: ProvideState) -> None:
+    def _on_provide_state(self, entry: Entry, envelope: Envelope, body: ProvideState) -> None:
         self._requested[(entry.actor, body.target)] = body.versions
 
     @on("effects", AdoptFragment)
@@ -190,55 +196,58 @@ class RecoveryChecker(Checker):
 
     @on("effects", StartTraining)
     def _on_start(self, entry: Entry, effect: StartTraining) -> None:
-        held = self._adopted.get(entry.actor, {})
+        adopted = self._adopted.get(entry.actor, {})
         for p, version in zip(self.config.fragment_ids(), self._welcomed.get(entry.actor, ()), strict=False):
-            if held.get(p, -1) < version:
-                what = f"training starts with version {held.get(p, -1)} of fragment {p}, {version} was published"
-                self.fail(entry, ("learner", entry.actor.learner), what)
+            if adopted.get(p, -1) < version:
+                problem = (
+                    f"training starts with version {adopted.get(p, -1)} of fragment {p}, but {version} was published"
+                )
+                self.fail(entry, ("learner", entry.actor.learner), problem)
 
     @on("sent", OptimizerState)
-    def _on_inner_state(self, entry: Entry, envelope: Envelope, body: OptimizerState) -> None:
-        wanted = self._requested.get((entry.actor, body.target), ())
-        if any(have < want for have, want in zip(body.versions, wanted, strict=False)):
-            self.fail(
-                entry, ("learner", body.target), f"learner {body.source} gives state older than what is published"
-            )
+    def _on_optimizer_state(self, entry: Entry, envelope: Envelope, body: OptimizerState) -> None:
+        requested = self._requested.get((entry.actor, body.target), ())
+        if any(sent < required for sent, required in zip(body.versions, requested, strict=False)):
+            problem = f"learner {body.source} sends optimizer state that is older than requested"
+            self.fail(entry, ("learner", body.target), problem)
 
 
 class ClockChecker(Checker):
     name = "clocks"
-    invariant = "a message arrives after it was sent, and nobody has seen what has not happened"
+    invariant = "a message arrives after it was sent, and no process receives a tick that has not happened"
 
     def setup(self) -> None:
         self._ticks: dict[tuple[LearnerId, int], int] = {}
 
     @on("every")
     def _on_every(self, entry: Entry) -> None:
-        """Seen for every entry, so it is plain: an actor is looked up as the tuple that it is."""
+        """Check the ticks of an entry. This handler runs for every entry, so it avoids creating objects."""
         actor, tick, event = entry.actor, entry.tick, entry.event
         ticks = self._ticks
         if tick != ticks.get(actor, 0) + 1:
-            self._wrong(entry, f"{actor}: tick {tick} after {ticks.get(actor, 0)}")
+            self._fail(entry, f"{actor}: tick {tick} after {ticks.get(actor, 0)}")
         ticks[actor] = tick
         if type(event) is MessageArrived:
             envelope = event.envelope
             learner = actor.learner == SYNCER
             sender = (envelope.learner, envelope.incarnation) if learner else (SYNCER, envelope.epoch)
             if envelope.tick > ticks.get(sender, 0):
-                what = f"a message of tick {envelope.tick} from {Actor(*sender)}, which is at {ticks.get(sender)}"
-                self._wrong(entry, what)
+                problem = (
+                    f"a message of tick {envelope.tick} from {Actor(*sender)}, which is at tick {ticks.get(sender)}"
+                )
+                self._fail(entry, problem)
         for effect in entry.effects:
             if type(effect) is Send and effect.envelope.tick != tick:
-                self._wrong(entry, f"sent with tick {effect.envelope.tick} in entry {tick}")
+                self._fail(entry, f"sent with tick {effect.envelope.tick} in entry {tick}")
 
-    def _wrong(self, entry: Entry, what: str) -> None:
+    def _fail(self, entry: Entry, problem: str) -> None:
         learner = entry.actor.learner
-        self.fail(entry, ("run", 0) if learner == SYNCER else ("learner", learner), what)
+        self.fail(entry, ("run", 0) if learner == SYNCER else ("learner", learner), problem)
 
 
 class StopChecker(Checker):
     name = "stopped"
-    invariant = "after its stop a learner takes no step and contributes nothing"
+    invariant = "a stopped learner takes no step and sends no contribution"
 
     def setup(self) -> None:
         self._stopped: set[Actor] = set()
@@ -259,34 +268,33 @@ class StopChecker(Checker):
 
 
 class DrainChecker(Checker):
-    """Its own books: steps that the learner was told of, tokens that the syncer made durable, and what was dropped."""
+    """Compare the trained tokens of a draining learner with its durable and its dropped tokens."""
 
-    name = "pushed"
+    name = "drained"
     invariant = (
-        "a learner that leaves after a push takes no more steps, and all of its tokens are in versions, unless "
-        "its time was over"
+        "a draining learner takes no more steps, and leaves when all its tokens are in versions, unless its time is up"
     )
 
     def setup(self) -> None:
         DurableRecords(self, on_durable=self._on_durable)
         self._trained: dict[ProcessKey, int] = {}
-        self._settled: dict[tuple[ProcessKey, FragmentId], int] = {}  # durable, or dropped in adopting
-        self._leaving: dict[ProcessKey, bool] = {}  # it pushes; False: it was told that its time is over
+        self._settled: dict[tuple[ProcessKey, FragmentId], int] = {}  # durable, or dropped at an adoption
+        self._leaving: dict[ProcessKey, bool] = {}  # True: drains; False: its time is up
 
     @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
-        who = entry.actor
-        self._trained[who] = self._trained.get(who, 0) + event.tokens
-        if event.steps and who in self._leaving:
-            self.fail(entry, ("learner", who[0]), "a step after it was asked to leave")
+        actor = entry.actor
+        self._trained[actor] = self._trained.get(actor, 0) + event.tokens
+        if event.steps and actor in self._leaving:
+            self.fail(entry, ("learner", actor[0]), "a step after its drain request")
 
     @on("events", LeaveRequested)
-    def _on_leave_wanted(self, entry: Entry, event: LeaveRequested) -> None:
-        who = entry.actor
+    def _on_leave_requested(self, entry: Entry, event: LeaveRequested) -> None:
+        actor = entry.actor
         if event.drain:
-            self._leaving.setdefault(who, True)
-        elif who in self._leaving:
-            self._leaving[who] = False
+            self._leaving.setdefault(actor, True)
+        elif actor in self._leaving:
+            self._leaving[actor] = False
 
     def _on_durable(self, entry: Entry | None, record: Record) -> None:
         if isinstance(record, VersionRecord):
@@ -302,23 +310,28 @@ class DrainChecker(Checker):
 
     @on("effects", Stop)
     def _on_stop(self, entry: Entry, effect: Stop) -> None:
-        """The end of the run, an operator and a syncer that refuses it may take it out before."""
-        who = entry.actor
-        if not self._leaving.pop(who, False) or effect.reason.code not in ("learner-drained", "learner-left"):
+        """Check the tokens of a drained learner. A stop by the run, an operator or a refusal is exempt."""
+        actor = entry.actor
+        if not self._leaving.pop(actor, False) or effect.reason.code not in ("learner-drained", "learner-left"):
             return
-        trained = self._trained.get(who, 0)
+        trained = self._trained.get(actor, 0)
         for p in self.config.fragment_ids():
-            settled = self._settled.get((who, p), 0)
+            settled = self._settled.get((actor, p), 0)
             if settled != trained:
-                what = f"fragment {p}: it leaves with {trained} tokens trained, and {settled} of them settled"
-                self.fail(entry, ("learner", who[0]), what)
+                problem = f"fragment {p}: it left with {trained} tokens trained, but only {settled} settled"
+                self.fail(entry, ("learner", actor[0]), problem)
 
 
 class LeaseRecords:
-    """Durable leases, and which of their samples are in durable versions, for a checker that needs them.
+    """Durable leases, and their samples in durable versions, for a checker that needs them.
 
-    `on_leased` gets a lease that is durable, `on_merged` the samples from one count to another of an incarnation that
-    are in a version for the first time. The others are those of `DurableRecords`. A run without leases has none.
+    A run without leases has none.
+
+    Args:
+        on_leased: receives each durable lease: its holder and number.
+        on_merged: receives the samples, from one count to another, that a version of an incarnation contains first.
+        on_save: see `DurableRecords`.
+        on_durable: see `DurableRecords`.
     """
 
     def __init__(
@@ -330,12 +343,12 @@ class LeaseRecords:
         on_save: Callable[[Entry, Record], None] = ignore_record,
         on_durable: Callable[[Entry | None, Record], None] = ignore_record,
     ) -> None:
-        self.leases_by_holder: dict[HolderKey, list[Interval]] = {}  # the leases of every incarnation, by number
-        self.merged_samples: dict[HolderKey, int] = {}  # samples of that line that are in a durable version
+        self.leases_by_holder: dict[HolderKey, list[Interval]] = {}  # leases of each incarnation, by number
+        self.merged_samples: dict[HolderKey, int] = {}  # samples in durable versions
         self._checker = checker
         self._on_leased = on_leased
         self._on_merged = on_merged
-        self._on_durable_too = on_durable
+        self._forward_durable = on_durable
         if checker.config.lease_samples:
             DurableRecords(checker, on_save=on_save, on_durable=self._on_durable, on_late=self._on_late)
             checker.start_handlers.append(self._on_start)
@@ -355,7 +368,7 @@ class LeaseRecords:
                     self.merged_samples[key] = a.consumed_samples
                     if self._on_merged is not None:
                         self._on_merged(entry, record, key, before, a.consumed_samples)
-        self._on_durable_too(entry, record)
+        self._forward_durable(entry, record)
 
     def _on_late(self, entry: Entry, record: Record) -> None:
         if isinstance(record, LeaseRecord):
@@ -364,16 +377,16 @@ class LeaseRecords:
     def _add(self, entry: Entry | None, record: LeaseRecord) -> None:
         for holding in record.holdings:
             key = (holding.learner, holding.incarnation)
-            line = self.leases_by_holder.setdefault(key, [])
-            for place, interval in enumerate(holding.intervals, holding.first_lease):
-                if place < len(line):
+            leases = self.leases_by_holder.setdefault(key, [])
+            for number, interval in enumerate(holding.intervals, holding.first_lease):
+                if number < len(leases):
                     continue
-                if place > len(line):
-                    what = f"lease {place} of incarnation {key[1]} after {len(line)}"
-                    self._checker.fail(entry, ("learner", key[0]), what)
-                line.append(interval)
+                if number > len(leases):
+                    problem = f"lease {number} of incarnation {key[1]} after {len(leases)} leases"
+                    self._checker.fail(entry, ("learner", key[0]), problem)
+                leases.append(interval)
                 if self._on_leased is not None:
-                    self._on_leased(entry, key, place)
+                    self._on_leased(entry, key, number)
 
 
 class LeaseDurabilityChecker(Checker):
@@ -386,10 +399,10 @@ class LeaseDurabilityChecker(Checker):
 
     @on("sent", Lease)
     def _on_lease(self, entry: Entry, envelope: Envelope, body: Lease) -> None:
-        line = self._leases.leases_by_holder.get((envelope.learner, envelope.incarnation), [])
-        if body.number >= len(line) or line[body.number] != (body.begin, body.end):
-            what = f"samples {body.begin} to {body.end} were leased as number {body.number}, durable are {len(line)}"
-            self.fail(entry, ("learner", envelope.learner), what)
+        leases = self._leases.leases_by_holder.get((envelope.learner, envelope.incarnation), [])
+        if body.number >= len(leases) or leases[body.number] != (body.begin, body.end):
+            problem = f"lease {body.number} of samples {body.begin} to {body.end} was sent, {len(leases)} are durable"
+            self.fail(entry, ("learner", envelope.learner), problem)
 
 
 class SingleLeaseChecker(Checker):
@@ -399,26 +412,25 @@ class SingleLeaseChecker(Checker):
 
     def setup(self) -> None:
         self._leases = LeaseRecords(self, on_leased=self._on_leased, on_durable=self._on_durable)
-        self._current: dict[int, int] = {}  # durable: incarnation of everybody who has not left
-        self._serial = 0  # of the record that said so
-        self._open: dict[
-            HolderKey, list[tuple[int, Interval]]
-        ] = {}  # not merged to their end, with their place in the line
+        self._current: dict[int, int] = {}  # durable incarnation of each learner that has not left
+        self._serial = 0  # serial of the newest members record
+        # Leases with samples that are not merged, each with the offset of its first sample among those of its holder.
+        self._open: dict[HolderKey, list[tuple[int, Interval]]] = {}
 
     def on_process_started(self, actor: Actor, restored: RestoredState | None) -> None:
         if actor.learner == SYNCER and restored is not None and restored.members is not None:
-            self._admitted(restored.members)
+            self._update_members(restored.members)
         super().on_process_started(actor, restored)
 
-    def _admitted(self, record: MembersRecord) -> None:
-        """Of an older one it may be heard later: that it was written shows when a syncer finds what followed it."""
+    def _update_members(self, record: MembersRecord) -> None:
+        """Update the members. An older record may become durable later: a restart may reveal the newer one first."""
         if record.serial > self._serial:
             self._serial = record.serial
             self._current = {i: inc for i, inc in record.incarnations if i not in record.left}
 
     def _on_durable(self, entry: Entry | None, record: Record) -> None:
         if isinstance(record, MembersRecord):
-            self._admitted(record)
+            self._update_members(record)
 
     def _on_leased(self, entry: Entry | None, key: HolderKey, number: int) -> None:
         begin, end = self._leases.leases_by_holder[key][number]
@@ -426,43 +438,46 @@ class SingleLeaseChecker(Checker):
             if self._current.get(other[0]) != other[1]:
                 continue
             merged = self._leases.merged_samples.get(other, 0)
-            leases[:] = [(place, lease) for place, lease in leases if place + lease[1] - lease[0] > merged]
-            for place, lease in leases:
-                first = max(begin, lease[0] + max(0, merged - place))
+            leases[:] = [(offset, lease) for offset, lease in leases if offset + lease[1] - lease[0] > merged]
+            for offset, lease in leases:
+                first = max(begin, lease[0] + max(0, merged - offset))
                 if first < min(end, lease[1]):
-                    what = f"sample {first} is leased to learner {key[0]} while learner {other[0]} has it"
-                    self.fail(entry, ("learner", key[0]), f"{what}, incarnations {key[1]} and {other[1]}")
-        place = sum(b - a for a, b in self._leases.leases_by_holder[key][:number])
-        self._open.setdefault(key, []).append((place, (begin, end)))
+                    problem = f"sample {first} is leased to learner {key[0]} while it is leased to learner {other[0]}"
+                    self.fail(entry, ("learner", key[0]), f"{problem}, incarnations {key[1]} and {other[1]}")
+        offset = sum(b - a for a, b in self._leases.leases_by_holder[key][:number])
+        self._open.setdefault(key, []).append((offset, (begin, end)))
 
 
 class MergedSamplesChecker(Checker):
     name = "samples-once"
-    invariant = "no sample is merged twice, and none that was not leased"
+    invariant = "no sample is merged twice, and only leased samples are merged"
     needs_leases = True
 
     def setup(self) -> None:
         self._leases = LeaseRecords(self, on_merged=self._on_merged)
-        self._in: list[Interval] = []  # merged, in order
+        self._merged: list[Interval] = []  # merged samples, in order
 
-    def _on_merged(self, entry: Entry | None, record: VersionRecord, key: HolderKey, before: int, taken: int) -> None:
+    def _on_merged(
+        self, entry: Entry | None, record: VersionRecord, key: HolderKey, before: int, consumed: int
+    ) -> None:
         subject = ("learner", key[0])
-        place = 0
+        offset = 0
         for begin, end in self._leases.leases_by_holder.get(key, []):
-            first, last = begin + max(0, before - place), begin + min(end - begin, taken - place)
-            place += end - begin
+            first, last = begin + max(0, before - offset), begin + min(end - begin, consumed - offset)
+            offset += end - begin
             if first < last:
                 self._add(entry, record, key, (first, last))
-        if place < taken:
-            self.fail(entry, subject, f"{taken} samples of incarnation {key[1]} are merged, {place} were leased to it")
+        if offset < consumed:
+            problem = f"{consumed} samples of incarnation {key[1]} are merged, {offset} were leased to it"
+            self.fail(entry, subject, problem)
 
     def _add(self, entry: Entry | None, record: VersionRecord, key: HolderKey, new: Interval) -> None:
-        at = bisect_left(self._in, new)
-        for other in self._in[max(0, at - 1) : at + 1]:
+        at = bisect_left(self._merged, new)
+        for other in self._merged[max(0, at - 1) : at + 1]:
             if max(other[0], new[0]) < min(other[1], new[1]):
-                what = f"sample {max(other[0], new[0])} is merged again, into version {record.version}"
-                self.fail(entry, ("fragment", record.fragment), f"{what}, by learner {key[0]} incarnation {key[1]}")
-        self._in[max(0, at - 1) : at + 1] = join_intervals([*self._in[max(0, at - 1) : at + 1], new])
+                problem = f"sample {max(other[0], new[0])} is merged again, into version {record.version}"
+                self.fail(entry, ("fragment", record.fragment), f"{problem}, by learner {key[0]} incarnation {key[1]}")
+        self._merged[max(0, at - 1) : at + 1] = join_intervals([*self._merged[max(0, at - 1) : at + 1], new])
 
 
 class ReturnedSamplesChecker(Checker):
@@ -473,16 +488,16 @@ class ReturnedSamplesChecker(Checker):
     def setup(self) -> None:
         LeaseRecords(self, on_save=self._on_save)
         self._next = 0
-        self._pool: set[Interval] = set()  # of the last record, if nothing was returned since
+        self._pool: set[Interval] = set()  # pool of the last record; empty after later returns
 
     def on_syncer_started(self, restored: RestoredState | None) -> None:
-        found = restored.leases if restored is not None else None
-        self._next = found.next_sample if found is not None else 0
+        leases = restored.leases if restored is not None else None
+        self._next = leases.next_sample if leases is not None else 0
         self._pool = set()
 
     @on("effects", LogReason, current=True)
-    def _on_say(self, entry: Entry, effect: LogReason) -> None:
-        """What was leased from the pool and came back at once must not look as if it had been passed over."""
+    def _on_log_reason(self, entry: Entry, effect: LogReason) -> None:
+        """Reset the pool after a return. Samples that were leased and returned at once were not passed over."""
         if effect.reason.code == "leases-returned":
             self._pool = set()
 
@@ -491,25 +506,25 @@ class ReturnedSamplesChecker(Checker):
             return
         passed_over = sorted(self._pool & set(record.pool))
         if record.next_sample > self._next and passed_over:
-            what = f"samples from {self._next} on were leased while {passed_over[0][0]} was waiting to be leased again"
-            self.fail(entry, ("run", 0), what)
+            problem = f"samples from {self._next} on were leased while sample {passed_over[0][0]} was in the pool"
+            self.fail(entry, ("run", 0), problem)
         self._next, self._pool = record.next_sample, set(record.pool)
 
 
 class LeaseOwnershipChecker(Checker):
-    name = "lease-held"
-    invariant = "a learner trains on nothing but what was leased to it, and says how far it has come"
+    name = "lease-owned"
+    invariant = "a learner trains only on samples that are leased to it, and reports how many it has consumed"
     needs_leases = True
 
     def setup(self) -> None:
         self._numbers: dict[Actor, int] = {}
         self._leased: dict[Actor, int] = {}
-        self._taken: dict[Actor, int] = {}
+        self._consumed: dict[Actor, int] = {}
         self._copied: dict[tuple[Actor, int], Contribution] = {}
 
     @on("arrived", Lease)
     def _on_lease(self, entry: Entry, envelope: Envelope, body: Lease) -> None:
-        """Also one that the core drops because of its link: it is as durable, and comes again."""
+        """Count a lease, also one that the core drops because of a stale connection: it is durable and sent again."""
         if body.number == self._numbers.get(entry.actor, 0):
             self._numbers[entry.actor] = body.number + 1
             self._leased[entry.actor] = self._leased.get(entry.actor, 0) + body.end - body.begin
@@ -521,10 +536,10 @@ class LeaseOwnershipChecker(Checker):
 
     @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
-        taken = self._taken[entry.actor] = self._taken.get(entry.actor, 0) + event.new_samples
-        held = self._leased.get(entry.actor, 0)
-        if taken > held or event.new_samples < 0:
-            self.fail(entry, ("learner", entry.actor.learner), f"{taken} samples taken, {held} were leased")
+        consumed = self._consumed[entry.actor] = self._consumed.get(entry.actor, 0) + event.new_samples
+        leased = self._leased.get(entry.actor, 0)
+        if consumed > leased or event.new_samples < 0:
+            self.fail(entry, ("learner", entry.actor.learner), f"{consumed} samples consumed, {leased} were leased")
 
     @on("sent", Report)
     def _on_report(self, entry: Entry, envelope: Envelope, body: Report) -> None:
@@ -538,10 +553,10 @@ class LeaseOwnershipChecker(Checker):
             self._copied[key] = body
             self._compare(entry, body.consumed_samples)
 
-    def _compare(self, entry: Entry, told: int) -> None:
-        taken = self._taken.get(entry.actor, 0)
-        if told != taken:
-            self.fail(entry, ("learner", entry.actor.learner), f"tells of {told} samples, and has taken {taken}")
+    def _compare(self, entry: Entry, reported: int) -> None:
+        consumed = self._consumed.get(entry.actor, 0)
+        if reported != consumed:
+            self.fail(entry, ("learner", entry.actor.learner), f"{reported} samples reported, {consumed} consumed")
 
 
 LEARNER_CHECKERS: tuple[type[Checker], ...] = (

@@ -1,10 +1,11 @@
-"""The published comparison of quorum and grace on two generations of hardware (arXiv 2604.21428).
+"""Simulation of the published comparison of quorum and grace on two generations of hardware (arXiv 2604.21428).
 
-Eight learners, four of each generation, the slower one 18 % behind, steps with 10 % jitter, no failures.
+The fleet has eight learners, four of each generation. The slower generation is 18 % slower. Step times have 10 %
+jitter, and there are no failures.
 
-How goodput was defined for that table is not published. Here it is the share of chip time spent stepping, once over
-all chips and once over those of the fast generation, which are the ones that wait. A decoupled learner never waits,
-whatever the quorum: a loss at K = 8 means that learners waited for the round, so that row is run in lockstep.
+The definition of goodput for that table is not published. Here it is the share of chip time spent in steps, once for
+all chips and once for those of the fast generation, which wait for the others. A decoupled learner never waits, for any
+quorum. A loss at K = 8 therefore means that learners waited for the round, so that row runs in lockstep.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from atoll.sim.published import PUBLISHED_MIXED_HARDWARE_GOODPUT
 
 LEARNERS = 8
 FAST_LEARNERS = 4
-"""The first learners are of the fast generation."""
+"""Number of learners of the fast generation. They have the lowest ids."""
 
 LEARNER_SPEEDS = (1.0,) * FAST_LEARNERS + (0.82,) * (LEARNERS - FAST_LEARNERS)
 JITTER = 0.1
 CHIPS = 8 * 1024
-"""Without failures their number changes nothing."""
+"""Number of chips, which does not matter without failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ MIXED_ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class MixedResult:
-    """One run of one row. Shares are fractions."""
+    """Result of one row on one seed. Shares are fractions."""
 
     goodput: float
     goodput_fast: float
@@ -73,7 +74,13 @@ def run_mixed(
     step_time_s: float = 1.0,
     on_progress: Callable[[float], None] | None = None,
 ) -> MixedResult:
-    """One row on one seed, with every fragment and every step. `protocol` gives all but quorum, grace and jitter."""
+    """Simulate one row on one seed, with every fragment and every step.
+
+    Args:
+        row: quorum, grace and lockstep of the run.
+        protocol: all other settings except jitter.
+        hours: simulated time.
+    """
     chosen = replace(
         protocol,
         quorum=row.quorum,

@@ -1,4 +1,4 @@
-"""Checkers of what the syncer does: merges, what operators ask for, and shards."""
+"""Checkers of the syncer: merges, requests by operators, and shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class QuorumChecker(Checker):
 
     def setup(self) -> None:
         self._settings = EffectiveSettings(self)
-        self._required: dict[tuple[Actor, FragmentId], int] = {}  # K when a round had its quorum; it may change later
+        self._required: dict[
+            tuple[Actor, FragmentId], int
+        ] = {}  # K when a round reached its quorum; an operator may change it later
 
     @on("effects", OpenGrace)
     def _on_quorum(self, entry: Entry, effect: OpenGrace) -> None:
@@ -65,8 +67,8 @@ class QuorumChecker(Checker):
 
 
 class MergedOnceChecker(Checker):
-    name = "once"
-    invariant = "a learner is at most once in a merge, and no step of it is ever merged twice into a fragment"
+    name = "merged-once"
+    invariant = "a merge has at most one contribution of a learner, and no step is merged twice into a fragment"
 
     def setup(self) -> None:
         DurableRecords(self, on_durable=self._on_durable)
@@ -87,16 +89,16 @@ class MergedOnceChecker(Checker):
             if last is not None and (
                 a.copied_at - a.steps < last.copied_at or a.trained - a.tokens - a.dropped + last.dropped < last.trained
             ):
-                what = f"steps up to {last.copied_at} are merged, and again {a.steps} up to {a.copied_at}"
-                self.fail(entry, ("learner", a.learner), what)
+                problem = f"steps up to {last.copied_at} are merged, and again {a.steps} steps up to {a.copied_at}"
+                self.fail(entry, ("learner", a.learner), problem)
             self._last[key] = a
 
 
 class CurrentIncarnationChecker(Checker):
     name = "current"
     invariant = (
-        "every contribution is of the current incarnation and of the version that the merge replaces, and none that is"
-        " lost comes back"
+        "every contribution is from the current incarnation and based on the version that the merge replaces, and no"
+        " lost incarnation returns"
     )
 
     def setup(self) -> None:
@@ -110,7 +112,7 @@ class CurrentIncarnationChecker(Checker):
             self._lost.update(key for key in record.incarnations if key[0] in record.lost)
 
     def on_syncer_started(self, restored: RestoredState | None) -> None:
-        self._lost = set()  # of what was not durable nobody knows
+        self._lost = set()  # a record that was not durable is unknown after a restart
         if restored is not None and restored.members is not None:
             self._newest = dict(restored.members.incarnations)
             self._lost = {key for key in restored.members.incarnations if key[0] in restored.members.lost}
@@ -118,18 +120,20 @@ class CurrentIncarnationChecker(Checker):
     @on("sent", Welcome, current=True)
     def _on_welcome(self, entry: Entry, envelope: Envelope, body: Welcome) -> None:
         if (envelope.learner, envelope.incarnation) in self._lost:
-            what = f"incarnation {envelope.incarnation} was given up, and is welcomed"
-            self.fail(entry, ("learner", envelope.learner), what)
+            problem = f"incarnation {envelope.incarnation} is lost, but was welcomed"
+            self.fail(entry, ("learner", envelope.learner), problem)
 
     @on("effects", Accumulate, current=True)
     def _on_accumulate(self, entry: Entry, effect: Accumulate) -> None:
         a = effect.contribution
         newest = self._newest.get(a.learner)
         if (a.learner, a.incarnation) in self._lost:
-            self.fail(entry, ("learner", a.learner), f"incarnation {a.incarnation} was given up, and was accepted")
+            self.fail(
+                entry, ("learner", a.learner), f"incarnation {a.incarnation} is lost, but its contribution was accepted"
+            )
         if a.incarnation != newest:
-            what = f"incarnation {a.incarnation} of learner {a.learner} was accepted, {newest} is current"
-            self.fail(entry, ("learner", a.learner), what)
+            problem = f"incarnation {a.incarnation} of learner {a.learner} was accepted, {newest} is current"
+            self.fail(entry, ("learner", a.learner), problem)
         self._check_base(entry, effect.round)
 
     @on("effects", MergeRound, current=True)
@@ -144,7 +148,7 @@ class CurrentIncarnationChecker(Checker):
 
 class WeightChecker(Checker):
     name = "weights"
-    invariant = "weights are finite, positive and made of the contribution's own counters"
+    invariant = "weights are finite, positive and computed from the counters of the contribution"
 
     def setup(self) -> None:
         self._sent: dict[tuple[LearnerId, int, FragmentId], Contribution] = {}
@@ -169,9 +173,11 @@ class WeightChecker(Checker):
 
     @on("effects", MergeRound)
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
-        summed = self._accumulated.pop(effect.round, {})
-        if {a.learner: a for a in effect.contributions} != summed:
-            self.fail(entry, ("fragment", effect.round.fragment), "the merge is not of what was accumulated")
+        accumulated = self._accumulated.pop(effect.round, {})
+        if {a.learner: a for a in effect.contributions} != accumulated:
+            self.fail(
+                entry, ("fragment", effect.round.fragment), "the merge does not have the accumulated contributions"
+            )
 
     @on("effects", DiscardRound)
     def _on_discard(self, entry: Entry, effect: DiscardRound) -> None:
@@ -180,7 +186,7 @@ class WeightChecker(Checker):
 
 class VersionOrderChecker(Checker):
     name = "versions"
-    invariant = "versions of a fragment rise by one and never fall, at learners and across restarts"
+    invariant = "versions of a fragment increase by one and never decrease, at learners and across restarts"
 
     def setup(self) -> None:
         self._records = DurableRecords(self, on_save=self._on_save)
@@ -188,17 +194,16 @@ class VersionOrderChecker(Checker):
 
     def _on_save(self, entry: Entry, record: Record) -> None:
         if isinstance(record, VersionRecord) and record.version != self._records.versions[record.fragment] + 1:
-            what = f"version {record.version} after {self._records.versions[record.fragment]}"
-            self.fail(entry, ("fragment", record.fragment), what)
+            problem = f"version {record.version} after {self._records.versions[record.fragment]}"
+            self.fail(entry, ("fragment", record.fragment), problem)
 
     def on_process_started(self, actor: Actor, restored: RestoredState | None) -> None:
         if actor.learner == SYNCER:
-            found = {p: r.version for p, r in restored.versions.items()} if restored is not None else {}
+            loaded = {p: r.version for p, r in restored.versions.items()} if restored is not None else {}
             for p, version in self._records.versions.items():
-                if found.get(p, 0) < version:
-                    self.fail(
-                        None, ("fragment", p), f"version {version} was durable, a restart found {found.get(p, 0)}"
-                    )
+                if loaded.get(p, 0) < version:
+                    problem = f"version {version} was durable, but a restart loaded {loaded.get(p, 0)}"
+                    self.fail(None, ("fragment", p), problem)
         super().on_process_started(actor, restored)
 
     @on("effects", AdoptFragment)
@@ -215,11 +220,11 @@ class VersionOrderChecker(Checker):
 
 class DurabilityChecker(Checker):
     name = "durable-first"
-    invariant = "nothing is published, welcomed or finished before it is durable"
+    invariant = "a version, an admission and the end of the run are durable before they are sent"
 
     def setup(self) -> None:
         self._records = DurableRecords(self, on_durable=self._on_durable, on_late=self._on_late)
-        self._admitted: dict[Actor, dict[LearnerId, int]] = {}  # as each syncer has made it durable
+        self._admitted: dict[Actor, dict[LearnerId, int]] = {}  # durable admissions, by syncer
         self._manifest = False
 
     def _on_durable(self, entry: Entry | None, record: Record) -> None:
@@ -241,14 +246,14 @@ class DurabilityChecker(Checker):
     @on("sent", Published)
     def _on_published(self, entry: Entry, envelope: Envelope, body: Published) -> None:
         if body.version > self._records.versions[body.fragment]:
-            what = f"version {body.version} was published, {self._records.versions[body.fragment]} is durable"
-            self.fail(entry, ("fragment", body.fragment), what)
+            problem = f"version {body.version} was published, {self._records.versions[body.fragment]} is durable"
+            self.fail(entry, ("fragment", body.fragment), problem)
 
     @on("sent", Welcome)
     def _on_welcome(self, entry: Entry, envelope: Envelope, body: Welcome) -> None:
         if self._admitted.get(entry.actor, {}).get(envelope.learner) != envelope.incarnation:
-            what = f"incarnation {envelope.incarnation} was welcomed before its admission was durable"
-            self.fail(entry, ("learner", envelope.learner), what)
+            problem = f"incarnation {envelope.incarnation} was welcomed before its admission was durable"
+            self.fail(entry, ("learner", envelope.learner), problem)
 
     @on("sent", Finish)
     def _on_finish(self, entry: Entry, envelope: Envelope, body: Finish) -> None:
@@ -259,8 +264,8 @@ class DurabilityChecker(Checker):
 class GraceWindowChecker(Checker):
     name = "grace"
     invariant = (
-        "grace never exceeds min(gamma * max(slack, 0), longest step awaited), or twice what one still needs who "
-        "missed the last merge, and is over when it is over"
+        "the grace window is at most min(gamma * max(slack, 0), longest awaited step), or twice the expected wait for "
+        "a learner that missed the last merge, and no round stays open after it"
     )
 
     def setup(self) -> None:
@@ -269,8 +274,8 @@ class GraceWindowChecker(Checker):
         self._due: dict[RoundId, float] = {}
         self._now = 0.0
         self._longest_step_s = 0.0
-        self._pulled: dict[RoundId, set[LearnerId]] = {}  # those whose contribution is not in yet
-        self._missed: dict[FragmentId, set[LearnerId]] = {}  # by the last merge
+        self._pulled: dict[RoundId, set[LearnerId]] = {}  # learners whose contribution has not arrived
+        self._missed: dict[FragmentId, set[LearnerId]] = {}  # learners that missed the last merge
 
     def on_syncer_started(self, restored: RestoredState | None) -> None:
         self._until.clear()
@@ -286,30 +291,34 @@ class GraceWindowChecker(Checker):
     @on("every", current=True)
     def _on_every(self, entry: Entry) -> None:
         for round_id, until in self._due.items():
-            what = f"the grace window was over at {until:.6g} s and the round was still open at {self._now:.6g} s"
-            self.fail(entry, ("fragment", round_id.fragment), what)
+            problem = f"the grace window ended at {until:.6g} s, but the round was open at {self._now:.6g} s"
+            self.fail(entry, ("fragment", round_id.fragment), problem)
         self._now = max(self._now, entry.at)
         if self._until:
             self._due = {r: until for r, until in self._until.items() if until <= self._now}
 
     @on("effects", OpenGrace, current=True)
     def _on_open(self, entry: Entry, effect: OpenGrace) -> None:
-        gamma, lasts_s = self._settings.effective_config(entry).grace_margin, effect.quorum_s + effect.sync_s
-        slack, ripe_s = self.config.overlap_steps * effect.step_s - lasts_s, self.config.every_steps * effect.step_s
-        if lasts_s > effect.step_s and slack < effect.step_s:
-            slack = max(slack, ripe_s - lasts_s)
+        gamma, round_s = self._settings.effective_config(entry).grace_margin, effect.quorum_s + effect.sync_s
+        slack, period_s = self.config.overlap_steps * effect.step_s - round_s, self.config.every_steps * effect.step_s
+        if round_s > effect.step_s and slack < effect.step_s:
+            slack = max(slack, period_s - round_s)
         bound = min(gamma * max(slack, 0.0), effect.awaited_s)
         if effect.late_s > bound:
-            bound = min(gamma * max(ripe_s - lasts_s, 0.0), 2 * effect.late_s)
+            bound = min(gamma * max(period_s - round_s, 0.0), 2 * effect.late_s)
             if self._missed.get(effect.round.fragment, set()).isdisjoint(self._pulled.get(effect.round, ())):
-                self.fail(entry, ("fragment", effect.round.fragment), "it waits for who missed a merge, and nobody did")
+                self.fail(
+                    entry,
+                    ("fragment", effect.round.fragment),
+                    "it waits for a learner that missed a merge, but none did",
+                )
         subject = ("fragment", effect.round.fragment)
         if effect.window_s > bound * (1 + 1e-9) or effect.window_s < 0:
             self.fail(entry, subject, f"grace window of {effect.window_s:.6g} s, the bound is {bound:.6g} s")
         longest_s = max(effect.step_s, effect.awaited_s)
         if longest_s > self._longest_step_s * (1 + 1e-9):
-            told = f"step time {longest_s:.6g} s, the longest told was {self._longest_step_s:.6g} s"
-            self.fail(entry, subject, told)
+            problem = f"step time {longest_s:.6g} s, the longest reported was {self._longest_step_s:.6g} s"
+            self.fail(entry, subject, problem)
         self._until[effect.round] = self._now + effect.window_s
         if effect.window_s == 0.0:
             self._due[effect.round] = self._now
@@ -340,16 +349,17 @@ class GraceWindowChecker(Checker):
 class PauseChecker(Checker):
     name = "paused"
     invariant = (
-        "a paused run opens no round, but for a learner that leaves, and a learner that was told takes no step but the"
-        " one that it is in"
+        "a paused run opens rounds only for draining learners, and a paused learner takes no step after the current one"
     )
 
     def setup(self) -> None:
-        self._leavers: dict[tuple[Actor, LearnerId], tuple[FragmentId, ...]] = {}  # what they named, to each syncer
-        self._since: dict[Actor, int] = {}  # syncers that are paused: the tick at which they were told
-        self._ending: set[Actor] = set()  # syncers that have begun to end the run
+        self._draining: dict[
+            tuple[Actor, LearnerId], tuple[FragmentId, ...]
+        ] = {}  # fragments that they named, by syncer
+        self._since: dict[Actor, int] = {}  # paused syncers: tick of the request
+        self._ending: set[Actor] = set()  # syncers that are finishing the run
         self._newest: dict[tuple[Actor, FragmentId], RoundId] = {}
-        self._steps_since_pause: dict[Actor, int] = {}  # learners that stand still: steps that they told of since
+        self._steps_since_pause: dict[Actor, int] = {}  # paused learners: steps since the pause
 
     def on_syncer_started(self, restored: RestoredState | None) -> None:
         if restored is not None and restored.manifest is not None and self.syncer is not None:
@@ -363,32 +373,34 @@ class PauseChecker(Checker):
             self._since.pop(entry.actor, None)
 
     @on("effects", LogReason)
-    def _on_say(self, entry: Entry, effect: LogReason) -> None:
+    def _on_log_reason(self, entry: Entry, effect: LogReason) -> None:
         if entry.actor.learner == SYNCER and effect.reason.code in ("finish-budget", "finish-requested"):
             self._ending.add(entry.actor)
             self._since.pop(entry.actor, None)
 
     @on("sent", Pull)
     def _on_pull(self, entry: Entry, envelope: Envelope, body: Pull) -> None:
-        """Whoever was asked may be asked again. Timers that were due before the wish were handled before it."""
+        """Check a pull. Retries are allowed. Timers that were due before the pause request were handled before it."""
         key = (entry.actor, body.round.fragment)
         opened, self._newest[key] = self._newest.get(key) != body.round, body.round
         if opened and entry.tick > self._since.get(entry.actor, entry.tick) and not self._is_named(entry, body):
             self.fail(entry, ("fragment", body.round.fragment), f"{body.round} was opened while the run is paused")
 
     @on("arrived", DrainRequest)
-    def _on_leaving(self, entry: Entry, envelope: Envelope, body: DrainRequest) -> None:
-        self._leavers[(entry.actor, envelope.learner)] = body.unmerged
+    def _on_drain_request(self, entry: Entry, envelope: Envelope, body: DrainRequest) -> None:
+        self._draining[(entry.actor, envelope.learner)] = body.unmerged
 
     @on("arrived", Left)
-    def _on_leave(self, entry: Entry, envelope: Envelope, body: Left) -> None:
-        self._leavers.pop((entry.actor, envelope.learner), None)
+    def _on_left(self, entry: Entry, envelope: Envelope, body: Left) -> None:
+        self._draining.pop((entry.actor, envelope.learner), None)
 
     def _is_named(self, entry: Entry, body: Pull) -> bool:
-        return any(actor == entry.actor and body.round.fragment in named for (actor, _), named in self._leavers.items())
+        return any(
+            actor == entry.actor and body.round.fragment in named for (actor, _), named in self._draining.items()
+        )
 
     @on("sent", PausedAck)
-    def _on_held(self, entry: Entry, envelope: Envelope, body: PausedAck) -> None:
+    def _on_paused_ack(self, entry: Entry, envelope: Envelope, body: PausedAck) -> None:
         if body.paused:
             self._steps_since_pause.setdefault(entry.actor, 0)
         else:
@@ -404,12 +416,16 @@ class PauseChecker(Checker):
 
 class LostShardChecker(Checker):
     name = "shards"
-    invariant = "what was lost with a shard is in no version, and nothing is asked of a shard that is away"
+    invariant = (
+        "contributions that were lost with a shard are in no version, and no request goes to an unavailable shard"
+    )
 
     def setup(self) -> None:
         self._open: dict[FragmentId, RoundId] = {}  # rounds with contributions that are in no record yet
-        self._lost: dict[FragmentId, tuple[RoundId, int]] = {}  # the newest that was lost with its shard, at this tick
-        self._unavailable_since: dict[FragmentId, int] = {}  # since this tick
+        self._lost: dict[
+            FragmentId, tuple[RoundId, int]
+        ] = {}  # newest round that was lost with its shard, and the tick of the loss
+        self._unavailable_since: dict[FragmentId, int] = {}
 
     def on_syncer_started(self, restored: RestoredState | None) -> None:
         self.setup()
@@ -453,15 +469,15 @@ class LostShardChecker(Checker):
     def _on_published(self, entry: Entry, envelope: Envelope, body: Published) -> None:
         self._require_available(entry, body.fragment, f"sending version {body.version} to learner {envelope.learner}")
 
-    def _require_available(self, entry: Entry, fragment: FragmentId, what: str) -> None:
-        """Timers that were due before the loss were handled before it, in the same entry; here and below."""
+    def _require_available(self, entry: Entry, fragment: FragmentId, problem: str) -> None:
+        """Fail if a shard is unavailable. Timers that were due before the loss ran before it, in the same entry."""
         if entry.tick > self._unavailable_since.get(fragment, entry.tick):
-            self.fail(entry, ("fragment", fragment), f"{what} was asked of a shard that is away")
+            self.fail(entry, ("fragment", fragment), f"{problem} was requested from an unavailable shard")
 
     def _require_not_lost(self, entry: Entry, round_id: RoundId) -> None:
         lost, tick = self._lost.get(round_id.fragment, (None, entry.tick))
         if lost == round_id and entry.tick > tick:
-            self.fail(entry, ("fragment", round_id.fragment), f"{round_id} was lost with its shard, and goes on")
+            self.fail(entry, ("fragment", round_id.fragment), f"{round_id} was lost with its shard, but continues")
 
 
 ROUND_CHECKERS: tuple[type[Checker], ...] = (

@@ -1,4 +1,4 @@
-"""Checkers of the whole run: snapshots, the end, bounds, and that every question gets one answer."""
+"""Checkers of the whole run: snapshots, the end, bounds, and one reply to every request."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ from atoll.tape.format import Actor, Entry
 
 class SnapshotChecker(Checker):
     name = "snapshot"
-    invariant = "a snapshot is a consistent cut: nothing in it is newer than the cut, nothing in flight is missing"
+    invariant = "a snapshot is a consistent cut: it has no state after the cut, and all contributions in flight"
 
     def setup(self) -> None:
         self._adopted: dict[Actor, dict[FragmentId, Version]] = {}
-        self._newest_cut = 0  # the snapshot whose marker the syncer has sent
-        self._saved: dict[tuple[int, LearnerId], tuple[Entry, dict[FragmentId, Version]]] = {}  # at the learner's cut
-        self._arrived_since: list[Envelope] = []  # contributions that were taken up after the syncer's cut
+        self._newest_cut = 0  # newest snapshot whose marker was sent
+        self._saved: dict[
+            tuple[int, LearnerId], tuple[Entry, dict[FragmentId, Version]]
+        ] = {}  # at the cut of the learner
+        self._arrived_since: list[Envelope] = []  # contributions that the syncer handled after its cut
 
     def on_syncer_started(self, restored: RestoredState | None) -> None:
         self._newest_cut = 0
@@ -78,7 +80,7 @@ class SnapshotChecker(Checker):
 
     @on("arrived", Contribution, current=True)
     def _on_arrived(self, entry: Entry, envelope: Envelope, body: Contribution) -> None:
-        """Only what the syncer took for the word of a current learner counts; stale links are dropped at the door."""
+        """Record a contribution that the syncer answered. It drops contributions from stale connections."""
         if self._newest_cut and any(_replies_to(effect, envelope.learner, body.round) for effect in entry.effects):
             self._arrived_since.append(envelope)
 
@@ -133,45 +135,42 @@ _REPLY_KEYS: dict[type, Callable[[Any], object]] = {
     SnapshotSaved: lambda event: RecordKey("part", event.snapshot, 0),
     SnapshotSaveFailed: lambda event: RecordKey("part", event.snapshot, 0),
 }
-"""By type, what an effect asks for and what an event answers."""
+"""Keys that relate a request effect to its reply event, by type."""
 
 
 class SingleReplyChecker(Checker):
-    name = "one-answer"
-    invariant = "every effect that is waited for is answered by exactly one event"
+    name = "one-reply"
+    invariant = "every request effect has exactly one reply event"
 
     def setup(self) -> None:
         self._open: dict[tuple[Actor, object], int] = {}
 
     @on("effects", *_REQUEST_KEYS)
-    def _on_question(self, entry: Entry, effect: Effect) -> None:
+    def _on_request(self, entry: Entry, effect: Effect) -> None:
         what = _REQUEST_KEYS[type(effect)](effect)
         if type(entry.event) is ShardLost and _belongs_to(what, entry.event.fragments):
-            return  # by a timer that was due before the loss: no process is there to answer
+            return  # from a timer that was due before the loss: no process can reply
         key = (entry.actor, what)
         self._open[key] = self._open.get(key, 0) + 1
         if self._open[key] > 1:
-            self.fail(entry, None, f"{entry.actor} asks twice for {what} without an answer in between")
+            self.fail(entry, None, f"{entry.actor} requested {what} twice without a reply in between")
 
     @on("events", *_REPLY_KEYS)
-    def _on_answer(self, entry: Entry, event: Event) -> None:
+    def _on_reply(self, entry: Entry, event: Event) -> None:
         what = _REPLY_KEYS[type(event)](event)
         key = (entry.actor, what)
         if self._open.get(key, 0) != 1:
-            self.fail(entry, None, f"{entry.actor} got an answer for {what} that it had not asked")
+            self.fail(entry, None, f"{entry.actor} received a reply for {what} without a request")
         del self._open[key]
 
     @on("events", StoreFenced)
     def _on_fenced(self, entry: Entry, event: StoreFenced) -> None:
-        """All other writes are refused in the same way; a syncer that was told once writes no more.
-
-        A merge is no write: it may be under way, and is answered.
-        """
+        """Forget all pending writes of a fenced syncer, which get no reply. A pending merge still gets its reply."""
         self._forget(entry.actor, lambda what: type(what) is RecordKey)
 
     @on("events", ShardLost)
     def _on_lost(self, entry: Entry, event: ShardLost) -> None:
-        """A shard that is away answers nothing; what came of it, it says when it is back."""
+        """Forget the pending requests to a lost shard, which gets no chance to reply."""
         self._forget(entry.actor, lambda what: _belongs_to(what, event.fragments))
 
     def _forget(self, actor: Actor, is_over: Callable[[object], bool]) -> None:
@@ -180,7 +179,7 @@ class SingleReplyChecker(Checker):
 
 
 def _belongs_to(what: object, fragments: tuple[FragmentId, ...]) -> bool:
-    """A write or a merge of one of them."""
+    """Return whether a request key is a write or a merge of one of these fragments."""
     if type(what) is RecordKey:
         return what.kind == "version" and what.number in fragments
     return type(what) is RoundId and what.fragment in fragments
@@ -188,7 +187,7 @@ def _belongs_to(what: object, fragments: tuple[FragmentId, ...]) -> bool:
 
 class BoundsChecker(Checker):
     name = "bounds"
-    invariant = "rounds, askings and sendings are bounded"
+    invariant = "the numbers of open rounds, pulls and retransmissions are bounded"
 
     def setup(self) -> None:
         self._retries: dict[FragmentId, int] = {}
@@ -200,13 +199,13 @@ class BoundsChecker(Checker):
         self.setup()
 
     @on("effects", LogReason, current=True)
-    def _on_say(self, entry: Entry, effect: LogReason) -> None:
+    def _on_log_reason(self, entry: Entry, effect: LogReason) -> None:
         if effect.reason.code != "round-pull-retried":
             return
         p = effect.subject[1]
         self._retries[p] = self._retries.get(p, 0) + 1
         if self._retries[p] >= self.config.limits.max_pull_attempts:
-            self.fail(entry, effect.subject, f"asked again {self._retries[p]} times in one round")
+            self.fail(entry, effect.subject, f"{self._retries[p]} pull retries in one round")
 
     @on("sent", Pull, current=True)
     def _on_pull(self, entry: Entry, envelope: Envelope, body: Pull) -> None:
@@ -215,11 +214,11 @@ class BoundsChecker(Checker):
         if before is not None and before != body.round:
             self.fail(entry, ("fragment", p), f"{body.round} was opened while {before} is open")
         self._open[p] = body.round
-        asked = self._pulls.setdefault(p, {})
+        pulls = self._pulls.setdefault(p, {})
         key = (envelope.learner, envelope.incarnation, envelope.session)
-        asked[key] = asked.get(key, 0) + 1
-        if asked[key] > self.config.limits.max_pull_attempts + 1:
-            self.fail(entry, ("fragment", p), f"learner {envelope.learner} was asked {asked[key]} times")
+        pulls[key] = pulls.get(key, 0) + 1
+        if pulls[key] > self.config.limits.max_pull_attempts + 1:
+            self.fail(entry, ("fragment", p), f"learner {envelope.learner} was pulled {pulls[key]} times")
 
     @on("sent", Published, current=True)
     def _on_published(self, entry: Entry, envelope: Envelope, body: Published) -> None:
@@ -228,22 +227,22 @@ class BoundsChecker(Checker):
         before, count = self._published.get(key, (what, 0))
         count = count + 1 if before == what else 1
         self._published[key] = (what, count)
-        # Twice the tries: a learner may also ask for the whole value after an update that it could not use.
+        # Twice the attempts, because a learner may also request the full value after an update that it could not apply.
         if count > 2 * self.config.limits.max_publish_attempts + 1:
             sentence = f"version {body.version} of fragment {body.fragment} was sent {count} times"
             self.fail(entry, ("learner", envelope.learner), sentence)
 
     @on("events", ShardReconnected, current=True)
     def _on_shard_back(self, entry: Entry, event: ShardReconnected) -> None:
-        """What it was to send may never have left it: it is sent as if for the first time."""
+        """Reset the counts of a shard, whose pending sends may be lost."""
         back = {p for p, _ in event.versions}
         self._published = {key: sent for key, sent in self._published.items() if key[1] not in back}
 
     @on("sent", Welcome, current=True)
     def _on_welcome(self, entry: Entry, envelope: Envelope, body: Welcome) -> None:
-        """Each welcome says again what is wanted; how many there are is bounded by the learner's hellos."""
-        for asked in self._pulls.values():
-            asked.pop((envelope.learner, envelope.incarnation, envelope.session), None)
+        """Reset the pulls of a session, because each welcome repeats them. Hellos limit the number of welcomes."""
+        for pulls in self._pulls.values():
+            pulls.pop((envelope.learner, envelope.incarnation, envelope.session), None)
 
     @on("effects", MergeRound, DiscardRound, current=True)
     def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
@@ -253,30 +252,31 @@ class BoundsChecker(Checker):
 
 
 class RoundCompletionChecker(Checker):
-    """What tapes can show of liveness. Whether rounds complete once everything is healed, the swarm demands itself."""
+    """Check liveness as far as tapes show it. The swarm itself checks that rounds complete after healing."""
 
     name = "rounds-end"
-    invariant = "a round that was opened is merged or abandoned within the time that its askings may take"
+    invariant = "a round is merged or abandoned within the time limit of its pull attempts"
 
     def setup(self) -> None:
         self._opened: dict[FragmentId, float] = {}
         self._previous_s = 0.0
         limits = self.config.limits
-        self._max_open_s = (
-            2 * limits.max_wait_s * 2.0**limits.max_pull_attempts
-        )  # twice: its process may stand still meanwhile
+        # Twice the limit, because the process may be stalled meanwhile.
+        self._max_open_s = 2 * limits.max_wait_s * 2.0**limits.max_pull_attempts
 
     def on_syncer_started(self, restored: RestoredState | None) -> None:
         self.setup()
 
     @on("every", current=True)
     def _on_every(self, entry: Entry) -> None:
-        """Judged by the time of the entry before: a process that stood still could not abandon anything."""
+        """Check the age of open rounds at the previous entry: a stalled process cannot abandon rounds."""
         if not self._opened:
             return
         for fragment, opened_s in self._opened.items():
             if self._previous_s - opened_s > self._max_open_s:
-                what = f"a round is open for {self._previous_s - opened_s:.6g} s, the limit is {self._max_open_s:.6g} s"
+                what = (
+                    f"a round was open for {self._previous_s - opened_s:.6g} s, the limit is {self._max_open_s:.6g} s"
+                )
                 self.fail(entry, ("fragment", fragment), what)
         self._previous_s = max(self._previous_s, entry.at)
 
@@ -291,8 +291,8 @@ class RoundCompletionChecker(Checker):
 
 
 class RunEndChecker(Checker):
-    name = "the-end"
-    invariant = "the end comes after a last merge of every fragment, and everybody ends with the final versions"
+    name = "run-end"
+    invariant = "the run ends after a last merge of every fragment, and all learners end with the final versions"
 
     def setup(self) -> None:
         self._records = DurableRecords(self, on_save=self._on_save, on_durable=self._on_durable)
@@ -312,7 +312,7 @@ class RunEndChecker(Checker):
             self._manifest = restored.manifest.versions
 
     @on("effects", LogReason, current=True)
-    def _on_say(self, entry: Entry, effect: LogReason) -> None:
+    def _on_log_reason(self, entry: Entry, effect: LogReason) -> None:
         if effect.reason.code in ("finish-budget", "finish-requested"):
             self._ending = True
         elif effect.reason.code == "final-skipped":
@@ -334,7 +334,7 @@ class RunEndChecker(Checker):
             missing = sorted(set(self.config.fragment_ids()) - self._final)
             if missing:
                 self.fail(
-                    entry, ("fragment", missing[0]), f"the run ends without a last merge of fragment {missing[0]}"
+                    entry, ("fragment", missing[0]), f"the run ended without a last merge of fragment {missing[0]}"
                 )
             if record.versions != tuple(self._records.versions.values()):
                 self.fail(entry, ("run", 0), "the manifest does not name the newest durable versions")
@@ -348,9 +348,9 @@ class RunEndChecker(Checker):
     def _on_stop(self, entry: Entry, effect: Stop) -> None:
         if effect.reason.code != "learner-finished":
             return
-        held = tuple(self._adopted.get(entry.actor, {}).get(p, -1) for p in self.config.fragment_ids())
-        if held != self._manifest:
-            what = f"ends with versions {held}, the final ones are {self._manifest}"
+        adopted = tuple(self._adopted.get(entry.actor, {}).get(p, -1) for p in self.config.fragment_ids())
+        if adopted != self._manifest:
+            what = f"ended with versions {adopted}, the final versions are {self._manifest}"
             self.fail(entry, ("learner", entry.actor.learner), what)
 
 

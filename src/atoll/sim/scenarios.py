@@ -1,4 +1,4 @@
-"""One seed draws the whole world: the run's settings, the learners, their links, and every fault with its time."""
+"""Scenarios of the swarm. A seed determines the settings, the learners, their links and all faults."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DRAWN_FAULTS = (
     "second start",
     "reset link",
     "cut both ways",
-    "cut upwards",
-    "cut downwards",
+    "cut uplink",
+    "cut downlink",
     "cut bulk",
     "kill syncer",
     "second syncer",
@@ -25,37 +25,37 @@ DRAWN_FAULTS = (
     "poison",
     "join",
     "leave",
-    "stranger",
+    "invalid hello",
     "snapshot",
     "fail merge",
     "slow down",
 )
 OPERATOR_REQUESTS = ("pause run", "drain", "quorum", "grace")
-"""What operators ask for is no fault, and is met by faults all the same."""
+"""Requests by operators. They are not faults, but are injected in the same way."""
 
-FAULT_KINDS = (*DRAWN_FAULTS, "die", *OPERATOR_REQUESTS, "lose shard", "notice")
+FAULT_KINDS = (*DRAWN_FAULTS, "die", *OPERATOR_REQUESTS, "lose shard", "preempt")
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmFault:
     at_s: float
     kind: str
-    learner: int  # or shard
+    learner: int  # learner or shard
     duration_s: float
-    magnitude: float  # what it means depends on the kind: seconds of a clock jump, factor of a slow-down
+    magnitude: float  # depends on the kind: seconds of a clock jump, factor of a slow-down
 
 
 @dataclass(frozen=True, slots=True)
 class LinkConditions:
     delay_s: float
-    bulk_delay_s: float  # additional, for fragments and inner state
+    bulk_delay_s: float  # additional delay of fragments and optimizer state
     loss_rate: float
     duplicate_rate: float
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmScenario:
-    """A world, before it runs."""
+    """Settings and faults of one simulated world."""
 
     seed: int
     config: RunConfig
@@ -67,14 +67,14 @@ class SwarmScenario:
     fault_phase_s: float
     merge_s: float
     disk_s: float
-    samples_per_step: dict[int, int] = field(default_factory=dict)  # of one step of each learner, in a run with leases
-    ends_paused: bool = False  # it is asked to finish while it is paused
-    shards: int = 0  # processes that hold its fragments, p at p % shards; 0: the syncer does
-    shard_lost_at_end: int | None = None  # the shard that the last merges have to do without
+    samples_per_step: dict[int, int] = field(default_factory=dict)  # by learner, in a run with leases
+    ends_paused: bool = False  # the finish request arrives while the run is paused
+    shards: int = 0  # shard processes, which own fragment p at p % shards; 0: none
+    shard_lost_at_end: int | None = None  # shard that is lost during the last merges
 
 
 def draw_scenario(seed: int, small: bool = False) -> SwarmScenario:
-    """Few learners and short worlds more often than many and long ones: most bugs need little room."""
+    """Draw the scenario of a seed. Most scenarios are small and short, because most bugs need few learners."""
     rng = Random(seed)
     roll = rng.random()
     if small or roll < 0.6:
@@ -103,7 +103,7 @@ def draw_scenario(seed: int, small: bool = False) -> SwarmScenario:
     )
     ids = range(1, learners + 1)
     spread = rng.choice((1.0, 2.0, 20.0))
-    tight = rng.random() < 0.3  # links without loss: rounds go fast, races are dense
+    tight = rng.random() < 0.3  # links without loss: short rounds and many races
     starts = rng.choice((0.0, 0.0, 5.0, 20.0))
     plan_links = {i: _draw_link(rng, tight) for i in (*ids, learners + 1, learners + 2)}
     plan = SwarmScenario(
@@ -130,55 +130,55 @@ def _with_faults(plan: SwarmScenario, faults: list[SwarmFault]) -> SwarmScenario
 
 
 def _with_leases(plan: SwarmScenario) -> SwarmScenario:
-    """Drawn apart, so that a world without leases is what it was before there were any."""
+    """Add leases of samples. A separate generator leaves scenarios without leases unchanged."""
     rng = Random(plan.seed ^ 0x1EA5E)
     lease_samples, ahead = rng.choice((3, 5, 12, 40)), rng.choice((1, 2, 4, 16))
-    batches = [batch for batch in (1, 3, 8) if batch <= lease_samples * ahead]  # or nobody could ever take one
+    batches = [batch for batch in (1, 3, 8) if batch <= lease_samples * ahead]  # a larger batch could never be leased
     config = replace(plan.config, lease_samples=lease_samples, leases_ahead=ahead)
     return replace(plan, config=config, samples_per_step={i: rng.choice(batches) for i in plan.step_times_s})
 
 
 def _with_deaths(plan: SwarmScenario) -> SwarmScenario:
-    """Learners that die for good, and a syncer that soon gives up whoever is away. Drawn apart, as leases are."""
+    """Add permanent crashes of learners and short timeouts for lost learners. The generator is separate."""
     rng = Random(plan.seed ^ 0xDEAD)
     leave = {fault.learner for fault in plan.faults if fault.kind == "leave"}
     may_die = [i for i in plan.start_times_s if i not in leave]
-    most = max(0, len(may_die) - plan.config.quorum)  # enough must stay for a quorum
+    max_deaths = max(0, len(may_die) - plan.config.quorum)  # a quorum must stay
     deaths = [
         SwarmFault(rng.uniform(0, plan.fault_phase_s), "die", learner, 0.0, rng.choice((2.0, 10.0)))
-        for learner in rng.sample(may_die, rng.randint(0, most))
+        for learner in rng.sample(may_die, rng.randint(0, max_deaths))
     ]
     limits = replace(plan.config.limits, lost_after_s=rng.choice((2.0, 8.0, 30.0)))
     return _with_faults(replace(plan, config=replace(plan.config, limits=limits)), deaths)
 
 
 def _with_controls(plan: SwarmScenario) -> SwarmScenario:
-    """In some worlds operators pause, drain and change what rounds wait for. Drawn apart, as leases are."""
-    rng = Random(plan.seed ^ 0xC0DEA5)  # with this one the seeds that tests name are what they were
+    """Add requests by operators to some scenarios: pause, drain, quorum, grace. The generator is separate."""
+    rng = Random(plan.seed ^ 0xC0DEA5)  # this constant keeps the scenarios of the seeds in tests
     if rng.random() < 0.7:
         return plan
     out = {fault.learner for fault in plan.faults if fault.kind in ("leave", "die")}
     staying = [i for i in plan.start_times_s if i not in out]
-    asked: list[SwarmFault] = []
+    requests: list[SwarmFault] = []
 
-    def ask(kind: str, learner: int = 0, size: float = 0.0) -> None:
+    def add_request(kind: str, learner: int = 0, size: float = 0.0) -> None:
         duration_s = rng.choice((0.05, 1.0, 5.0, 20.0, 60.0)) * rng.random()
-        asked.append(SwarmFault(rng.uniform(0, plan.fault_phase_s), kind, learner, duration_s, size))
+        requests.append(SwarmFault(rng.uniform(0, plan.fault_phase_s), kind, learner, duration_s, size))
 
-    if len(staying) > plan.config.quorum and rng.random() < 0.4:  # enough must stay for a quorum
-        ask("drain", staying.pop(rng.randrange(len(staying))))
+    if len(staying) > plan.config.quorum and rng.random() < 0.4:  # a quorum must stay
+        add_request("drain", staying.pop(rng.randrange(len(staying))))
     for _ in range(rng.randint(0, 3)):
-        ask("pause run")
+        add_request("pause run")
     for _ in range(rng.randint(0, 2)):
-        ask("quorum", size=rng.randint(1, max(1, len(staying))))
+        add_request("quorum", size=rng.randint(1, max(1, len(staying))))
     for _ in range(rng.randint(0, 1)):
-        ask("grace", size=rng.choice((0.0, 0.5, 0.9)))
-    return _with_faults(replace(plan, ends_paused=rng.random() < 0.3), asked)
+        add_request("grace", size=rng.choice((0.0, 0.5, 0.9)))
+    return _with_faults(replace(plan, ends_paused=rng.random() < 0.3), requests)
 
 
 def _with_shards(plan: SwarmScenario) -> SwarmScenario:
-    """In some worlds other processes hold the fragments, and are lost for a while. Drawn apart, as leases are."""
-    rng = Random(plan.seed ^ 0x2676E)  # with this one the seeds that tests name are what they were
+    """Add shard processes that fail temporarily to some scenarios. The generator is separate."""
+    rng = Random(plan.seed ^ 0x2676E)  # this constant keeps the scenarios of the seeds in tests
     if rng.random() < 0.6:
         return plan
     shards = rng.randint(1, min(4, plan.config.fragments))
@@ -192,29 +192,28 @@ def _with_shards(plan: SwarmScenario) -> SwarmScenario:
         )
         for _ in range(rng.randint(0, 5))
     ]
-    at_the_end = rng.randrange(shards) if rng.random() < 0.4 else None
-    return _with_faults(replace(plan, shards=shards, shard_lost_at_end=at_the_end), lost)
+    lost_at_end = rng.randrange(shards) if rng.random() < 0.4 else None
+    return _with_faults(replace(plan, shards=shards, shard_lost_at_end=lost_at_end), lost)
 
 
 def _with_preemptions(plan: SwarmScenario) -> SwarmScenario:
-    """In some worlds machines are taken away after a notice, long or short, and many are given back. Drawn apart, as
-    leases are."""
+    """Add preemptions with a notice to some scenarios; many learners return. The generator is separate."""
     rng = Random(plan.seed ^ 0x4071CE)
     if rng.random() < 0.6:
         return plan
     out = {fault.learner for fault in plan.faults if fault.kind in ("leave", "die", "drain")}
     staying = [i for i in plan.start_times_s if i not in out]
-    wanted = max([plan.config.quorum, *(int(f.magnitude) for f in plan.faults if f.kind == "quorum")])
-    spare = len(staying) - wanted  # so many may go for good
-    notices: list[SwarmFault] = []
+    quorum = max([plan.config.quorum, *(int(f.magnitude) for f in plan.faults if f.kind == "quorum")])
+    spare = len(staying) - quorum  # learners that may leave for good
+    preemptions: list[SwarmFault] = []
     at_s = rng.uniform(0, plan.fault_phase_s)
     for learner in rng.sample(staying, rng.randint(1, max(1, min(3, len(staying))))) if staying else ():
         at_s = at_s if rng.random() < 0.5 else rng.uniform(0, plan.fault_phase_s)  # several at once
         comes_back = spare <= 0 or rng.random() < 0.5
         spare -= not comes_back
         duration_s = rng.choice((0.5, 10.0, 60.0, 120.0)) * rng.random()
-        notices.append(SwarmFault(at_s, "notice", learner, duration_s, 10.0 if comes_back else 2.0))
-    return _with_faults(plan, notices)
+        preemptions.append(SwarmFault(at_s, "preempt", learner, duration_s, 10.0 if comes_back else 2.0))
+    return _with_faults(plan, preemptions)
 
 
 def _draw_link(rng: Random, tight: bool) -> LinkConditions:
@@ -229,10 +228,10 @@ def _draw_link(rng: Random, tight: bool) -> LinkConditions:
 
 
 def _draw_faults(rng: Random, learners: int, quorum: int, faulty_s: float) -> tuple[SwarmFault, ...]:
-    """A world has a character: a few kinds of faults, often repeated, find more than a little of everything."""
+    """Draw faults of a few kinds. Repeated faults of few kinds find more bugs than single faults of all kinds."""
     kinds = rng.sample(DRAWN_FAULTS, rng.randint(0, 6))
     faults: list[SwarmFault] = []
-    leavers = max(0, learners - quorum)  # enough must stay for a quorum after everything is healed
+    leavers = max(0, learners - quorum)  # a quorum must stay after healing
     for _ in range(rng.randint(0, 12) if kinds else 0):
         kind = rng.choice(kinds)
         learner = rng.randint(1, learners)

@@ -1,4 +1,4 @@
-"""Many worlds, one seed each, on all cores; what they found and what they never reached."""
+"""Swarm: many simulated worlds, one per seed, in parallel, with their violations and coverage."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Entry
 
 SEEDS_PER_BATCH = 2_000
-"""Seeds that are given to the processes at a time."""
+"""Seeds that are submitted to the worker processes at a time."""
 
 
 class SeedResult(NamedTuple):
-    """One world's outcome, small enough to travel between processes."""
+    """Result of one world, small enough to send between processes."""
 
     seed: int
     events: int
     merges: int
-    checker: str | None  # the checker that failed, None if none did
+    checker: str | None  # checker that failed; None if none failed
     message: str
     subject: tuple[str, int] | None
     transition_counts: dict[tuple[str, str], int]
     reason_counts: dict[str, int]
     fault_counts: dict[str, int]
     state_event_counts: dict[tuple[str, str], int]
-    digest: str = ""  # of everything that happened, where it was asked for
+    digest: str = ""  # digest of all entries, if requested
 
 
 def run_seed(
@@ -53,7 +53,15 @@ def run_seed(
     on_entry: Callable[[Entry], None] | None = None,
     digest: bool = False,
 ) -> SeedResult:
-    """One world. `digest` is of every entry, in order: two runs of one seed must agree to the last bit."""
+    """Run one world.
+
+    Args:
+        small: draw a scenario with few learners.
+        syncer: creates syncer cores.
+        learner: creates learner cores.
+        on_entry: receives every entry; not with `digest`.
+        digest: compute a digest of all entries, which must be equal in every run of a seed.
+    """
     sha = sha256()
     if digest:
         assert on_entry is None
@@ -67,7 +75,7 @@ def run_seed(
         world.run()
     except InvariantViolationError as violation:
         checker, sentence, subject = violation.checker, violation.message, violation.subject
-    fired, said = world.coverage()
+    transitions, reasons = world.coverage()
     sha.update(repr((checker, world.engine.events)).encode())
     return SeedResult(
         seed,
@@ -76,8 +84,8 @@ def run_seed(
         checker,
         sentence,
         subject,
-        {(_state_name(state), trigger): n for (state, trigger), n in fired.items()},
-        dict(said),
+        {(_state_name(state), trigger): n for (state, trigger), n in transitions.items()},
+        dict(reasons),
         dict(world.fault_counts),
         {(_state_name(state), event.__name__): n for (state, event), n in world.state_event_counts.items()},
         sha.hexdigest()[:16] if digest else "",
@@ -89,21 +97,19 @@ def _state_name(state: object) -> str:
 
 
 def record_seed(seed: int, small: bool = False) -> tuple[SeedResult, list[Entry]]:
-    """Run a seed again and keep everything that happened."""
+    """Run a seed and return all its entries."""
     entries: list[Entry] = []
     return run_seed(seed, small, on_entry=entries.append), entries
 
 
 @dataclass
 class Coverage:
-    """Which rows of the transition tables, which sentences and which faults the swarm has met."""
+    """Transitions, reason codes and faults that occurred in a swarm."""
 
     transition_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     reason_counts: Counter[str] = field(default_factory=Counter)
     fault_counts: Counter[str] = field(default_factory=Counter)
-    state_event_counts: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # of a state and the event that met it
+    state_event_counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by state and event
 
     def add(self, result: SeedResult) -> None:
         self.transition_counts.update(result.transition_counts)
@@ -131,15 +137,15 @@ class Coverage:
 
 
 def run_seeds(seeds: Iterable[int], processes: int, small: bool = False, digest: bool = False) -> Iterator[SeedResult]:
-    """Results in the order of the seeds, whichever process is faster."""
+    """Run seeds in parallel and yield their results in the order of the seeds."""
     run_one = partial(run_seed, small=small, digest=digest)
     if processes <= 1:
         yield from map(run_one, seeds)
         return
     numbers = iter(seeds)
     with process_pool(processes) as pool:
-        # An executor submits all that it is given before it yields anything, so it is given a slice at a time; the
-        # next slice is submitted before the results of this one are taken, and no process waits for another.
+        # `map` submits all seeds before it yields a result, so seeds are submitted in batches. The next batch is
+        # submitted before the results of the current one are read, so no process is idle.
         ahead = _submit_batch(pool, run_one, numbers)
         while ahead is not None:
             results, ahead = ahead, _submit_batch(pool, run_one, numbers)
@@ -149,28 +155,29 @@ def run_seeds(seeds: Iterable[int], processes: int, small: bool = False, digest:
 def _submit_batch(
     pool: ProcessPoolExecutor, run_one: Callable[[int], SeedResult], numbers: Iterator[int]
 ) -> Iterator[SeedResult] | None:
-    piece = list(islice(numbers, SEEDS_PER_BATCH))
-    return pool.map(run_one, piece, chunksize=8) if piece else None
+    batch = list(islice(numbers, SEEDS_PER_BATCH))
+    return pool.map(run_one, batch, chunksize=8) if batch else None
 
 
 @contextmanager
 def process_pool(
-    processes: int, initializer: Callable[..., None] | None = None, *given: Any
+    processes: int, initializer: Callable[..., None] | None = None, *arguments: Any
 ) -> Iterator[ProcessPoolExecutor]:
-    """An executor whose processes have called `first(*given)`, which is inherited and need not be picklable.
+    """Create an executor whose processes have called `initializer(*arguments)`.
 
-    Whoever leaves early, by Ctrl-C or an error, does not wait for what is still being computed.
+    The initializer and its arguments are inherited through fork, so they need not be picklable. After Ctrl-C or an
+    error the context manager terminates the processes and does not wait for pending work.
     """
     context = multiprocessing.get_context("fork")
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_initialize_worker, initargs=(initializer, given)
+        processes, mp_context=context, initializer=_initialize_worker, initargs=(initializer, arguments)
     )
     try:
         with warnings.catch_warnings():
-            # They compute and touch no lock that a thread of ours may hold.
+            # The processes only compute, so they need no lock that another thread may hold during the fork.
             warnings.simplefilter("ignore", DeprecationWarning)
-            # The first task forks. An interrupt that came in the middle of a fork would be lost in its hooks: it waits.
+            # The first task forks. An interrupt during a fork would be lost in its hooks, so SIGINT is blocked.
             mask = pthread_sigmask(SIG_BLOCK, {SIGINT})
             try:
                 pool.submit(_warm_up)
@@ -186,11 +193,11 @@ def process_pool(
 
 
 def _warm_up() -> None:
-    """The first task."""
+    """Do nothing: the first task starts the processes."""
 
 
-def _initialize_worker(first: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
-    signal(SIGINT, SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent answers it and ends us
+def _initialize_worker(initializer: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+    signal(SIGINT, SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent handles it and ends this one
     pthread_sigmask(SIG_UNBLOCK, {SIGINT})  # as it was before the fork
-    if first is not None:
-        first(*given)
+    if initializer is not None:
+        initializer(*arguments)

@@ -1,7 +1,7 @@
-"""A hostile world in virtual time: real cores, unreal network, disks and clocks, all drawn by one seed.
+"""World of the swarm: real cores with simulated network, disks and clocks, all determined by one seed.
 
-The world breaks things while checkers watch, then heals everything and demands that rounds complete, that everybody
-ends with the published versions and that the ledger balances.
+The world injects faults while checkers run. Then it heals everything and checks that rounds complete, that all learners
+end with the published versions and that the token ledger balances.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from atoll.sim.scenarios import SwarmFault, SwarmScenario
 from atoll.tape.format import Actor, Entry
 
 RECOVERY_TIMEOUT_S = 3000.0
-"""Virtual seconds after healing within which everything must have come right; many times what the limits add up to."""
+"""Virtual seconds after healing until the run must have recovered; many times the sum of all timeouts."""
 
 ProcessFaultHandler = Callable[[SwarmFault, SimProcess], bool | None]
 WorldFaultHandler = Callable[[SwarmFault], bool | None]
-"""How a fault is injected. False: it could not be, and is not counted."""
+"""Injectors of faults. They return False for a fault that is not possible now, which is not counted."""
 
 
 class SwarmWorld:
-    """A plan, carried out: faults, healing, the end."""
+    """Run of a scenario: faults, healing, the end."""
 
     def __init__(
         self,
@@ -81,42 +81,42 @@ class SwarmWorld:
             [self.checkers.on_process_started] if on_start is None else [self.checkers.on_process_started, on_start]
         )
         driver.on_end.append(lambda proc: _add_counts(proc, self.transition_counts, self.reason_counts))
-        self.departed: set[LearnerId] = set()  # left for good, or died
-        self.crashed: set[LearnerId] = set()  # of those, without a word
-        self.duplicated: set[LearnerId] = set()  # started a second time beside a process that lived
-        self.superseded_syncers: list[SimProcess] = []  # cut off, and unaware that another has taken over
+        self.departed: set[LearnerId] = set()  # learners that left or crashed for good
+        self.crashed: set[LearnerId] = set()  # departed learners that crashed
+        self.duplicated: set[LearnerId] = set()  # learners with two processes
+        self.superseded_syncers: list[SimProcess] = []  # syncers that do not know of their successor
         self.fault_counts: Counter[str] = Counter()
         self.transition_counts: Counter[tuple[Any, str]] = Counter()
         self.reason_counts: Counter[str] = Counter()
         self.state_event_counts: Counter[tuple[Any, type]] = Counter()
         self._target_versions: dict[FragmentId, int] = {}
         self._events_since_check = 0
-        self._learner_faults: dict[str, ProcessFaultHandler] = {  # of a learner that runs
+        self._learner_faults: dict[str, ProcessFaultHandler] = {  # need a running learner
             "kill learner": self._fault_kill_learner,
             "pause learner": self._fault_pause,
             "second start": self._fault_second_start,
             "reset link": self._fault_reset,
             "leave": self._fault_leave,
-            "notice": self._fault_preempt,
+            "preempt": self._fault_preempt,
             "die": self._fault_die,
             "slow down": self._fault_slow_down,
             "drain": self._fault_drain,
         }
-        self._syncer_faults: dict[str, ProcessFaultHandler] = {  # of a syncer that runs
+        self._syncer_faults: dict[str, ProcessFaultHandler] = {  # need a running syncer
             "kill syncer": self._fault_kill_syncer,
             "second syncer": self._fault_second_syncer,
             "pause syncer": self._fault_pause,
-            "stranger": self._fault_invalid_hello,
+            "invalid hello": self._fault_invalid_hello,
             "snapshot": lambda fault, proc: driver.deliver(proc, SnapshotRequested()),
             "lose shard": self._fault_lose_shard,
         }
-        self._other_faults: dict[str, WorldFaultHandler] = {  # of links, disks and clocks, or asked for by operators
+        self._other_faults: dict[str, WorldFaultHandler] = {  # links, disks, clocks and requests by operators
             "cut both ways": self._cut_both,
-            "cut upwards": lambda fault: self.links.cut(self.links.uplink_cut_until, fault.learner, fault.duration_s),
-            "cut downwards": lambda fault: self.links.cut(
+            "cut uplink": lambda fault: self.links.cut(self.links.uplink_cut_until, fault.learner, fault.duration_s),
+            "cut downlink": lambda fault: self.links.cut(
                 self.links.downlink_cut_until, fault.learner, fault.duration_s
             ),
-            # The connection for fragments hangs while control messages pass: alive, and yet nothing comes of it.
+            # The connection for fragments hangs while control messages pass: a live learner without contributions.
             "cut bulk": lambda fault: self.links.cut(self.links.bulk_cut_until, fault.learner, fault.duration_s),
             "fail disk": self._fault_fail_disk,
             "slow disk": self._fault_slow_disk,
@@ -129,18 +129,18 @@ class SwarmWorld:
             "grace": lambda fault: self._control("grace", fault.magnitude),
         }
 
-    # ---------------------------------------------------------------------------------------------------- the story
+    # ---------------------------------------------------------------------------------------------------- the run
 
     def run(self) -> None:
-        """Faults, then healing, then the end. Raises InvariantViolationError."""
+        """Inject the faults, heal everything and end the run. Raise InvariantViolationError at a violation."""
         self.start()
         for fault in self.scenario.faults:
             self.engine.schedule(fault.at_s, self._inject, fault)
         self.engine.run_until(self.scenario.fault_phase_s)
         self._heal()
         self._run_until("rounds complete", self._rounds_complete)
-        self._run_until("what the dead had leased returns", self._crashed_are_settled)
-        self._run_until("who was asked to leave has left", self._drained_have_left)
+        self._run_until("the leases of crashed learners return", self._crashed_are_settled)
+        self._run_until("drained learners leave", self._drained_have_left)
         if self.scenario.shards:
             self._run_without_shard()
         if self.scenario.ends_paused:
@@ -148,25 +148,25 @@ class SwarmWorld:
         self.engine.schedule(self.engine.now + (2.0 if self.scenario.ends_paused else 0.0), self._request_finish)
         if self.scenario.shard_lost_at_end is not None:
             self._finish_without_shard(self.scenario.shard_lost_at_end)
-        self._run_until("everybody ends with the published versions", self._all_stopped)
+        self._run_until("all learners end with the published versions", self._all_stopped)
         for proc in self._processes():
             self._check(proc)
         self.checkers.finish()
 
     def _run_without_shard(self) -> None:
-        """All else is well: the fragments of the other shards go on, and its own when it is back."""
+        """Check that the fragments of other shards continue without a shard, and its own fragments after its return."""
         shard = self.rng.randrange(self.scenario.shards)
-        mine = self.shards.fragments_of(shard)
+        own_fragments = self.shards.fragments_of(shard)
         self._set_target_versions()
         self.store.lose_shard(shard)
-        waiting = {p: self._target_versions.pop(p) for p in mine}
+        waiting = {p: self._target_versions.pop(p) for p in own_fragments}
         self._run_until("rounds of other shards complete", self._versions_reached, self._lacks_quorum)
         self._target_versions.update(waiting)
         self.shards.recover(shard)
-        self._run_until("rounds complete when a shard is back", self._rounds_complete)
+        self._run_until("rounds complete after a shard returns", self._rounds_complete)
 
     def _finish_without_shard(self, shard: int) -> None:
-        """It is lost while the last merges are under way, or just before, and is back when all is over."""
+        """Lose a shard during or just before the last merges, and recover it after the end."""
         self.engine.run_until(self.engine.now + self.rng.choice((0.0, 2.0, 4.0)) * self.rng.random())
         self.store.lose_shard(shard)
         self._run_until("the run ends without a shard", self._is_over)
@@ -176,13 +176,13 @@ class SwarmWorld:
         core = self.syncer_core()
         return core is not None and core.state.stage is RunStage.FINISHED
 
-    def _run_until(self, what: str, done: Callable[[], bool], unless: Callable[[], bool] | None = None) -> None:
+    def _run_until(self, condition: str, done: Callable[[], bool], unless: Callable[[], bool] | None = None) -> None:
         end = self.engine.now + RECOVERY_TIMEOUT_S
         self.engine.run_until(end, done)
         if not done() and not (unless is not None and unless()):
             stuck = self._describe_stuck()
             raise InvariantViolationError(
-                "liveness", f"{what}: not within {RECOVERY_TIMEOUT_S:g} s; {stuck[1]}", None, stuck[0]
+                "liveness", f"{condition}: not within {RECOVERY_TIMEOUT_S:g} s; {stuck[1]}", None, stuck[0]
             )
 
     def _rounds_complete(self) -> bool:
@@ -196,12 +196,12 @@ class SwarmWorld:
         )
 
     def _lacks_quorum(self) -> bool:
-        """Whoever joins wants every fragment, and waits for a shard that is away."""
+        """Return whether too few learners are live: joining learners wait for the fragments of the shard."""
         core = self.syncer_core()
         return core is not None and len(core.state.live) < core.state.config.quorum
 
     def _while_running(self, done: Callable[[SyncerState], bool]) -> bool:
-        """Return whether this holds at the syncer that runs, or whether the run is past it."""
+        """Return whether the condition holds at the running syncer, or the run has left its running stage."""
         core = self.syncer_core()
         return core is not None and (core.state.stage is not RunStage.RUNNING or done(core.state))
 
@@ -209,7 +209,7 @@ class SwarmWorld:
         return self._while_running(lambda s: all(s.fragments[p].version >= v for p, v in self._target_versions.items()))
 
     def _crashed_are_settled(self) -> bool:
-        """Return whether no learner that died for good holds samples or has an open account."""
+        """Return whether no crashed learner has leased samples or an open token account."""
         return self._while_running(
             lambda s: (
                 self.crashed.isdisjoint(s.ledger.accounts)
@@ -240,7 +240,10 @@ class SwarmWorld:
             if core.state.stage is RunStage.RUNNING and f.version < self._target_versions.get(p, 0):
                 return ("fragment", p), f"fragment {p} is {f.phase.value} at version {f.version}: {core.explain(f)}"
         if not self._crashed_are_settled():
-            return None, f"some of {sorted(self.crashed)}, who died for good, hold samples or an open account"
+            return (
+                None,
+                f"some of the crashed learners {sorted(self.crashed)} have leased samples or an open token account",
+            )
         for i, proc in self.driver.learners.items():
             if i not in self.departed and proc.core.state.mode is not LearnerMode.STOPPED:
                 return ("learner", i), f"learner {i} is {proc.core.state.mode.value}, link {proc.core.state.link.value}"
@@ -266,7 +269,7 @@ class SwarmWorld:
         self._set_target_versions()
 
     def _set_target_versions(self) -> None:
-        """From here on every fragment has to be merged twice."""
+        """Require two more merges of every fragment."""
         self._target_versions = {p: self.disk.durable_version(p) + 2 for p in self.config.fragment_ids()}
 
     def _revive(self, learner: LearnerId) -> None:
@@ -295,7 +298,7 @@ class SwarmWorld:
     def _start_syncer(self) -> None:
         if self.driver.syncer is not None:
             return
-        if self.shards.unavailable_until:  # a syncer starts from what all its shards hold
+        if self.shards.unavailable_until:  # a syncer starts from the versions of all its shards
             self.engine.schedule(self.engine.now + 0.5, self._start_syncer)
             return
         self.driver.start_syncer()
@@ -317,13 +320,13 @@ class SwarmWorld:
         return proc if proc is not None and proc.is_alive and learner not in self.departed else None
 
     def _on_stop(self, proc: SimProcess, effect: Stop) -> None:
-        """An island starts its learner again when it was refused for what it was, not for what it is."""
+        """Restart a learner that was refused for its old incarnation, but not one that is finished or has left."""
         learner = proc.actor.learner
         refused = effect.reason.code == "learner-refused"
         if refused and self.driver.learners.get(learner) is proc and "finished" not in str(effect.reason):
             self.engine.schedule(self.engine.now + 1.0, self._start_if_stopped, proc)
         elif effect.reason.code in ("learner-left-on-request", "learner-drained", "learner-left-early"):
-            self.departed.add(learner)  # nobody starts it again
+            self.departed.add(learner)  # it is not restarted
             self.engine.schedule(self.engine.now + 1.0, self._kill_if_alive, proc)
 
     def _kill_if_alive(self, proc: SimProcess) -> None:
@@ -335,7 +338,7 @@ class SwarmWorld:
             self._start_learner(proc.actor.learner)
 
     def _on_halt(self, proc: SimProcess, effect: Halt) -> None:
-        """The driver of a syncer that was superseded ends its process."""
+        """End the process of a superseded syncer."""
         if proc in self.superseded_syncers:
             self.superseded_syncers.remove(proc)
             self.driver.kill(proc)
@@ -346,11 +349,11 @@ class SwarmWorld:
         return ([self.driver.syncer] if self.driver.syncer is not None else []) + self.driver.processes
 
     def coverage(self) -> tuple[Counter[tuple[Any, str]], Counter[str]]:
-        """Rows of the transition tables and reason codes, of all processes that ever ran."""
-        fired, said = Counter(self.transition_counts), Counter(self.reason_counts)
+        """Return the counts of transitions and reason codes of all processes that ever ran."""
+        transitions, reasons = Counter(self.transition_counts), Counter(self.reason_counts)
         for proc in self._processes():
-            _add_counts(proc, fired, said)
-        return fired, said
+            _add_counts(proc, transitions, reasons)
+        return transitions, reasons
 
     def _check_periodically(self, proc: SimProcess, event: Event) -> None:
         self._events_since_check += 1
@@ -367,7 +370,7 @@ class SwarmWorld:
             raise core_violation(proc, f"{proc.actor}: {error}") from error
 
     def _count_state_event(self, proc: SimProcess, event: Event) -> None:
-        """Which event met which state: a learner's own; at the syncer, of the speaker and of the fragment."""
+        """Count pairs of state and event: of the learner, or at the syncer of the sender and the fragment."""
         core = proc.core
         what: type = type(event)
         if proc.actor.learner != SYNCER:
@@ -392,14 +395,14 @@ class SwarmWorld:
 
     # ---------------------------------------------------------------------------------------------------- operators
 
-    def _control(self, what: ControlKind, value: float | None = None) -> bool:
-        """Durable first, then the core is told; a syncer that starts later is told again."""
+    def _control(self, kind: ControlKind, value: float | None = None) -> bool:
+        """Store a request by an operator, then send it to the core. A syncer that starts later receives it again."""
         now = self.engine.now
         if self.driver.syncer is None or max(self.store.write_errors_until, self.driver.syncer.paused_until) > now:
             return False
-        event = ControlRequested(what, value, "the operator")
-        if what != "drain":
-            self.disk.controls["pause" if what == "resume" else what] = event
+        event = ControlRequested(kind, value, "the operator")
+        if kind != "drain":
+            self.disk.controls["pause" if kind == "resume" else kind] = event
         self.driver.handle_event(self.driver.syncer, event)
         return True
 
@@ -410,9 +413,9 @@ class SwarmWorld:
         return True
 
     def _resume_run(self) -> None:
-        wish = self.disk.controls.get("pause")
-        if not self.links.is_healed and wish is not None and wish.kind == "pause" and not self._control("resume"):
-            self.engine.schedule(self.engine.now + 1.0, self._resume_run)  # nobody takes the wish yet
+        request = self.disk.controls.get("pause")
+        if not self.links.is_healed and request is not None and request.kind == "pause" and not self._control("resume"):
+            self.engine.schedule(self.engine.now + 1.0, self._resume_run)  # no syncer accepts the request yet
 
     def _fault_drain(self, fault: SwarmFault, proc: SimProcess) -> bool:
         core = self.syncer_core()
@@ -426,10 +429,10 @@ class SwarmWorld:
         proc = self._running_process(fault.learner) if fault.kind in self._learner_faults else self.driver.syncer
         on_process = self._learner_faults.get(fault.kind) or self._syncer_faults.get(fault.kind)
         if on_process is None:
-            fired = self._other_faults[fault.kind](fault)
+            is_injected = self._other_faults[fault.kind](fault)
         else:
-            fired = on_process(fault, proc) if proc is not None else False
-        if fired is not False:
+            is_injected = on_process(fault, proc) if proc is not None else False
+        if is_injected is not False:
             self.fault_counts[fault.kind] += 1
 
     def _fault_kill_learner(self, fault: SwarmFault, proc: SimProcess) -> None:
@@ -440,7 +443,7 @@ class SwarmWorld:
         proc.paused_until = max(proc.paused_until, self.engine.now + fault.duration_s)
 
     def _fault_second_start(self, fault: SwarmFault, proc: SimProcess) -> None:
-        """The same learner is started elsewhere while the old process goes on, unaware."""
+        """Start the same learner elsewhere while its old process continues."""
         self._start_learner(fault.learner)
         self.duplicated.add(fault.learner)
 
@@ -460,10 +463,10 @@ class SwarmWorld:
         self.engine.schedule(self.engine.now + fault.duration_s, self._start_syncer)
 
     def _fault_second_syncer(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        """A standby takes the store over while the old syncer lives on with the learners that are connected to it."""
-        if self.shards.unavailable_until:  # it starts from what all shards hold
+        """Let a standby take over the store while the old syncer continues with its connected learners."""
+        if self.shards.unavailable_until:  # it starts from the versions of all shards
             return False
-        # Whoever writes nothing finds out by looking: a driver reads the store's epoch every few seconds.
+        # A syncer without writes detects the takeover because its driver polls the epoch of the store.
         self.superseded_syncers.append(proc)
         self.driver.start_syncer()
         self.engine.schedule(
@@ -472,7 +475,7 @@ class SwarmWorld:
         return True
 
     def _fault_invalid_hello(self, fault: SwarmFault, proc: SimProcess) -> None:
-        """Somebody who does not belong here says hello."""
+        """Send a hello with an unknown run, another model or an invalid learner id."""
         learner = len(self.scenario.start_times_s) + 7
         hello = Hello(self.config.run_id, self.config.fingerprint, (-1,) * len(self.config.fragment_ids()), 0, 0, False)
         if fault.magnitude > 5:
@@ -510,13 +513,13 @@ class SwarmWorld:
 
     def _fault_leave(self, fault: SwarmFault, proc: SimProcess) -> None:
         self.departed.add(fault.learner)
-        self.driver.handle_event(proc, LeaveRequested("the operator said so"))
+        self.driver.handle_event(proc, LeaveRequested("requested by the operator"))
         self.driver.kill(proc)
         if fault.magnitude > 5:
             self.engine.schedule(self.engine.now + fault.duration_s, self._return_learner, fault.learner)
 
     def _fault_preempt(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        """Its machine is taken away, and it is told so many seconds before. Perhaps it is given another one."""
+        """Preempt a learner after a notice of `duration_s`. It may return on another machine."""
         if proc.is_preempted or proc.core.state.mode is not LearnerMode.TRAINING:
             return False
         proc.is_preempted = True
@@ -529,7 +532,7 @@ class SwarmWorld:
         learner = proc.actor.learner
         if proc.is_alive:
             if proc.core.state.mode is not LearnerMode.STOPPED:
-                self.driver.handle_event(proc, LeaveRequested("the notice is over"))
+                self.driver.handle_event(proc, LeaveRequested("the preemption notice has expired"))
             self.driver.kill(proc)
             if self.driver.learners.get(learner) is proc:
                 self.departed.add(learner)
@@ -537,8 +540,8 @@ class SwarmWorld:
             self._return_learner(learner)
 
     def _fault_die(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        """For good: with a reset link, or with its whole host, which tells nobody."""
-        if fault.learner in self.duplicated:  # an older process of it may live on
+        """Crash a learner for good, with a reset connection or together with its host, which closes no connection."""
+        if fault.learner in self.duplicated:  # an older process of it may still run
             return False
         if fault.magnitude > 5:
             self._cut_both(replace(fault, duration_s=self.scenario.fault_phase_s))
@@ -564,6 +567,6 @@ class SwarmWorld:
         proc.slowdown_factor = fault.magnitude
 
 
-def _add_counts(proc: SimProcess, fired: Counter[tuple[Any, str]], said: Counter[str]) -> None:
-    fired.update(proc.core.state.transition_counts)
-    said.update(proc.core.state.reason_counts)
+def _add_counts(proc: SimProcess, transitions: Counter[tuple[Any, str]], reasons: Counter[str]) -> None:
+    transitions.update(proc.core.state.transition_counts)
+    reasons.update(proc.core.state.reason_counts)

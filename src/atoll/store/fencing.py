@@ -1,11 +1,11 @@
-"""The heartbeat of a syncer: `alive` in its store, written anew every second, for a standby that waits to take over.
+"""The heartbeat of a syncer: the file `alive` in its store, rewritten every second, which a standby watches.
 
-On one machine the lock says whether a syncer is there, and goes away with its process. It does not say that the process
-hangs, and between machines that share a directory it may say nothing at all. A standby therefore watches whether the
-heartbeat changes. It counts by its own clock: no two machines need to have the same time.
+On one machine the lock shows whether a syncer runs, and is released when its process exits. It does not show that the
+process hangs, and between machines that share a directory it may not work. A standby therefore watches whether the
+heartbeat changes. It measures the time with its own clock, so clocks of machines may differ.
 
-A heartbeat is no permission. A standby that has waited long enough takes the next epoch, and from then on the store and
-the learners refuse every syncer with an older one (`version_store`).
+A heartbeat gives no write permission. After its timeout a standby takes the next epoch. From then on the store and the
+learners refuse every syncer with an older epoch (`version_store`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ HEARTBEAT_FILE = "alive"
 LOCK_FILE = "lock"
 HEARTBEAT_INTERVAL_S = 1.0
 TAKEOVER_TIMEOUT_S = 15.0
-"""Without a change of the heartbeat. A busy disk may delay one for seconds; taking over from a syncer that lives costs
-its open rounds."""
+"""Time without a change of the heartbeat. A busy disk may delay a heartbeat by seconds. Taking over from a running
+syncer costs its open rounds."""
 
 REMOTE_HEARTBEAT_WAIT_S = 3 * HEARTBEAT_INTERVAL_S
-"""How long a start watches the heartbeat of another machine before it takes that syncer for gone."""
+"""Time for which a start watches the heartbeat of another machine before it assumes that this syncer has exited."""
 
 
 class Heartbeat(NamedTuple):
-    """`machine`: name and boot of the machine, so that a lock can be believed exactly there."""
+    """Content of the heartbeat file. `machine` is the host name and boot id: locks are reliable within one machine."""
 
     machine: str
     pid: int
@@ -54,8 +54,10 @@ def machine_id() -> str:
 
 
 def write_heartbeat(store: Path, epoch: int, serial: int) -> None:
-    """In place and without fsync: a full disk does not stop it, and it need not survive the machine. Opened anew each
-    time, so that a network file system hands it on."""
+    """Write the heartbeat in place and without fsync: it works on a full disk, and need not survive a power loss.
+
+    Open the file each time, so that a network file system propagates it.
+    """
     text = f"{machine_id()} {os.getpid()} {epoch} {serial}"
     file = os.open(store / HEARTBEAT_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
@@ -65,7 +67,7 @@ def write_heartbeat(store: Path, epoch: int, serial: int) -> None:
 
 
 def read_heartbeat(store: Path) -> Heartbeat | None:
-    """Return None where there is none, or it is half-written."""
+    """Return the heartbeat; None if there is none or it is partly written."""
     try:
         machine, pid, epoch, serial = (store / HEARTBEAT_FILE).read_text(encoding="utf-8", errors="replace").split()
         return Heartbeat(machine, int(pid), int(epoch), int(serial))
@@ -74,7 +76,7 @@ def read_heartbeat(store: Path) -> Heartbeat | None:
 
 
 def remove_heartbeat(store: Path, epoch: int) -> None:
-    """Remove our own at an orderly end. That of a successor stays."""
+    """Remove the heartbeat of this epoch at a normal exit. That of a successor stays."""
     heartbeat = read_heartbeat(store)
     if heartbeat is not None and heartbeat.epoch == epoch:
         with suppress(OSError):
@@ -82,14 +84,14 @@ def remove_heartbeat(store: Path, epoch: int) -> None:
 
 
 class TakeoverDecision(NamedTuple):
-    """It is time to take over. `is_forced`: from a syncer that may still run, and is fenced."""
+    """Decision to take over. `is_forced`: the other syncer may still run, and must be fenced."""
 
     reason: str
     is_forced: bool
 
 
 class HeartbeatWatcher:
-    """Decides for a standby when it takes over."""
+    """Watches the heartbeat for a standby, and decides when it takes over."""
 
     def __init__(self, store: Path, takeover_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -116,7 +118,7 @@ class HeartbeatWatcher:
 
 
 def find_remote_syncer(store: Path) -> Heartbeat | None:
-    """Return the heartbeat of a syncer on another machine, if it changes now. A lock says nothing of other machines."""
+    """Return the heartbeat of a running syncer on another machine, for which the lock may not work; else None."""
     first = read_heartbeat(store)
     if first is None or first.machine == machine_id():
         return None

@@ -1,13 +1,13 @@
-"""A learner's parts of snapshots, on its own disk: what it would need after everybody has died.
+"""A learner's parts of snapshots, on its own disk: the state from which it restarts after all processes have exited.
 
     parts/learner-3/001000004.safetensors    learner 3's part of snapshot 1000004; the newest few
-    parts/learner-3/001000004.dcp            beside it, where an island of many ranks has dealt out its model
+    parts/learner-3/001000004.dcp            its shards, if the island has several ranks with a sharded model
 
-A part is one file of tensors (`durable`), whole or not there, with a digest over every byte and nothing pickled. Its
-note is a JSON object; `_NOTE_FIELDS` has the names and types. What is dealt out of the inner state is in a folder
-beside the file, written by the ranks (`sharded_parts`) before the file is, which says what belongs to it. The tensors:
+A part is one tensor file (`tensor_file`), written atomically, with a digest over every byte and nothing pickled. Its
+note is a JSON object; `_NOTE_FIELDS` has the names and types. The sharded tensors of the optimizer state are in a
+folder next to the file. The ranks write it (`sharded_parts`) before the file, which lists its contents. The tensors:
 
-| name | what |
+| name | content |
 |---|---|
 | `model.007` | fragment 7 as the learner's parameters stood at the cut, flat, f32 |
 | `inner.n` | tensor n of the inner optimizer's state, whose metadata is `inner` of the note |
@@ -43,28 +43,28 @@ if TYPE_CHECKING:  # it loads torch.distributed.checkpoint, which most learners 
 
 PARTS_FOLDER = "parts"
 MAX_PARTS = 4
-"""Parts of one learner. One more than a syncer keeps snapshots: the newest part may be of one that never came about."""
+"""Parts per learner. One more than a syncer keeps snapshots: the newest part may be of a snapshot that failed."""
 
 MAX_PARTS_TRIED = 16
-"""Files that a search for inner state opens before it gives up."""
+"""Maximum number of files that a search for optimizer state opens."""
 
 FORMAT = 1
 SHARDED_FORMAT = 2
-"""With files of ranks beside it. A part that has none is of the first format, which older readers know."""
+"""Format of a part with shard files. Other parts have the first format, which older versions can read."""
 
 _FOLDER_NAME = re.compile(r"learner-(\d{1,9})")
 _PART_NAME = re.compile(r"(\d{9,18})\.safetensors")
 _NOTE_FIELDS: dict[str, type] = {
     "format": int,
     "run": str,
-    "model": str,  # digest of the fingerprint
+    "model": str,  # digest of the plan's fingerprint
     "learner": int,
     "incarnation": int,
     "snapshot": int,
     "step": int,
     "trained": int,
-    "versions": list,  # adopted, by fragment
-    "saved_at": float,  # seconds of the Unix epoch
+    "versions": list,  # adopted version of each fragment
+    "saved_at": float,  # Unix time
     "inner": dict,
     "extra": object,  # what the user's hook returned
 }
@@ -84,12 +84,12 @@ def part_path(run: Path, learner: LearnerId, snapshot: int) -> Path:
 
 
 def shards_path(part: Path) -> Path:
-    """Where the files of ranks are that belong to a part."""
+    """Return the folder with the shard files of a part."""
     return part.with_suffix(".dcp")
 
 
 def part_bytes(part: Path) -> int | None:
-    """With the files of ranks. None: it is not here."""
+    """Return the size of a part with its shard files; None if it does not exist."""
     try:
         return sum(path.stat().st_size for path in [part, *shards_path(part).glob("*")])
     except OSError:
@@ -110,7 +110,7 @@ class FragmentCopy(NamedTuple):
 
 
 class PartCopy(NamedTuple):
-    """A part as it was copied at the step boundary: shared with nothing that still moves."""
+    """Copy of a part's content at the step boundary. Training does not change it."""
 
     model: list[FragmentCopy]
     optimizer_state: optimizer_state.OptimizerStateCopy
@@ -119,7 +119,7 @@ class PartCopy(NamedTuple):
 
 
 def get_rng_states() -> dict[str, Tensor]:
-    """Torch's generators of this process."""
+    """Return the states of torch's random generators in this process."""
     rng = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for device, state in enumerate(torch.cuda.get_rng_state_all()):
@@ -128,20 +128,18 @@ def get_rng_states() -> dict[str, Tensor]:
 
 
 def write_part(
-    run: Path, config: RunConfig, learner: LearnerId, incarnation: int, part: SnapshotPart, taken: PartCopy
+    run: Path, config: RunConfig, learner: LearnerId, incarnation: int, part: SnapshotPart, copied: PartCopy
 ) -> Path:
-    """In the background: make it durable, then remove the oldest. Raises OSError with the file's name."""
+    """Write a part durably, and remove the oldest ones. Call it in a background thread. Raise OSError."""
     try:
-        tensors: dict[str, Tensor] = dict(taken.rng)
-        for copy in taken.model:
+        tensors: dict[str, Tensor] = dict(copied.rng)
+        for copy in copied.model:
             copy.wait()
             tensors[f"model.{copy.fragment:03d}"] = copy.tensor
         path = part_path(run, learner, part.snapshot)
         make_folder(path.parent)
-        _remove_old_parts(
-            path.parent, keep=MAX_PARTS - 1
-        )  # before: on a disk that is nearly full the old one makes the room
-        inner, shards = _write_rank_files(path, taken.optimizer_state)
+        _remove_old_parts(path.parent, keep=MAX_PARTS - 1)  # first: the disk may be nearly full
+        inner, shards = _write_rank_files(path, copied.optimizer_state)
         inner = optimizer_state.gather_state(inner)
         tensors |= {f"inner.{name}": tensor for name, tensor in inner.tensors.items()} | inner.other_ranks_tensors
         note = {
@@ -156,50 +154,51 @@ def write_part(
             "versions": list(part.versions),
             "saved_at": time.time(),
             "inner": inner.metadata,
-            "extra": json.loads(taken.extra),
+            "extra": json.loads(copied.extra),
         }
         if shards is not None:
             note["shards"] = shards
         write_file(path, encode_tensor_file(json.dumps(note, separators=(",", ":")), tensors))
         return path
     finally:
-        for copy in taken.model:
+        for copy in copied.model:
             copy.release()
 
 
 def _write_rank_files(
-    path: Path, taken: optimizer_state.OptimizerStateCopy
+    path: Path, copied: optimizer_state.OptimizerStateCopy
 ) -> tuple[optimizer_state.OptimizerStateCopy, ShardedTensorsNote | None]:
-    """Let all ranks write what is sharded; return the rest of it, and the note of the files.
+    """Let all ranks write their shards; return the other tensors, and the note of the shard files.
 
-    None: nothing is sharded, or not all ranks see this folder, and everything has to be gathered here.
+    The note is None if nothing is sharded, or if not all ranks have access to this folder. Everything must be gathered
+    at this rank then.
     """
-    if taken.write_shards is None or not taken.parts:
-        return taken, None
+    if copied.write_shards is None or not copied.parts:
+        return copied, None
     from atoll.store import sharded_parts
 
     try:
         with atomic_folder(shards_path(path)) as folder:
-            notes = taken.write_shards(taken, folder)
+            notes = copied.write_shards(copied, folder)
             if notes is None:
                 raise _NotSharedError
             shards = sharded_parts.merge_notes(notes)
             sharded_parts.write_dcp_metadata(folder, shards)
     except _NotSharedError:
-        return taken, None
-    left = {number: tensor for number, tensor in taken.tensors.items() if number not in taken.parts}
-    return taken._replace(tensors=left, parts={}, write_shards=None), shards
+        return copied, None
+    left = {number: tensor for number, tensor in copied.tensors.items() if number not in copied.parts}
+    return copied._replace(tensors=left, parts={}, write_shards=None), shards
 
 
 class _NotSharedError(Exception):
-    """Not all ranks see the folder of the parts."""
+    """Not all ranks have access to the folder of the parts."""
 
 
 def _remove_old_parts(folder: Path, keep: int) -> None:
-    """Remove all but the newest, and what a killed process left half-written. After an error the rest stays for now."""
+    """Remove all but the newest parts, and unfinished files of a killed process. Stop at the first error."""
     listed = _list_numbered(folder, _PART_NAME)
     kept = {shards_path(path) for _, path in listed[-keep:]}
-    old = [path for _, path in listed[:-keep]]  # before the files of their ranks, which alone are of no use
+    old = [path for _, path in listed[:-keep]]  # removed before their shard files, which are useless alone
     for path in [*folder.glob(f".*{TEMPORARY_SUFFIX}"), *old, *(set(folder.glob("*.dcp")) - kept)]:
         try:
             if path.is_dir():
@@ -216,12 +215,12 @@ def _remove_old_parts(folder: Path, keep: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LearnerPart:
-    """A part that was read whole and found undamaged."""
+    """A complete part that was read and verified."""
 
     path: Path
     note: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    shards: ShardedTensors | None = None  # what is in files of ranks beside it
+    shards: ShardedTensors | None = None  # tensors in the shard files
 
     @property
     def learner(self) -> int:
@@ -236,7 +235,7 @@ class LearnerPart:
         return self.note["extra"]
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """Whole. Those that are in files of ranks are read when they are asked for."""
+        """Return the whole tensors of the optimizer state. Sharded ones are read on access."""
         here = self.local_optimizer_tensors()
         if self.shards is None:
             return here
@@ -248,8 +247,10 @@ class LearnerPart:
         return {name.removeprefix("inner."): t for name, t in self.tensors.items() if name.startswith("inner.")}
 
     def prepare(self, optimizers: Optimizers, model: nn.Module) -> optimizer_state.PreparedState:
-        """Return its inner state for these optimizers. Reads only what this process holds. Raises ValueError where it
-        does not fit."""
+        """Prepare its optimizer state for these optimizers. Raise ValueError if it does not fit.
+
+        Only the shards of this process are read.
+        """
         about = self.note["inner"]
         if self.shards is None:
             return optimizer_state.prepare(about, self.local_optimizer_tensors(), optimizers, model)
@@ -259,14 +260,14 @@ class LearnerPart:
         return optimizer_state.prepare(about, tensors, optimizers, model, is_local_part=True)
 
     def rng_states(self, rank: int) -> dict[str, Tensor]:
-        """Generators of one rank of the island; empty where the island had fewer ranks then."""
+        """Return the random generator states of one rank; empty if the island had fewer ranks."""
         begin = f"rank{rank}." if rank else ""
         names = [name.removeprefix(begin) for name in self.tensors if name.startswith(f"{begin}rng.")]
         return {name: self.tensors[begin + name] for name in names}
 
 
 def set_rng_states(states: Mapping[str, Tensor]) -> None:
-    """Torch draws on as the process would have; devices that are not here keep their own."""
+    """Set torch's random generators to these states; other devices keep theirs."""
     if "rng.cpu" in states:
         torch.set_rng_state(states["rng.cpu"])
     if torch.cuda.is_available():
@@ -277,7 +278,7 @@ def set_rng_states(states: Mapping[str, Tensor]) -> None:
 
 
 def read_part(path: Path) -> LearnerPart:
-    """Raises OSError, or ValueError with what is wrong with the file."""
+    """Read and verify a part. Raise OSError, or ValueError with the problem of the file."""
     text, tensors = read_tensors(path)
     note = json.loads(text)
     fields = (
@@ -286,7 +287,7 @@ def read_part(path: Path) -> LearnerPart:
         else None
     )
     if fields is None or note.keys() != fields.keys():
-        raise ValueError("not the part of a learner, or of another version of Atoll")
+        raise ValueError("not a part of a learner, or written by another version of Atoll")
     for name, kind in fields.items():
         if not isinstance(note[name], kind) or (isinstance(note[name], bool) and kind is int):
             raise ValueError(f"holds {note[name]!r:.60} as {name}")
@@ -304,7 +305,7 @@ def _is_valid_note(value: Any) -> bool:
 
 
 def list_parts(run: Path) -> dict[LearnerId, list[int]]:
-    """Snapshots of which each learner has a part here, oldest first. Nothing is read."""
+    """Return the snapshots of which each learner has a part here, oldest first, without reading files."""
     found = {
         learner: _list_numbered(folder, _PART_NAME)
         for learner, folder in _list_numbered(run / PARTS_FOLDER, _FOLDER_NAME)
@@ -321,15 +322,17 @@ def find_optimizer_state(
     log: Callable[[str], None],
     check_other_ranks: Callable[[LearnerPart], None] = lambda part: None,
 ) -> tuple[LearnerPart, optimizer_state.PreparedState] | None:
-    """The newest part of this run that is whole and fits: the learner's own, or else another's. None: there is none.
+    """Find the newest valid part of this run that fits: the learner's own, or else another learner's; or None.
 
-    What is damaged or does not fit is said, and the next older one is tried. `others`: the other ranks of the island,
-    who may have something to say against it as well.
+    A part that is damaged or does not fit is logged, and the next older one is tried.
+
+    Args:
+        check_other_ranks: Raises ValueError if the part does not fit at another rank of the island.
     """
     wanted = fingerprint_digest(config.fingerprint)
-    for tried, path in enumerate(_candidates(run, learner)):
+    for tried, path in enumerate(_list_candidates(run, learner)):
         if tried >= MAX_PARTS_TRIED:
-            log(f"none of the newest {MAX_PARTS_TRIED} parts in {run / PARTS_FOLDER} is of use")
+            log(f"none of the newest {MAX_PARTS_TRIED} parts in {run / PARTS_FOLDER} is usable")
             return None
         try:
             part = read_part(path)
@@ -345,8 +348,8 @@ def find_optimizer_state(
     return None
 
 
-def _candidates(run: Path, learner: LearnerId) -> Iterator[Path]:
-    """Its own, newest first; then those of others, the newest snapshot first, in the order of their numbers."""
+def _list_candidates(run: Path, learner: LearnerId) -> Iterator[Path]:
+    """Yield the learner's own parts, newest first; then those of other learners, newest snapshot first."""
     listed = {
         number: _list_numbered(folder, _PART_NAME)
         for number, folder in _list_numbered(run / PARTS_FOLDER, _FOLDER_NAME)
@@ -357,7 +360,7 @@ def _candidates(run: Path, learner: LearnerId) -> Iterator[Path]:
 
 
 def _list_numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Return the entries of a folder whose names match, in the order of their numbers; none where it is missing."""
+    """Return the entries of a folder whose names match, sorted by their numbers; empty if there is no folder."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,14 +1,14 @@
-"""`metrics/syncer.jsonl`: what the syncer measures, in files that stay bounded however long a run is.
+"""`metrics/syncer.jsonl`: the syncer's measurements, in files whose total size grows with the log of a run's length.
 
-    syncer.jsonl                   what is written now, up to FILE_BYTES
+    syncer.jsonl                   the current file, up to MAX_FILE_BYTES
     syncer-000003-000003.jsonl     the third file, full
-    syncer-000001-000002.jsonl     the first two, joined: of every subject each second line is left
+    syncer-000001-000002.jsonl     the first two, merged: every second line of each subject
 
-Of full files that stand for as many files each, at most MAX_FILES_PER_SPAN are kept: of one more, the oldest two are
-joined. So what is kept grows with the logarithm of a run's length, the newest lines are all there, and what is twice as old is
-half as dense. A subject is what the first two fields of a line name: a kind, and a fragment or a learner.
+At most MAX_FILES_PER_SPAN full files of the same span are kept. If there is one more, the oldest two are merged. So the
+newest lines are complete, and lines that are twice as old are half as dense. The subject of a line is its first two
+fields: a kind, and a fragment or a learner.
 
-A line is written at once and whole. A reader finds at most the last one incomplete, or one that a full disk has cut.
+Each line is written with one call. A reader finds an incomplete line only at the end, or where the disk was full.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ METRICS_FOLDER = "metrics"
 NEWEST_FILE = "syncer.jsonl"
 MAX_FILE_BYTES = 8 * 2**20
 MAX_FILES_PER_SPAN = 2
-"""After 4, 8, 16, ... 1024 full files some 4, 6, 8, ... 20 are left; 16 learners fill one in half an hour."""
+"""After 4, 8, 16, ... 1024 full files about 4, 6, 8, ... 20 remain. 16 learners fill one in half an hour."""
 
 _OLD = re.compile(r"syncer-(\d{6,})-(\d{6,})\.jsonl")
 
 
 class RotatedFile(NamedTuple):
-    """Files number `first` to `last`, joined into one."""
+    """Files number `first` to `last`, merged into one."""
 
     first: int
     last: int
@@ -48,7 +48,7 @@ class RotatedFile(NamedTuple):
 
 
 def list_rotated_files(folder: Path) -> list[RotatedFile]:
-    """In the order of time, without those that are in another one: whoever joined them was killed just then."""
+    """Return the full files in the order of time, without files that a killed process had already merged."""
     found = []
     for path in folder.glob("syncer-*.jsonl"):
         name = _OLD.fullmatch(path.name)
@@ -63,7 +63,7 @@ def _is_within(file: RotatedFile, other: RotatedFile) -> bool:
 
 
 class MetricsWriter:
-    """Appends lines. A disk that is full or gone costs the lines, and a sentence in the log; nothing else."""
+    """Appends lines. If the disk is full or unavailable, lines are lost and a warning is logged, but nothing fails."""
 
     def __init__(self, run: Path, log: logging.Logger, file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder = run / METRICS_FOLDER
@@ -71,12 +71,12 @@ class MetricsWriter:
         self._file_bytes = file_bytes
         self._file: BinaryIO | None = None
         self._size = 0
-        self._has_partial_line = False  # of the newest line only a part is in the file
+        self._has_partial_line = False  # the last line in the file is incomplete
         self._has_logged_failure = False
         self._compaction: threading.Thread | None = None
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """One line. The first two fields name its kind and its subject."""
+        """Write one line. The first two fields are its kind and its subject."""
         data = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         try:
             file = self._open_file()
@@ -91,12 +91,12 @@ class MetricsWriter:
             self._log_failure(error)
         else:
             if self._has_logged_failure and not self._has_partial_line:
-                self._log.warning("metrics are written again; what was measured meanwhile is not in them")
+                self._log.warning("metrics are written again; measurements in between are lost")
                 self._has_logged_failure = False
 
     def _log_failure(self, error: OSError) -> None:
         if not self._has_logged_failure:
-            self._log.warning("metrics cannot be written (%s); the run goes on without them", error)
+            self._log.warning("cannot write metrics (%s); the run continues without them", error)
             self._has_logged_failure = True
 
     def _open_file(self) -> BinaryIO:
@@ -105,26 +105,25 @@ class MetricsWriter:
             self._file = open(self._folder / NEWEST_FILE, "ab", buffering=0)  # noqa: SIM115 - closed by close()
             assert self._file is not None
             self._size = self._file.tell()
-            self._has_partial_line = _ends_mid_line(
-                self._folder / NEWEST_FILE
-            )  # whoever wrote before was killed in the middle of it
+            # An earlier process may have been killed in the middle of a line.
+            self._has_partial_line = _ends_mid_line(self._folder / NEWEST_FILE)
         return self._file
 
     def _rotate(self) -> None:
-        """The newest file is full: it becomes an old one, and old ones are joined, not in the thread of the loop."""
+        """Rename the full file, and merge old files in a thread."""
         self._close_file()
         old = list_rotated_files(self._folder)
         number = max((file.last for file in old), default=0) + 1
         os.rename(self._folder / NEWEST_FILE, self._folder / f"syncer-{number:06}-{number:06}.jsonl")
         if self._compaction is None or not self._compaction.is_alive():
-            self._compaction = threading.Thread(target=self._join, name="atoll-metrics", daemon=True)
+            self._compaction = threading.Thread(target=self._compact, name="atoll-metrics", daemon=True)
             self._compaction.start()
 
-    def _join(self) -> None:
+    def _compact(self) -> None:
         try:
             compact_rotated_files(self._folder)
         except OSError as error:
-            self._log.warning("old metrics cannot be thinned out: %s", error)
+            self._log.warning("cannot merge old metrics files: %s", error)
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -132,7 +131,7 @@ class MetricsWriter:
             self._file = None
 
     def wait_for_compaction(self) -> None:
-        """Until old files are joined, should that be under way."""
+        """Wait until a running merge of old files is complete."""
         if self._compaction is not None:
             self._compaction.join()
 
@@ -143,12 +142,12 @@ class MetricsWriter:
 
 
 def compact_rotated_files(folder: Path) -> None:
-    """Until there are at most MAX_FILES_PER_SPAN of a kind. May be killed at any moment, and done again."""
+    """Merge files until there are at most MAX_FILES_PER_SPAN of each span. May be killed at any time and repeated."""
     for leftover in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         leftover.unlink(missing_ok=True)
     while True:
         files = list_rotated_files(folder)
-        for path in folder.glob("syncer-*.jsonl"):  # those that are in another one
+        for path in folder.glob("syncer-*.jsonl"):  # already merged into another one
             if _OLD.fullmatch(path.name) and path not in {file.path for file in files}:
                 path.unlink()
         counts = Counter(file.span for file in files)
@@ -156,10 +155,10 @@ def compact_rotated_files(folder: Path) -> None:
         if alike is None:
             return
         one, other = [file for file in files if file.span == alike][:2]
-        _join(folder, one, other)
+        _compact(folder, one, other)
 
 
-def _join(folder: Path, one: RotatedFile, other: RotatedFile) -> None:
+def _compact(folder: Path, one: RotatedFile, other: RotatedFile) -> None:
     seen: Counter[bytes] = Counter()
     with atomic_write(folder / f"syncer-{one.first:06}-{other.last:06}.jsonl", durable=False) as out:
         for file in (one, other):
@@ -185,9 +184,9 @@ def _ends_mid_line(path: Path) -> bool:
 
 
 class MetricsReader:
-    """All lines of a run in the order of time, and those that are added, each once.
+    """Reads all lines of a run in the order of time, and then new ones, each once.
 
-    Holds the newest file open: when that one is full and gets another name, it is read to its end first.
+    Keeps the newest file open. If the file is renamed because it is full, it is read to its end first.
     """
 
     def __init__(self, run: Path) -> None:
@@ -197,19 +196,19 @@ class MetricsReader:
         self._partial_line = b""
 
     def read_lines(self) -> Iterator[dict[str, Any]]:
-        """What was not read before. Call again for more."""
+        """Yield the lines that were not read before. Call again for later lines."""
         if not self._is_started:
             self._is_started = True
-            self._open()  # before the old ones are listed: it may become one of them at any moment
+            self._open()  # before listing full files: it may become one of them at any time
             for file in list_rotated_files(self._folder):
-                with contextlib.suppress(FileNotFoundError):  # joined with another one this moment
+                with contextlib.suppress(FileNotFoundError):  # merged in the meantime
                     for line in _read_complete_lines(file.path) if not self._is_open_file(file.path) else ():
                         yield from _parse_line(line)
         while self._file is not None or self._open():
             yield from self._read_more()
             if self._is_open_file(self._folder / NEWEST_FILE):
                 return
-            yield from self._read_more()  # what was written between the last look and its new name
+            yield from self._read_more()  # lines written between the last read and the rename
             self.close()
             self._partial_line = b""
 
@@ -228,7 +227,7 @@ class MetricsReader:
                 yield from _parse_line(line)
 
     def _is_open_file(self, path: Path) -> bool:
-        """This file is the one that is held open, whatever it was called then."""
+        """Return whether this path is the open file, under any name."""
         if self._file is None:
             return False
         try:
@@ -242,11 +241,11 @@ class MetricsReader:
             self._file = None
 
     def __del__(self) -> None:
-        self.close()  # whoever looks at a run seldom knows when it was the last time
+        self.close()  # callers that follow a run rarely know their last call
 
 
 def _parse_line(line: bytes) -> Iterator[dict[str, Any]]:
-    """Nothing where a full disk has cut the line."""
+    """Yield the parsed line; nothing if it is incomplete, as after a full disk."""
     if line.startswith(b"{") and line.endswith(b"}"):
         with contextlib.suppress(ValueError):
             found = json.loads(line)

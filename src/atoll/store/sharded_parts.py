@@ -1,14 +1,14 @@
-"""What of a part of a snapshot is dealt out to the ranks of an island: each writes its own, and each reads its own.
+"""Shard files of a learner's part: each rank of an island writes its shards of the optimizer state, and reads them.
 
-    parts/learner-3/001000004.dcp/__2_0.distcp    what rank 2 owns of the inner optimizer's state
+    parts/learner-3/001000004.dcp/__2_0.distcp    rank 2's shards of the inner optimizer's state
     parts/learner-3/001000004.dcp/.metadata       for other tools
 
-The files are those of `torch.distributed.checkpoint`, and so is the way from one way of dealing out to another: an
-island that starts from them may have any shape. Its collectives are not used. They would need a group of their own, and
-the ranks have lines already: each writes by itself, and its leader, who knows what everybody holds, makes the metadata.
+The files are those of `torch.distributed.checkpoint`, which also reshards them: an island that starts from them may
+have any number of ranks. Its collectives are not used, because they would need another process group, and ranks already
+have connections. Each rank writes on its own, and the leader, which knows all shards, makes the metadata.
 
-What is needed to read them is in the note of the part under `shards`, as JSON: files with sizes and digests, and which
-rows of which tensor are where in them. `.metadata` is a pickle, and nothing here reads it.
+The note of the part has under `shards`, as JSON, everything that is needed to read them: the sizes and digests of
+files, and the offsets of each tensor's rows. `.metadata` is a pickle and is never read here.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from atoll.tensors.sharding import Box, Boxes
 _READ_CHUNK_BYTES = 2**22
 
 ShardedTensorsNote = Mapping[str, Any]
-"""`tensors`: name to `[dtype, shape]` of the whole. `files`: name to bytes, digest and `chunks`, each of which is
-`[tensor, offset, shape, where it begins in the file, bytes]`."""
+"""`tensors`: name to `[dtype, shape]` of the whole tensor. `files`: name to bytes, digest and `chunks`. A chunk is
+`[tensor, offset, shape, offset in the file, bytes]`."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ ShardedTensorsNote = Mapping[str, Any]
 
 
 class _CopySavePlanner(DefaultSavePlanner):
-    """What was copied at the step boundary. Plans are made here and not by the planner: nobody is asked."""
+    """Saves the copy of the step boundary. Plans are made without the planner, which would use collectives."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -71,14 +71,18 @@ class _CopySavePlanner(DefaultSavePlanner):
 
 
 def write_rank_file(
-    folder: Path, rank: int, taken: optimizer_state.OptimizerStateCopy, mine: Collection[str]
+    folder: Path, rank: int, copied: optimizer_state.OptimizerStateCopy, mine: Collection[str]
 ) -> ShardedTensorsNote:
-    """Make durable what this rank owns of the sharded tensors. Returns the note of it. Raises OSError."""
-    taken.wait()
-    names = optimizer_state.tensor_owners(taken.metadata)
+    """Write this rank's shards durably and return their note. Raise OSError.
+
+    Args:
+        mine: Names of the parameters whose shards this rank writes.
+    """
+    copied.wait()
+    names = optimizer_state.tensor_owners(copied.metadata)
     items = [
-        _write_item(number, part, taken.tensors[number].dtype)
-        for number, part in taken.parts.items()
+        _write_item(number, part, copied.tensors[number].dtype)
+        for number, part in copied.parts.items()
         if names[number].parameter in mine
     ]
     note: dict[str, Any] = {"tensors": {}, "files": {}}
@@ -87,15 +91,15 @@ def write_rank_file(
     try:
         writer = FileSystemWriter(folder, sync_files=True)
         written = writer.write_data(
-            SavePlan(items, _StoragePrefix(f"__{rank}_")), _CopySavePlanner(taken.tensors)
+            SavePlan(items, _StoragePrefix(f"__{rank}_")), _CopySavePlanner(copied.tensors)
         ).wait()
-    except RuntimeError as wrong:  # torch.save says "unexpected pos" where the disk is full
-        raise _find_os_error(wrong, folder) from wrong
+    except RuntimeError as error:  # torch.save raises "unexpected pos" if the disk is full
+        raise _find_os_error(error, folder) from error
     for result in written:
         number, where = result.index.fqn, result.storage_data
-        dtype = str(taken.tensors[number].dtype)
-        note["tensors"][number] = [dtype.removeprefix("torch."), list(taken.parts[number].sizes)]
-        box = taken.parts[number].box
+        dtype = str(copied.tensors[number].dtype)
+        note["tensors"][number] = [dtype.removeprefix("torch."), list(copied.parts[number].sizes)]
+        box = copied.parts[number].box
         chunk = [number, list(box.offset), list(box.shape), where.offset, where.length]
         note["files"].setdefault(where.relative_path, {"chunks": []})["chunks"].append(chunk)
     for name, file in note["files"].items():
@@ -109,28 +113,28 @@ def _write_item(number: str, part: optimizer_state.StatePart, dtype: torch.dtype
     return WriteItem(MetadataIndex(number, offset), WriteItemType.SHARD, tensor_data=data)
 
 
-def _find_os_error(wrong: RuntimeError, folder: Path) -> Exception:
-    found: BaseException | None = wrong
+def _find_os_error(error: RuntimeError, folder: Path) -> Exception:
+    found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError):
             return OSError(found.errno, found.strerror, str(folder))
         found = found.__cause__ or found.__context__
-    return wrong
+    return error
 
 
 def merge_notes(notes: Collection[ShardedTensorsNote]) -> ShardedTensorsNote:
-    """Of all ranks. Raises ValueError where they do not make the whole of every tensor."""
+    """Merge the notes of all ranks. Raise ValueError if they do not cover every tensor."""
     tensors = {number: about for note in notes for number, about in note["tensors"].items()}
     files = {name: file for note in notes for name, file in note["files"].items()}
     for number, (_, sizes) in tensors.items():
         held = [chunk for file in files.values() for chunk in file["chunks"] if chunk[0] == number]
         if sum(math.prod(shape) for _, _, shape, _, _ in held) != math.prod(sizes):
-            raise ValueError(f"what the ranks have written of tensor {number} does not make the whole of it")
+            raise ValueError(f"the shards that the ranks wrote of tensor {number} do not cover it")
     return {"tensors": tensors, "files": files}
 
 
 def write_dcp_metadata(folder: Path, shards: ShardedTensorsNote) -> None:
-    """Write the metadata, when all ranks have written their files."""
+    """Write the metadata. Call it after all ranks have written their files."""
     results = [WriteResult(index, info.length, info) for index, info in _storage_infos(shards).items()]
     FileSystemWriter(folder, sync_files=True).finish(Metadata(_tensor_metadata(shards)), [results])
 
@@ -159,7 +163,7 @@ def _storage_infos(shards: ShardedTensorsNote) -> dict[MetadataIndex, _StorageIn
 
 
 class _BoxLoadPlanner(DefaultLoadPlanner):
-    """What is loaded are plain tensors, each with the box that it is of the whole."""
+    """Loads plain tensors, each a box of a whole tensor."""
 
     def __init__(self, boxes: Mapping[str, Box]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -173,7 +177,7 @@ class _BoxLoadPlanner(DefaultLoadPlanner):
             about: Any = self.metadata.state_dict_metadata[number]
             items = create_read_items_for_chunk_list(number, about, [chunk])
             if sum(math.prod(item.lengths) for item in items) != box.numel:
-                raise DamageError(f"some of tensor {number} is in none of its files")
+                raise DamageError(f"a part of tensor {number} is missing from its files")
             plan.items += items
         return plan
 
@@ -183,7 +187,7 @@ class _BoxLoadPlanner(DefaultLoadPlanner):
 
 
 class _VerifyingReader(FileSystemReader):
-    """By the note, and only from files that are as they were written."""
+    """Reads according to the note, and verifies the digest of each file."""
 
     def __init__(self, folder: Path, shards: ShardedTensorsNote, checked: set[str]) -> None:
         super().__init__(folder)
@@ -208,11 +212,10 @@ class ShardedTensors:
     def __init__(self, folder: Path, note: ShardedTensorsNote) -> None:
         self.folder = folder
         self.note = note
-        self._checked: set[str] = set()  # files whose bytes were compared
+        self._checked: set[str] = set()  # files whose digests were verified
 
     def load(self, boxes: Mapping[str, Box | None]) -> dict[str, Tensor]:
-        """These boxes of these tensors, None for all of one. Raises OSError, or ValueError for files that are
-        damaged."""
+        """Load a box of each of these tensors; None for the whole tensor. Raise OSError, or ValueError for damage."""
         wanted, state = {}, {}
         for number, box in boxes.items():
             dtype, sizes = self.note["tensors"][number]
@@ -226,13 +229,13 @@ class ShardedTensors:
         return state
 
     def verify_digests(self) -> None:
-        """Every byte of every file."""
+        """Verify the digests of all files. Raise DamageError."""
         for name in self.note["files"]:
             check_file(self.folder, name, self.note)
             self._checked.add(name)
 
     def check_sizes(self) -> None:
-        """Quickly, without reading them: all files are there, in their sizes."""
+        """Check that all files exist with their sizes, without reading them. Raise DamageError."""
         for name, file in self.note["files"].items():
             _check_size(self.folder / name, file["bytes"])
 
@@ -240,7 +243,7 @@ class ShardedTensors:
 def load_for_rank(
     about: Mapping[str, Any], here: Mapping[str, Tensor], shards: ShardedTensors, boxes: Boxes
 ) -> dict[str, Tensor]:
-    """Of all tensors of inner state what a rank with these boxes needs: of those that are here, and from disk."""
+    """Return the parts of all state tensors for a rank with these boxes, from `here` and from the shard files."""
     try:
         names = optimizer_state.tensor_owners(about)
         sizes = {number: tuple(about["parameters"][name]["shape"]) for number, (name, _) in names.items()}
@@ -256,14 +259,13 @@ def load_for_rank(
             )
             for number, tensor in here.items()
         }
-    except (KeyError, TypeError, AttributeError) as wrong:
-        raise ValueError(f"the inner state does not say what {wrong} is") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the metadata of the optimizer state lacks {error}") from None
     return found | shards.load(wanted)
 
 
 class LazyWholeTensors(Mapping[str, Tensor]):
-    """Tensors by their numbers, of which those that are on disk are read when they are asked for, each time anew: one
-    after the other, nobody holds more than one of them."""
+    """Tensors by number. Those in shard files are read at each access, so that only one is in memory at a time."""
 
     def __init__(self, here: Mapping[str, Tensor], shards: ShardedTensors) -> None:
         self._here = here
@@ -285,7 +287,7 @@ class LazyWholeTensors(Mapping[str, Tensor]):
 
 
 def check_note(note: Any) -> ShardedTensorsNote:
-    """What a file says about others. Raises ValueError where it is not what `write_rank_file` says."""
+    """Validate a note that was read from a file. Raise ValueError if it is not like those of `write_rank_file`."""
     try:
         for dtype, sizes in note["tensors"].values():
             if not isinstance(getattr(torch, dtype), torch.dtype) or not all(type(size) is int for size in sizes):
@@ -297,8 +299,8 @@ def check_note(note: Any) -> ShardedTensorsNote:
                 sizes = note["tensors"][number][1]
                 if len(offset) != len(sizes) or len(shape) != len(sizes) or not 0 <= begin <= begin + length:
                     raise ValueError(f"rows of tensor {number!r:.20} that it does not have")
-    except (KeyError, TypeError, AttributeError, ValueError) as wrong:
-        raise ValueError(f"what it says about the files of its ranks cannot be read: {wrong}") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"its note about shard files is invalid: {error}") from None
     checked: ShardedTensorsNote = note
     return checked
 
@@ -308,7 +310,7 @@ def check_note(note: Any) -> ShardedTensorsNote:
 
 
 def file_digest(path: Path) -> tuple[int, str]:
-    """How many bytes a file has, and their digest."""
+    """Return the size of a file and its digest."""
     state, size, piece = xxh3_128(), 0, bytearray(_READ_CHUNK_BYTES)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(piece):
@@ -321,20 +323,20 @@ def check_file(folder: Path, name: str, shards: ShardedTensorsNote) -> None:
     file = shards["files"][name]
     _check_size(folder / name, file["bytes"])
     if file_digest(folder / name) != (file["bytes"], file["digest"]):
-        raise DamageError(f"the digest of {name} is wrong: it was damaged or changed after it was written")
+        raise DamageError(f"the digest of {name} does not match: it was damaged or changed after it was written")
 
 
 def _check_size(path: Path, size: int) -> None:
     try:
         found = path.stat().st_size
     except FileNotFoundError:
-        raise DamageError(f"{path.parent.name}/{path.name}, which one of its ranks has written, is missing") from None
+        raise DamageError(f"{path.parent.name}/{path.name}, a shard file of one of its ranks, is missing") from None
     if found != size:
-        raise DamageError(f"{path.parent.name}/{path.name} has {found} of {size} bytes: it is cut short, or another")
+        raise DamageError(f"{path.parent.name}/{path.name} has {found} of {size} bytes: it was cut short or replaced")
 
 
 def link_shard_files(source: ShardedTensors, target: Path) -> None:
-    """Give all files second names in a new folder, which is whole or not there. Raises where one is damaged."""
+    """Link all files into a new folder, atomically. Raise DamageError if one is damaged."""
     source.verify_digests()
     with atomic_folder(target) as folder:
         for path in sorted(source.folder.iterdir()):

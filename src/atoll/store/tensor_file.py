@@ -1,10 +1,10 @@
-"""Contents of the store's files, in which damage is found when they are read.
+"""Formats of the store's files. Damage is detected when a file is read.
 
-A digest (XXH3, 128 bits) in the file itself covers every byte of it:
+A digest (XXH3, 128 bits) in the file covers every byte of it:
 
-- a small one is `{"digest":"<32 hex digits>","value":<JSON>}` and a line end, the digest being that of the JSON;
-- tensors are a safetensors file, which any tool can read. The digest is in its metadata, and is that of the whole file
-  with zeros in the digest's place.
+- A small file is `{"digest":"<32 hex digits>","value":<JSON>}` and a line end, with the digest of the JSON.
+- Tensors are in a safetensors file, which any tool can read. The digest is in its metadata. It is computed over the
+  whole file with zeros in place of the digest.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class StoreDamagedError(ValueError):
-    """A file that is not what was written. The sentence names the file and what can be done."""
+    """A file was damaged or changed. The message names the file, the problem and what to do."""
 
-    def __init__(self, path: Path, what: str, advice: str) -> None:
-        super().__init__(f"{path}: {what}; {advice}")
+    def __init__(self, path: Path, problem: str, advice: str) -> None:
+        super().__init__(f"{path}: {problem}; {advice}")
         self.path = path
-        self.problem = what
+        self.problem = problem
         self.advice = advice
 
 
 class DamageError(ValueError):
-    """What is wrong inside of a file; the caller that knows the file makes a `StoreDamagedError` of it."""
+    """Damage in the content of a file. The caller, which knows the path, raises a `StoreDamagedError` from it."""
 
 
 def error_reason(error: OSError | ValueError) -> str:
-    """Return what is wrong with a file, without its name."""
+    """Return the problem with a file, without its path."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
@@ -73,14 +73,14 @@ def error_reason(error: OSError | ValueError) -> str:
 
 
 def encode_small_file(value: str) -> list[bytes]:
-    """A small file that holds this JSON."""
+    """Return the content of a small file with this JSON."""
     text = value.encode("utf-8")
     first, middle, last = _SMALL_FILE_PARTS
     return [first + xxh3_128_hexdigest(text).encode() + middle + text + last]
 
 
 def decode_small_file(data: bytes) -> str:
-    """The JSON of a small file, as it was written."""
+    """Return the JSON in a small file. Raise DamageError."""
     first, middle, last = _SMALL_FILE_PARTS
     head = len(first) + _DIGEST_DIGITS
     if not data:
@@ -89,7 +89,7 @@ def decode_small_file(data: bytes) -> str:
         raise DamageError("not a file of Atoll, or cut short")
     text = data[head + len(middle) : -len(last)]
     if data[len(first) : head] != xxh3_128_hexdigest(text).encode():
-        raise DamageError("the digest is wrong: the file was damaged or changed after it was written")
+        raise DamageError("the digest does not match: the file was damaged or changed after it was written")
     return text.decode("utf-8")
 
 
@@ -98,12 +98,12 @@ def decode_small_file(data: bytes) -> str:
 
 
 class TensorLayout(NamedTuple):
-    """Where the parts of a safetensors file are."""
+    """Layout of a safetensors file."""
 
     header: bytes
-    """What stands before the tensors."""
+    """Bytes before the tensors."""
     offsets: dict[str, int]
-    """Where each tensor begins in the file, in this order."""
+    """Offset of each tensor in the file, in the order of the file."""
     size: int
 
 
@@ -116,7 +116,7 @@ def make_tensor_layout(
     # The widest numbers first, so that every tensor begins at a multiple of its element.
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
         if dtype not in _DTYPES:
-            raise ValueError(f"tensor {name!r} is {dtype}: a file has {', '.join(map(str, _DTYPES))}")
+            raise ValueError(f"tensor {name!r} is {dtype}; a file can hold {', '.join(map(str, _DTYPES))}")
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
     header = json.dumps(fields, separators=(",", ":")).encode("ascii")
@@ -126,7 +126,7 @@ def make_tensor_layout(
 
 
 def encode_tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
-    """Return a file of tensors, in pieces: the tensors themselves are not copied. `note` is any text."""
+    """Return the content of a tensor file, in pieces, without copying the tensors. `note` is any text."""
     metadata = {"digest": _ZERO_DIGEST.decode(), "record": note}
     layout = make_tensor_layout(metadata, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     head = bytearray(layout.header)
@@ -141,21 +141,21 @@ def encode_tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryv
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.stride() != (1,):  # one value or none counts as contiguous whatever its stride
+    if flat.stride() != (1,):  # 0 or 1 values count as contiguous with any stride
         flat = torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat)
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array) if flat.numel() else memoryview(b"")
 
 
 def decode_tensor_file(data: bytearray) -> tuple[str, dict[str, Tensor]]:
-    """The note and the tensors of a file; they share its memory."""
+    """Return the note and the tensors of a file, which share the memory of `data`. Raise DamageError."""
     start = 8 + _header_bytes(data)
     view = memoryview(data)
     state = xxh3_128(view[:_DIGEST_OFFSET])
     state.update(_ZERO_DIGEST)
     state.update(view[_DIGEST_OFFSET + _DIGEST_DIGITS :])
     if data[_DIGEST_OFFSET : _DIGEST_OFFSET + _DIGEST_DIGITS] != state.hexdigest().encode():
-        raise DamageError("the digest is wrong: the file was damaged, changed or cut short after it was written")
+        raise DamageError("the digest does not match: the file was damaged, changed or cut short after it was written")
     fields = json.loads(bytes(view[8:start]))
     note: str = fields.pop("__metadata__")["record"]
     return note, dict(_tensors(data, start, fields))
@@ -182,7 +182,7 @@ def _tensors(data: bytearray, start: int, fields: dict[str, Any]) -> Iterator[tu
 
 
 def read_tensors(path: Path) -> tuple[str, dict[str, Tensor]]:
-    """Return the note and the tensors of a file, in memory that may be written. Raises OSError, or DamageError."""
+    """Return the note and the tensors of a file, in writable memory. Raise OSError or DamageError."""
     with open(path, "rb", buffering=0) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         view, filled = memoryview(data), 0

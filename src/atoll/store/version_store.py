@@ -1,27 +1,27 @@
-"""The syncer's directory: every version durable before anybody sees it, and found again by the next process.
+"""The syncer's directory. Each version is durable before it is published, and the next process restores it.
 
-    lock                                 held by the syncer that runs here; holds its process id
+    lock                                 locked by the running syncer; contains its process id
     alive                                its heartbeat, for a standby (`fencing`)
-    epoch                                the number of the newest syncer that ever started here
-    claims/000000005                     epoch 5 is taken: no two syncers get the same number
+    epoch                                the number of the newest syncer that started here
+    claims/000000005                     epoch 5 is claimed: no two syncers get the same number
     run.json                             settings of the run, written when it is founded
-    controls.json                        what operators have asked for and is in force (`controls`)
-    head.json                            of a shard: the newest syncer that it has served
+    controls.json                        requests of operators that are in force (`controls`)
+    head.json                            in a shard: the newest syncer that it has served
     members.json, leases.json            the newest record of each, and
     manifest.json                        the manifest once the run is over
     end_received.json                    learners that have acknowledged the end, written when a syncer stops after it
-    fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
+    fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, contributions; the newest few
     snapshots/000000004/                 a snapshot: record.json and the version of every fragment that belongs to it
 
-How files are written and read is in `tensor_file`. A damaged file is an error that names it, never a reason to take an
-older one: learners hold the newer version already.
+`tensor_file` has the file formats. A damaged file is an error that names it. There is no fallback to an older version,
+because learners already have the newer one.
 
-Two syncers on one directory: on one machine the lock keeps the second away. Where locks do not work (some network file
-systems, a machine that was taken for dead), and where a standby takes over from a process that stands still, the epoch
-does: a syncer that finds a higher one than its own is `FencedError`. It looks before it writes, before it gives a file
-its name and afterwards; a version that has its name is never replaced by the syncer of another epoch. There is no moment in
-between: who takes over (1) raises the epoch, (2) removes every unfinished file, (3) reads. A write whose last look was
-before (1) has either given its file the name before (2), and is read, or finds its file gone.
+Two syncers on one directory: on one machine the lock refuses the second one. Locks do not help on some network file
+systems, after a machine was wrongly declared dead, and when a standby takes over from a hung process. There the epoch
+fences the older syncer: if it reads a higher epoch than its own, it raises `FencedError`. It checks before it writes,
+before it renames a file and afterwards. A version that has its name is never replaced by a syncer of another epoch.
+There is no gap: a takeover (1) raises the epoch, (2) removes every unfinished file, (3) reads. A write whose last
+check was before (1) has either renamed its file before (2), so that it is read, or fails because its file is removed.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from atoll.files import (
     write_file,
 )
 from atoll.store.fencing import LOCK_FILE, find_remote_syncer, remove_heartbeat, write_heartbeat
+from atoll.store.run_settings import check_run_format
 from atoll.store.tensor_file import (
     DamageError,
     StoreDamagedError,
@@ -64,8 +65,10 @@ from atoll.tape import format
 __all__ = ["FencedError", "StoreInUseError", "Store", "StoreDamagedError"]
 
 LOST_EPOCH_MARGIN = 1000
-"""How far beyond the newest version's epoch a store begins that has lost its own. No run starts as often in between."""
+"""Distance from the newest version's epoch to the next one, if the epoch file is lost. More than the number of restarts
+without a merge in between."""
 
+SETTINGS_FILE = "run.json"
 CONTROLS_FILE = "controls.json"
 LAST_SYNCER_FILE = "head.json"
 END_RECEIVED_FILE = "end_received.json"
@@ -74,7 +77,7 @@ RECORD_FILE = "record.json"
 _FRAGMENT = re.compile(r"\d{3,}")
 _VERSION = re.compile(r"(\d{9,})\.safetensors")
 _SNAPSHOT = re.compile(r"\d{9,}")
-_RESTORE_ADVICE = "bring it back from a copy"
+_RESTORE_ADVICE = "restore it from a backup"
 
 R = TypeVar("R", MembersRecord, LeaseRecord, ManifestRecord, SnapshotRecord)
 
@@ -86,7 +89,7 @@ _RECORD_FILES: Mapping[type, str] = {
 
 
 class FencedError(Exception):
-    """A syncer of a later epoch owns the store: this one may not write any more."""
+    """A syncer of a later epoch owns the store: this one must not write any more."""
 
     def __init__(self, directory: Path, epoch: int, ours: int) -> None:
         super().__init__(f"{directory} belongs to a syncer of epoch {epoch}; this one, epoch {ours}, has to stop")
@@ -94,11 +97,11 @@ class FencedError(Exception):
 
 
 class StoreInUseError(ValueError):
-    """Another syncer holds the directory."""
+    """Another syncer uses the directory."""
 
 
 class Store:
-    """One syncer's hold on its directory. Made by `Store.open`; `write` and its like are called from one thread."""
+    """The directory of one syncer, locked. Create it with `Store.open`. Only one thread may call the write methods."""
 
     def __init__(self, directory: Path, keep: int, lock: int) -> None:
         self.directory = directory
@@ -106,23 +109,30 @@ class Store:
         self._keep = keep
         self._lock: int | None = lock
         self._heartbeats = 0
-        self._versions: dict[FragmentId, list[Version]] = {}  # on disk, oldest first
+        self._versions: dict[FragmentId, list[Version]] = {}  # versions on disk, oldest first
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], keep_versions: int = 3, is_takeover: bool = False) -> Store:
-        """Take the directory, or make it. Raises `StoreInUseError` when another process has it.
+        """Lock the directory, and create it if it does not exist.
 
-        With `take_over` it is taken all the same: the other one is fenced from the moment the epoch is raised.
+        Raise `StoreInUseError` if another process uses it, and `RunFormatError` if another version of Atoll made it.
+
+        Args:
+            keep_versions: Number of versions of a fragment, and of snapshots, that are kept.
+            is_takeover: Open the directory although another process uses it. That process is fenced from then on.
         """
         if keep_versions < 1:
-            raise ValueError(f"keep must be at least 1, got {keep_versions}: the newest version is always kept")
+            raise ValueError(
+                f"keep_versions is {keep_versions}, it must be at least 1: the newest version is always kept"
+            )
         path = Path(directory).absolute()
+        check_run_format(read_value(path / SETTINGS_FILE) or {}, path.parent)
         make_folder(path)
         store = cls(path, keep_versions, _lock_directory(path / LOCK_FILE, is_takeover))
         try:
             if not is_takeover and (heartbeat := find_remote_syncer(path)) is not None:
                 raise StoreInUseError(
-                    f"{path} is in use by the process {heartbeat.pid} on {heartbeat.host}: stop that syncer, or wait"
+                    f"{path} is in use by process {heartbeat.pid} on {heartbeat.host}: stop that syncer, or wait"
                     " for its end with --standby"
                 )
             store.begin_epoch()
@@ -132,16 +142,16 @@ class Store:
         return store
 
     def begin_epoch(self) -> None:
-        """Fence every earlier syncer, and find what it has left. Called once, by `open`."""
+        """Fence every earlier syncer, and find its files. Called once, by `open`."""
         for folder in ("fragments", "snapshots", "claims"):
             make_folder(self.directory / folder)
-        self._raise_epoch()  # before it looks: an earlier syncer writes nothing any more
+        self._raise_epoch()  # first: from here on, an earlier syncer writes nothing
         self._remove_unfinished()
         self._settle_epoch()
         self.send_heartbeat()
 
     def close(self) -> None:
-        """Let the directory go. Closing twice is no mistake."""
+        """Unlock the directory. Closing twice is allowed."""
         if self._lock is not None:
             remove_heartbeat(self.directory, self.epoch)
             os.close(self._lock)
@@ -156,7 +166,9 @@ class Store:
     # ---------------------------------------------------------------------------------------------------- writing
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        self._put(self.directory / "run.json", encode_small_file(json.dumps(dict(settings), indent=1, allow_nan=False)))
+        self._put(
+            self.directory / SETTINGS_FILE, encode_small_file(json.dumps(dict(settings), indent=1, allow_nan=False))
+        )
 
     def write_controls(self, controls: Mapping[str, Any]) -> None:
         self._put(
@@ -170,13 +182,15 @@ class Store:
         self._put(self.directory / LAST_SYNCER_FILE, encode_small_file(json.dumps(dict(head))))
 
     def write_initial(self, fragment: FragmentId, tensors: Mapping[str, Tensor]) -> None:
-        """Version 0 of a fragment. May be repeated, until version 1 is there: founding a run may fail half-way."""
+        """Write version 0 of a fragment. May be repeated before version 1 exists, as founding a run may fail."""
         if self._newest(fragment) not in (None, 0):
-            raise ValueError(f"fragment {fragment} has version {self._newest(fragment)}: the run was founded long ago")
+            raise ValueError(
+                f"fragment {fragment} has version {self._newest(fragment)}: an initial version cannot follow it"
+            )
         self._write_version(fragment, 0, "", tensors)
 
     def delete_initial(self, fragment: FragmentId) -> None:
-        """It is of a model with which no run was founded."""
+        """Delete the initial version of a fragment, of a model with which no run was founded."""
         assert self._versions[fragment] == [0], f"fragment {fragment} has versions {self._versions[fragment]}"
         self.check_epoch()
         self.version_path(fragment, 0).unlink()
@@ -185,7 +199,7 @@ class Store:
     def write(self, record: Record, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Make a record durable, a version together with its tensors.
 
-        Raises `OSError` with the file's name when it could not (the record may be written again) and `FencedError`.
+        Raise `OSError` with the file's name on failure, after which the record may be written again, and `FencedError`.
         """
         if isinstance(record, VersionRecord):
             newest = self._newest(record.fragment)
@@ -206,34 +220,36 @@ class Store:
         try:
             self._put(path, pieces, replace=False)
         except FileExistsError:
-            # An earlier try of ours that failed after its file had the name: we are not fenced, so it is not another's.
+            # An earlier attempt failed after the rename. We are not fenced, so the file is not another syncer's.
             self._put(path, pieces)
-        kept = self._versions.setdefault(fragment, [])
-        if version not in kept:
-            kept.append(version)
-        while len(kept) > self._keep:
-            # What cannot be removed now is found and removed after the next start. The new version is durable anyway.
+        versions = self._versions.setdefault(fragment, [])
+        if version not in versions:
+            versions.append(version)
+        while len(versions) > self._keep:
+            # Ignore errors: the next start removes the file, and the new version is durable.
             with contextlib.suppress(OSError):
-                self.version_path(fragment, kept[0]).unlink(missing_ok=True)
-            kept.pop(0)
+                self.version_path(fragment, versions[0]).unlink(missing_ok=True)
+            versions.pop(0)
 
     def roll_back(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
-        """The one before the newest is the newest again, for good: a version that nobody has seen is of no run."""
-        found = self._read(fragment, version)  # before the other one is gone
-        kept = self._versions[fragment]
-        assert kept[-2:] == [version, version + 1], f"fragment {fragment} cannot go back to {version}: {kept}"
+        """Delete the newest version, which was never published, and return `version`, the one before it."""
+        found = self._read(fragment, version)  # before the newest one is deleted
+        versions = self._versions[fragment]
+        assert versions[-2:] == [version, version + 1], f"fragment {fragment} cannot go back to {version}: {versions}"
         self.check_epoch()
         path = self.version_path(fragment, version + 1)
         path.unlink()
         sync_folder(path.parent)
-        kept.pop()
+        versions.pop()
         return found
 
     def pin_snapshot(self, snapshot: int, versions: tuple[Version, ...]) -> None:
-        """Keep the versions of a snapshot that is being taken, however many come after them until it is complete.
+        """Keep the versions of a snapshot that is not complete yet, for any number of later merges.
 
-        `versions`: of all fragments of the run, of which some may be here. They get second names. Without a record they
-        are of no snapshot: the next process removes them.
+        Each file gets a second name. If no record follows, the next process removes these names.
+
+        Args:
+            versions: Versions of all fragments of the run. A shard has only some of the fragments.
         """
         folder = snapshot_folder(self.directory, snapshot)
         fragments = self.fragments()
@@ -242,21 +258,21 @@ class Store:
         make_folder(folder)
         for fragment in fragments:
             name = folder / f"{fragment:03d}.safetensors"
-            if not name.exists():  # then it was held before; in the folder of this number it is no other version
+            if not name.exists():  # an existing file is the same version, from an earlier call for this snapshot
                 try:
                     link_or_copy(self.version_path(fragment, versions[fragment]), name)
                 except FileNotFoundError as error:
-                    error.strerror = "a version of the snapshot is no longer kept: keep more versions"
+                    error.strerror = "a version of the snapshot is already deleted: keep more versions"
                     raise
 
     def discard_snapshot(self, snapshot: int) -> None:
-        """The snapshot did not come about."""
+        """Unpin the versions of a snapshot that failed."""
         folder = snapshot_folder(self.directory, snapshot)
         if not (folder / RECORD_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
     def _write_snapshot(self, record: SnapshotRecord) -> None:
-        """The values are second names of files that are there already; the record, written last, makes it valid."""
+        """Complete a snapshot: its values are second names of existing files, and the record is written last."""
         folder = snapshot_folder(self.directory, record.snapshot)
         self.pin_snapshot(record.snapshot, record.versions)
         sync_folder(folder)
@@ -270,31 +286,31 @@ class Store:
         try:
             write_file(path, pieces, replace=replace, before_rename=self.check_epoch)
         except OSError:
-            self.check_epoch()  # who has taken over has removed our unfinished file
+            self.check_epoch()  # a takeover removes our unfinished file
             raise
         self.check_epoch()
 
     # ---------------------------------------------------------------------------------------------------- reading
 
     def read_settings(self) -> dict[str, Any] | None:
-        """What `write_settings` wrote; None when the run was never founded."""
-        return read_value(self.directory / "run.json")
+        """Return the settings from `write_settings`; None if the run was never founded."""
+        return read_value(self.directory / SETTINGS_FILE)
 
     def read_controls(self) -> dict[str, Any] | None:
-        """What `write_controls` wrote; None when nobody has ever asked for anything."""
+        """Return the controls from `write_controls`; None if there never was a request."""
         return read_value(self.directory / CONTROLS_FILE, "remove it: nothing is paused or changed then")
 
     def read_end_received(self) -> set[int]:
-        """Return the learners that have acknowledged the end of the run, as far as earlier syncers wrote it down."""
-        kept = read_value(self.directory / END_RECEIVED_FILE, "remove it: the end is served to all learners again")
-        return set(kept["learners"]) if kept is not None else set()
+        """Return the learners that have acknowledged the end of the run to earlier syncers."""
+        stored = read_value(self.directory / END_RECEIVED_FILE, "remove it: the end is served to all learners again")
+        return set(stored["learners"]) if stored is not None else set()
 
     def read_last_syncer(self) -> dict[str, Any] | None:
-        """What `write_last_syncer` wrote."""
+        """Return the value from `write_last_syncer`; None if there is none."""
         return read_value(self.directory / LAST_SYNCER_FILE)
 
     def read_restored(self) -> RestoredState:
-        """What a syncer core starts from. Reads and checks every newest version."""
+        """Return the state that a syncer core starts from. Reads and checks every newest version."""
         versions = {}
         for fragment in self.fragments():
             _, record, _ = self.read_newest(fragment)
@@ -308,7 +324,7 @@ class Store:
         return read_record(self.directory / _RECORD_FILES[ManifestRecord], ManifestRecord)
 
     def read_newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
-        """The newest version of a fragment. Version 0 has no record. The tensors are the caller's to change."""
+        """Return the newest version of a fragment, its record (None for version 0) and its tensors."""
         version = self._newest(fragment)
         if version is None:
             raise ValueError(f"fragment {fragment} has no version in {self.directory}: the run was not founded")
@@ -324,24 +340,24 @@ class Store:
         if record is None and version == 0:
             return None, tensors
         if not isinstance(record, VersionRecord) or (record.fragment, record.version) != (fragment, version):
-            raise StoreDamagedError(path, f"holds {record!r:.200}, another version than its name says", _RESTORE_ADVICE)
+            raise StoreDamagedError(path, f"holds {record!r:.200}, which does not match its name", _RESTORE_ADVICE)
         return record, tensors
 
     def fragments(self) -> tuple[FragmentId, ...]:
-        """Those that have a version."""
+        """Return the fragments that have a version here."""
         return tuple(sorted(fragment for fragment, versions in self._versions.items() if versions))
 
     def check_epoch(self) -> None:
-        """Raise `FencedError` when a syncer of a later epoch has taken the directory."""
+        """Raise `FencedError` if a syncer of a later epoch owns the directory."""
         path = self.directory / "epoch"
         stored = _read_epoch(path, path.read_bytes())
         if stored > self.epoch:
             raise FencedError(self.directory, stored, self.epoch)
         if stored < self.epoch:
-            raise StoreDamagedError(path, f"says epoch {stored} while epoch {self.epoch} runs here", _RESTORE_ADVICE)
+            raise StoreDamagedError(path, f"holds epoch {stored} while epoch {self.epoch} runs here", _RESTORE_ADVICE)
 
     def send_heartbeat(self) -> None:
-        """Write a heartbeat; raises `FencedError` like `check_epoch`. One thread beside the writing may call it."""
+        """Write a heartbeat. Raise `FencedError` like `check_epoch`. A second thread may call this."""
         self.check_epoch()
         self._heartbeats += 1
         write_heartbeat(self.directory, self.epoch, self._heartbeats)
@@ -356,7 +372,7 @@ class Store:
         return fragment_folder(self.directory, fragment) / f"{version:09d}.safetensors"
 
     def _remove_unfinished(self) -> None:
-        """Remove what a killed process left half-done, and learn which versions there are."""
+        """Remove the unfinished files of a killed process, and list the versions."""
         for left in self.directory.rglob(f".*{TEMPORARY_SUFFIX}"):
             left.unlink(missing_ok=True)
         for name in sorted(os.listdir(self.directory / "snapshots")):
@@ -393,7 +409,7 @@ class Store:
             raise StoreDamagedError(path, error_reason(error), _RESTORE_ADVICE) from None
 
     def _claim(self, epoch: int) -> int:
-        """The first number from this one on that nobody has: of two who start at once one is the other's successor."""
+        """Claim the first free epoch from this one on. Of two syncers that start at once, one gets the higher epoch."""
         while True:
             try:
                 os.close(os.open(self.directory / "claims" / f"{epoch:09d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -404,8 +420,10 @@ class Store:
                 return epoch
 
     def _settle_epoch(self) -> None:
-        """One with a lower number that started at the same moment may have written it after ours. It did so before its
-        unfinished file was swept away, so this is the end of it."""
+        """Write the epoch again if a syncer with a lower one, which started at the same time, has overwritten ours.
+
+        It did so before we removed its unfinished file, so it cannot do so again.
+        """
         if self._stored_epoch() < self.epoch:
             self._write_epoch()
 
@@ -413,7 +431,7 @@ class Store:
         path = self.directory / "epoch"
         try:
             write_file(path, encode_small_file(str(self.epoch)), before_rename=self._is_still_higher)
-        except FileNotFoundError:  # somebody else starts here at the same moment, and has cleared our file away
+        except FileNotFoundError:  # another syncer started at the same time and removed our unfinished file
             raise FencedError(self.directory, self._stored_epoch(), self.epoch) from None
 
     def _is_still_higher(self) -> None:
@@ -422,8 +440,11 @@ class Store:
             raise FencedError(self.directory, stored, self.epoch)
 
     def _recover_lost_epoch(self) -> int:
-        """Of a directory without an epoch: 0 for a new one. Otherwise learners may have seen a higher one than any
-        version tells of, and would take us for a ghost."""
+        """Return an epoch for a directory whose epoch file is missing; 0 for a new directory.
+
+        It is far beyond the epochs of all versions: learners may know a higher epoch than these, and would refuse a
+        syncer with a lower one.
+        """
         self._scan_versions()
         if not self.fragments():
             return 0
@@ -455,23 +476,23 @@ def list_complete_snapshots(store: Path) -> tuple[int, ...]:
 
 
 def read_snapshot_record(store: Path, number: int) -> SnapshotRecord | None:
-    """Return the record of a snapshot; None where there is none. Raises `StoreDamagedError`."""
+    """Return the record of a snapshot; None if there is none. Raise `StoreDamagedError`."""
     path = snapshot_folder(store, number) / RECORD_FILE
     record = read_record(path, SnapshotRecord)
     if record is not None and record.snapshot != number:
-        raise StoreDamagedError(path, f"holds {record!r:.100}, another record than its name says", _RESTORE_ADVICE)
+        raise StoreDamagedError(path, f"holds {record!r:.100}, which does not match its name", _RESTORE_ADVICE)
     return record
 
 
 def _lock_directory(path: Path, take_over: bool) -> int:
-    """Return the lock, taken; with `take_over` another one in its place where a process that hangs has it."""
+    """Lock the file and return its descriptor. With `take_over`, replace the lock file if a hung process locks it."""
     try:
         return acquire_lock(path, f"{os.getpid()}\n")
     except LockHeldError as error:
         if not take_over:
             owner = error.owner or "unknown"
             raise StoreInUseError(
-                f"{path.parent} is in use by the process {owner}: stop that syncer, or choose another directory"
+                f"{path.parent} is in use by process {owner}: stop that syncer, or choose another directory"
             ) from None
     path.unlink(missing_ok=True)
     return _lock_directory(path, take_over=False)
@@ -480,7 +501,7 @@ def _lock_directory(path: Path, take_over: bool) -> int:
 def read_value(
     path: Path, advice: str = _RESTORE_ADVICE, decode: Callable[[str], Any] = json.loads
 ) -> dict[str, Any] | None:
-    """Return the value of a small file; None where there is no file. Raises `StoreDamagedError`."""
+    """Return the value in a small file; None if there is no file. Raise `StoreDamagedError`."""
     try:
         value: dict[str, Any] = decode(decode_small_file(path.read_bytes()))
         return value
@@ -491,7 +512,7 @@ def read_value(
 
 
 def read_record(path: Path, kind: type[R]) -> R | None:
-    """Return the record in a small file; None where there is no file. Raises `StoreDamagedError`."""
+    """Return the record in a small file; None if there is no file. Raise `StoreDamagedError`."""
     record: Any = read_value(path, decode=format.decode)
     if record is None or type(record) is kind:
         found: R | None = record
@@ -506,7 +527,7 @@ def _read_epoch(path: Path, data: bytes) -> int:
             raise DamageError(f"holds {epoch!r:.60}, no epoch")
     except ValueError as error:
         raise StoreDamagedError(
-            path, str(error), "remove it while no syncer runs here: the next one begins with an epoch far beyond"
+            path, str(error), "remove it while no syncer runs here: the next one starts with a much higher epoch"
         ) from None
     return epoch
 
@@ -514,5 +535,5 @@ def _read_epoch(path: Path, data: bytes) -> int:
 def _damage_advice(versions: list[Version]) -> str:
     if len(versions) < 2:
         return _RESTORE_ADVICE
-    back = f"or move it away to go back to version {versions[-2]}, which learners may have passed already"
+    back = f"or move it away to go back to version {versions[-2]}, although learners may have a later one"
     return f"{_RESTORE_ADVICE}, {back}"

@@ -1,9 +1,9 @@
-"""What operators ask of a run: checked here, written down, then told to the core.
+"""Requests of operators to a run: checked here, made durable, then handled by the core.
 
-`controls.json` in the store holds what is in force, by what it is about (`pause`, `quorum`, `grace`), each as
-`{"kind", "value", "requested_by", "at"}` with `at` in seconds of the Unix epoch. It is durable before the core hears of it, and
-a syncer that starts on the directory tells its core again: a pause, a quorum and a grace margin outlive the process
-that was asked. A wish to drain does not: a syncer that is killed before the learner has left has to be asked again.
+`controls.json` in the store has the settings in force, by subject (`pause`, `quorum`, `grace`), each as
+`{"kind", "value", "requested_by", "at"}` with `at` in Unix seconds. A setting is durable before the core handles it. A
+syncer that starts on the directory applies it again: a pause, a quorum and a grace margin survive a restart. A drain
+request does not: repeat it if the syncer is killed before the learner has left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DURABLE_CONTROLS = ("pause", "quorum", "grace")
 
 
 class HttpReply(NamedTuple):
-    """`status` as in HTTP: 200 done, 400 no such control, 404 no such learner, 409 not now, 507 it cannot be kept."""
+    """`status` as in HTTP: 200 done, 400 no such control, 404 no such learner, 409 not now, 507 cannot be written."""
 
     status: int
     message: str
@@ -44,23 +44,23 @@ RUN_ENDED = HttpReply(409, "the run ends or has ended: nothing can be changed an
 
 
 class ControlState:
-    """What is in force, as the file has it. Never changed: `with_event` makes another one."""
+    """The settings in force, as in the file. Immutable: `with_event` returns a new object."""
 
-    def __init__(self, kept: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self.controls = dict(kept or {})
+    def __init__(self, stored: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self.controls = dict(stored or {})
 
     @classmethod
-    def from_json(cls, kept: object, path: Path, limits: Limits) -> ControlState:
-        """What was read, if a syncer has written it."""
-        if not isinstance(kept, Mapping) or not all(_is_valid_control(kept, about, limits) for about in kept):
+    def from_json(cls, stored: object, path: Path, limits: Limits) -> ControlState:
+        """Check the content of the file and return its settings."""
+        if not isinstance(stored, Mapping) or not all(_is_valid_control(stored, name, limits) for name in stored):
             raise StoreDamagedError(path, "is not what a syncer writes", "remove it: nothing is paused or changed then")
-        return cls(kept)
+        return cls(stored)
 
     def with_event(self, event: ControlRequested, at: float) -> ControlState:
-        about = "pause" if event.kind == "resume" else event.kind
-        if about not in DURABLE_CONTROLS:
+        name = "pause" if event.kind == "resume" else event.kind
+        if name not in DURABLE_CONTROLS:
             return self
-        return ControlState(self.controls | {about: {**asdict(event), "at": at}})
+        return ControlState(self.controls | {name: {**asdict(event), "at": at}})
 
     def events(self) -> list[ControlRequested]:
         return [
@@ -69,16 +69,16 @@ class ControlState:
         ]
 
     def without_pause(self) -> ControlState:
-        """For a run that ends. Who stood still is told that it is over, by whichever syncer it meets."""
+        """Return the settings without a pause, for a run that ends: any later syncer then sends the end to learners."""
         if self.controls.get("pause", {}).get("kind") != "pause":
             return self
         return self.with_event(ControlRequested("resume", None, self.controls["pause"]["requested_by"]), time.time())
 
 
-def _is_valid_control(kept: Mapping[Any, Any], about: object, limits: Limits) -> bool:
-    control = kept[about]
+def _is_valid_control(stored: Mapping[Any, Any], name: object, limits: Limits) -> bool:
+    control = stored[name]
     return (
-        about in DURABLE_CONTROLS
+        name in DURABLE_CONTROLS
         and isinstance(control, Mapping)
         and isinstance(control.get("requested_by"), str)
         and control.get("kind") in get_args(ControlKind)
@@ -86,16 +86,17 @@ def _is_valid_control(kept: Mapping[Any, Any], about: object, limits: Limits) ->
     )
 
 
-def find_requester_problem(who: object) -> str | None:
-    if not isinstance(who, str) or not who.strip() or len(who) > MAX_REQUESTED_BY_LENGTH or not who.isprintable():
-        return f"say who asks, in at most {MAX_REQUESTED_BY_LENGTH} characters: it is written on the tape"
+def find_requester_problem(requester: object) -> str | None:
+    is_text = isinstance(requester, str) and bool(requester.strip()) and requester.isprintable()
+    if not is_text or len(str(requester)) > MAX_REQUESTED_BY_LENGTH:
+        return f"requested_by must be text of at most {MAX_REQUESTED_BY_LENGTH} characters: it is written on the tape"
     return None
 
 
 async def handle_control(syncer: SyncerProcess, raw: object) -> HttpReply:
-    """One control, as it came. Nothing has happened where the status is not 200."""
+    """Check and apply one control request. Nothing has changed unless the status is 200."""
     if not isinstance(raw, dict) or not {"kind", "requested_by"} <= set(raw) <= CONTROL_FIELDS:
-        return HttpReply(400, "a control is a JSON object with kind, requested_by, and where it takes one a value")
+        return HttpReply(400, "a control is a JSON object with kind, requested_by and, for some kinds, value")
     kind, value, requested_by = raw["kind"], raw.get("value"), raw["requested_by"]
     problem = find_requester_problem(requested_by) or find_control_problem(kind, value, syncer.settings.config.limits)
     if problem is not None:
@@ -106,22 +107,22 @@ async def handle_control(syncer: SyncerProcess, raw: object) -> HttpReply:
     if core.state.stage is not RunStage.RUNNING:
         return RUN_ENDED
     event = ControlRequested(kind, value, requested_by)
-    known = _find_early_reply(core, event)
-    if known is not None:
-        return known
-    said = _describe_control(core, event)
+    early = _find_early_reply(core, event)
+    if early is not None:
+        return early
+    message = _describe_control(core, event)
     try:
         if not await syncer.apply_control(event):
             return RUN_ENDED
-    except FencedError as fenced:
-        return HttpReply(409, str(fenced))
-    except OSError as wrong:
-        return HttpReply(507, f"the syncer cannot write it down, so nothing is changed: {wrong.strerror}")
-    return HttpReply(200, said)
+    except FencedError as error:
+        return HttpReply(409, str(error))
+    except OSError as error:
+        return HttpReply(507, f"the syncer cannot write the request, so nothing has changed: {error.strerror}")
+    return HttpReply(200, message)
 
 
 def _find_early_reply(core: SyncerCore, event: ControlRequested) -> HttpReply | None:
-    """An answer for what needs no change, or allows none."""
+    """Return the reply to a request that needs no change or allows none."""
     if event.kind == "pause" and core.state.paused:
         return HttpReply(200, "the run is paused already")
     if event.kind == "resume" and not core.state.paused:
@@ -139,14 +140,14 @@ def _find_early_reply(core: SyncerCore, event: ControlRequested) -> HttpReply | 
 def _describe_control(core: SyncerCore, event: ControlRequested) -> str:
     if event.kind == "drain":
         assert event.value is not None
-        away = core.state.members[int(event.value)].state is MemberState.DISCONNECTED
-        later = "; it is away, and is told when it is back" if away else ""
+        is_disconnected = core.state.members[int(event.value)].state is MemberState.DISCONNECTED
+        later = "; it is disconnected and gets the request when it reconnects" if is_disconnected else ""
         return f"learner {event.value} was {Reason('control-drain-requested', (event.requested_by,))}{later}"
     if event.kind == "quorum":
         assert event.value is not None
-        said = str(Reason("control-quorum-changed", (event.value, core.state.config.quorum, event.requested_by)))
-        few = f"; {len(core.state.live)} learners train, and no round opens until there are more"
-        return said + few if len(core.state.live) < event.value else said
+        message = str(Reason("control-quorum-changed", (event.value, core.state.config.quorum, event.requested_by)))
+        too_few = f"; {len(core.state.live)} learners train, and no round opens until there are more"
+        return message + too_few if len(core.state.live) < event.value else message
     if event.kind == "grace":
         return str(Reason("control-grace-changed", (event.value, core.state.config.grace_margin, event.requested_by)))
     return (

@@ -1,13 +1,12 @@
-"""The HTTP endpoints of values, at a syncer and at a shard: who may use them, contributions up, fragments down.
+"""HTTP endpoints for values at a syncer and at a shard: authentication, upload of contributions, download of fragments.
 
-A large contribution comes in slices (`PUT /v1/slice`, several at once, in any order), and then in a word that says what
-it is and that all of it is there (`PUT /v1/contribution` without a payload). Where a connection is lost, the same word
-is answered with what is missing. A fragment is served from any byte to any other.
+A large contribution is uploaded in slices (`PUT /v1/slice`), several at once and in any order. Then
+`PUT /v1/contribution` without a payload says what it is and that it is complete. After a lost connection, the reply to
+the same request lists the missing ranges. A fragment can be downloaded from any byte to any other.
 
-A contribution is put together in memory while the gate has room for it, and in a file without a name otherwise: a
-learner on a thin link takes minutes for what others send in seconds, and neither waits for the other. A learner has at
-most one of each fragment here: while it leaves, and at the end of a run, it is asked for all of them at once. What
-nobody goes on with is forgotten after a while.
+A contribution is assembled in memory while the gate has room, and in an unnamed file otherwise. A learner on a slow
+link needs minutes for what others send in seconds, and neither delays the other. A learner has at most one upload per
+fragment: while it leaves, and at the end of a run, it uploads all fragments at once. Idle uploads are deleted.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from atoll.syncer.fragment_executor import ContributionPayload, FragmentHost
 from atoll.tensors.codecs import Codec, get_codec
 from atoll.tensors.robust_merge import find_nonfinite_in_fragment
 from atoll.transport.auth import REFUSED_HEADER, IdentityMismatchError, Rejection, check_identity, log_key
-from atoll.transport.buffers import CHUNK_BYTES, MAX_INLINE_BYTES, BufferPool, Span, Spans
+from atoll.transport.buffers import CHUNK_BYTES, MAX_INLINE_BYTES, ByteBufferPool, Span, Spans
 from atoll.transport.wire import (
     CODEC_NUMBERS,
     FragmentHeader,
@@ -62,8 +61,10 @@ class UploadKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SliceWrite:
-    """One request that brings one slice. Whoever brings the same bytes later takes its place: the earlier one belongs
-    to a connection that its sender has given up."""
+    """One request that uploads one slice.
+
+    A later request for the same bytes replaces it: the earlier connection has been given up by its sender.
+    """
 
     upload: PartialUpload
     begin: int
@@ -78,18 +79,20 @@ class SliceWrite:
 @dataclass(slots=True, eq=False)
 class PartialUpload:
     data: Tensor
-    reserved_bytes: int  # of the gate; 0: it is in a file
+    reserved_bytes: int  # reserved at the gate; 0 if the data is in a file
     missing: Spans
     writes: set[SliceWrite] = field(default_factory=set)
     last_used_at: float = field(default_factory=time.monotonic)
 
 
 class PartialUploads:
-    def __init__(self, folder: Path, buffers: BufferPool, gate: MemoryGate) -> None:
+    """Contributions that arrive in slices and are not complete yet."""
+
+    def __init__(self, folder: Path, buffers: ByteBufferPool, gate: MemoryGate) -> None:
         self._folder = folder
         self._buffers = buffers
         self._gate = gate
-        self._uploads: dict[UploadKey, PartialUpload] = {}  # the one that was begun first, first
+        self._uploads: dict[UploadKey, PartialUpload] = {}  # oldest first
         self._sweep: asyncio.TimerHandle | None = None
 
     def missing(self, key: UploadKey, size: int) -> list[Span]:
@@ -97,7 +100,11 @@ class PartialUploads:
         return list(upload.missing) if upload is not None else [(0, size)]
 
     def begin_slice(self, key: UploadKey, begin: int, end: int, size: int) -> SliceWrite | None:
-        """Memory for one slice; None if it is here already. Raises `OSError` where there is no room at all."""
+        """Return memory for one slice, or None if the slice is here already.
+
+        Raises:
+            OSError: There is no room in memory or on disk.
+        """
         upload = self._find_upload(key, size)
         if upload is None:
             upload = self._start_upload(key, size)
@@ -111,7 +118,7 @@ class PartialUploads:
         return write
 
     def finish_slice(self, write: SliceWrite) -> None:
-        """All its bytes are in and right."""
+        """Mark the bytes of this slice as received. Their checksum has been verified."""
         write.upload.missing.remove(write.begin, write.end)
         self.abandon_slice(write)
 
@@ -123,15 +130,15 @@ class PartialUploads:
             self._sweep = asyncio.get_running_loop().call_later(UPLOAD_IDLE_TIMEOUT_S, self._forget_idle)
 
     def _find_upload(self, key: UploadKey, size: int) -> PartialUpload | None:
-        """A learner may choose the codec of a contribution, once: its slices are of one size, and so is the whole."""
+        """Find the upload and check its size. The codec of a contribution, and so its size, cannot change."""
         upload = self._uploads.get(key)
         if upload is not None and upload.data.numel() != size:
-            begun = upload.data.numel()
-            raise WireError(f"{size} bytes of a contribution that was begun with {begun}", "size")
+            expected = upload.data.numel()
+            raise WireError(f"contribution of {size} bytes, its first slice said {expected}", "size")
         return upload
 
     def take_complete(self, key: UploadKey, size: int) -> PartialUpload | None:
-        """It is complete and belongs to whoever asks now, who has to `release`. None: it is not complete."""
+        """Hand a complete upload over to the caller, which must `release` it. None: it is not complete."""
         upload = self._find_upload(key, size)
         if upload is None or upload.missing:
             return None
@@ -150,18 +157,18 @@ class PartialUploads:
             self._forget(key)
 
     def _start_upload(self, key: UploadKey, size: int) -> PartialUpload:
-        """A learner has one copy of a fragment: an older round of it, or of an older incarnation, never comes."""
+        """Start an upload. Older rounds of the fragment and older incarnations will not continue: delete theirs."""
         for old in [k for k in self._uploads if k.learner == key.learner]:
             if old.round.fragment == key.round.fragment or old.incarnation != key.incarnation:
                 self._forget(old)
-        is_held = self._gate.try_acquire(size)
-        data = self._buffers.acquire(size) if is_held else self._allocate_file(size)
-        upload = self._uploads[key] = PartialUpload(data, size if is_held else 0, Spans([(0, size)]))
+        is_reserved = self._gate.try_acquire(size)
+        data = self._buffers.acquire(size) if is_reserved else self._allocate_file(size)
+        upload = self._uploads[key] = PartialUpload(data, size if is_reserved else 0, Spans([(0, size)]))
         return upload
 
     def _allocate_file(self, size: int) -> Tensor:
         with tempfile.TemporaryFile(dir=self._folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so here, and not by a signal later
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not SIGBUS later
             return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
 
     def _forget(self, key: UploadKey) -> None:
@@ -181,11 +188,11 @@ class PartialUploads:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A bound on the bytes that are being received at once: what exceeds it waits in the network, not in memory
+# A limit on the bytes that are being received at the same time: more than that waits in the network, not in memory
 
 
 class MemoryGate:
-    """First come, first served; a single piece larger than the bound passes when nothing else is held."""
+    """First-in, first-out. A single piece larger than the limit passes when nothing else is reserved."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -195,20 +202,20 @@ class MemoryGate:
     async def acquire(self, size: int) -> None:
         if self.try_acquire(size):
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, future))
         try:
-            await turn
+            await future
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release(size)  # its turn came at the moment it was cancelled
-            elif (size, turn) in self._waiting:
-                self._waiting.remove((size, turn))
-                self.release(0)  # whoever stood behind it may fit
+            if future.done() and not future.cancelled():
+                self.release(size)  # it was granted at the moment of the cancellation
+            elif (size, future) in self._waiting:
+                self._waiting.remove((size, future))
+                self.release(0)  # the next in the queue may fit
             raise
 
     def try_acquire(self, size: int) -> bool:
-        """Without waiting, where that can be."""
+        """Reserve the bytes if that is possible without waiting."""
         free = not self._waiting and self._fits(size)
         if free:
             self.used_bytes += size
@@ -217,18 +224,17 @@ class MemoryGate:
     def release(self, size: int) -> None:
         self.used_bytes -= size
         while self._waiting and self._fits(self._waiting[0][0]):
-            size, turn = self._waiting.popleft()
-            if not turn.done():  # cancelled, and not yet gone from the queue
+            size, future = self._waiting.popleft()
+            if not future.done():  # a cancelled one may still be in the queue
                 self.used_bytes += size
-                turn.set_result(None)
+                future.set_result(None)
 
     def _fits(self, size: int) -> bool:
         return self.used_bytes == 0 or self.used_bytes + size <= self.max_bytes
 
 
 STALL_TIMEOUT_S = 60.0
-"""An upload from which nothing comes for so long is given up, and a reader that does not take a chunk: both hold memory
-that others wait for."""
+"""Maximum time without progress of an upload, or of a reader of a download. Both use memory that others wait for."""
 
 MAX_DIGITS = 18
 
@@ -236,11 +242,11 @@ T = TypeVar("T")
 
 
 class NoLinkError(Exception):
-    """What belongs to a link that is closed is of no use to anybody."""
+    """The link that a request belongs to is closed."""
 
 
 class ReceivedContribution(NamedTuple):
-    """A contribution whose bytes are all here. `data` None: they came in slices."""
+    """A contribution that has arrived completely. `data` is None if it came in slices."""
 
     envelope: Envelope
     numel: int
@@ -249,24 +255,26 @@ class ReceivedContribution(NamedTuple):
 
 
 class FragmentEndpoints:
+    """Request handlers that a syncer and its shards share."""
+
     def __init__(self, syncer: FragmentHost) -> None:
         self.syncer = syncer
-        self._buffers = BufferPool()
+        self._buffers = ByteBufferPool()
         self.partial_uploads = PartialUploads(syncer.directory / "spool", self._buffers, syncer.gate)
 
-    # ---------------------------------------------------------------------------------------------------- up
+    # ---------------------------------------------------------------------------------------------------- upload
 
     async def put_contribution(self, request: web.Request) -> web.StreamResponse:
-        """The contribution itself, or the word that its slices are all there."""
+        """Receive a contribution, or the request that completes one uploaded in slices."""
         found: list[ReceivedContribution] = []
 
         def accept(head: FrameHead, header: bytes) -> Any:
-            envelope, numel, up = self._check_contribution(head, header)
+            envelope, numel, codec = self._check_contribution(head, header)
             data = self._buffers.acquire(head.payload_bytes) if head.payload_bytes else None
-            found.append(ReceivedContribution(envelope, numel, up, data))
+            found.append(ReceivedContribution(envelope, numel, codec, data))
             return as_bytes(data) if data is not None else b""
 
-        def give_back() -> None:
+        def release() -> None:
             frames.release()
             while found:
                 data = found.pop().data
@@ -281,11 +289,11 @@ class FragmentEndpoints:
             received = found[0]
             if received.data is None:
                 return await self._assemble(received)
-            is_taken = await self._deliver(received, received.data, give_back)
+            is_taken = await self._deliver(received, received.data, release)
             return web.Response(status=204)
         finally:
             if not is_taken:
-                give_back()
+                release()
 
     async def _assemble(self, received: ReceivedContribution) -> web.StreamResponse:
         body = received.envelope.body
@@ -303,24 +311,24 @@ class FragmentEndpoints:
             if not is_taken:
                 self.partial_uploads.release(upload)
 
-    async def _deliver(self, received: ReceivedContribution, data: Tensor, give_back: Callable[[], None]) -> bool:
-        """Values are checked before the core hears of them: a bad one must be refused with its reason."""
+    async def _deliver(self, received: ReceivedContribution, data: Tensor, release: Callable[[], None]) -> bool:
+        """Check the values before the core handles the contribution: a bad one must be refused with its reason."""
         syncer, envelope = self.syncer, received.envelope
         assert isinstance(envelope.body, Contribution)
         p = envelope.body.round.fragment
-        usual = syncer.fragments[p].norm_tracker
-        problem, norm = await compute_in_thread(data.numel(), usual.examine, received.codec, data, received.numel)
+        tracker = syncer.fragments[p].norm_tracker
+        problem, norm = await compute_in_thread(data.numel(), tracker.examine, received.codec, data, received.numel)
         syncer.bytes_up += data.numel()
         if problem is None:
-            problem = usual.find_problem(usual.normalized_norm(norm, envelope.body.steps))
+            problem = tracker.find_problem(tracker.normalized_norm(norm, envelope.body.steps))
         else:
             assert syncer.plan is not None
-            named = await compute_in_thread(
+            location = await compute_in_thread(
                 data.numel(), find_nonfinite_in_fragment, syncer.plan, p, received.codec, data
             )
-            problem = f"not finite: {named}"
+            problem = f"not finite: {location}"
         envelope = replace(envelope, body=replace(envelope.body, problem=problem))
-        payload = ContributionPayload(data, received.codec.name, norm, give_back)
+        payload = ContributionPayload(data, received.codec.name, norm, release)
         syncer.handle_event(MessageArrived(envelope), payload)
         return payload.is_taken
 
@@ -328,19 +336,19 @@ class FragmentEndpoints:
         envelope = decode_message(header, "learner")
         body = envelope.body
         if type(body) is not Contribution:
-            raise WireError(f"a contribution was due, found {type(body).__name__}", "type")
+            raise WireError(f"expected a Contribution, found {type(body).__name__}", "type")
         self.check_link(envelope.learner, envelope.incarnation, envelope.session)
         numel, allowed = self._get_fragment_traits(body.round.fragment)
-        ups = {CODEC_NUMBERS[up]: up for up in allowed}
-        if head.codec not in ups:
+        codecs = {CODEC_NUMBERS[name]: name for name in allowed}
+        if head.codec not in codecs:
             raise WireError(f"codec {head.codec}, the run's contributions are {' or '.join(allowed)}", "codec")
-        up = get_codec(ups[head.codec])
-        size = up.encoded_size(numel)
+        codec = get_codec(codecs[head.codec])
+        size = codec.encoded_size(numel)
         if head.payload_bytes not in (0, size):
             raise WireError(f"{head.payload_bytes} bytes, fragment {body.round.fragment} has {size}", "size")
         if body.problem is not None or not 0 <= body.trained <= MAX_TOKENS:
-            raise WireError("a learner does not say this of its own contribution", "type")
-        return envelope, numel, up
+            raise WireError("a learner must not set `problem`, and `trained` must be in its range", "type")
+        return envelope, numel, codec
 
     def _get_fragment_traits(self, p: int) -> tuple[int, tuple[str, ...]]:
         """Return the size of a fragment and the codecs of contributions to it."""
@@ -358,16 +366,18 @@ class FragmentEndpoints:
         writes: list[SliceWrite | None] = []
 
         def accept(head: FrameHead, header: bytes) -> Any:
-            said = SliceHeader.decode(header)
-            self.check_link(said.learner, said.incarnation, said.session)
-            numel, allowed = self._get_fragment_traits(said.round.fragment)
-            sizes = [get_codec(up).encoded_size(numel) for up in allowed]
-            end = said.begin + head.payload_bytes
-            if said.total_bytes not in sizes or not said.begin < end <= said.total_bytes:
+            fields = SliceHeader.decode(header)
+            self.check_link(fields.learner, fields.incarnation, fields.session)
+            numel, allowed = self._get_fragment_traits(fields.round.fragment)
+            sizes = [get_codec(name).encoded_size(numel) for name in allowed]
+            end = fields.begin + head.payload_bytes
+            if fields.total_bytes not in sizes or not fields.begin < end <= fields.total_bytes:
                 has = " or ".join(map(str, sizes))
-                raise WireError(f"bytes {said.begin} to {end} of {said.total_bytes}, the fragment has {has}", "size")
-            key = UploadKey(said.learner, said.incarnation, said.round)
-            write = self.partial_uploads.begin_slice(key, said.begin, end, said.total_bytes)
+                raise WireError(
+                    f"bytes {fields.begin} to {end} of {fields.total_bytes}, the fragment has {has}", "size"
+                )
+            key = UploadKey(fields.learner, fields.incarnation, fields.round)
+            write = self.partial_uploads.begin_slice(key, fields.begin, end, fields.total_bytes)
             writes.append(write)
             return write.memory if write is not None else bytearray(head.payload_bytes)
 
@@ -383,56 +393,57 @@ class FragmentEndpoints:
         except ConnectionError:
             raise
         except OSError as error:
-            self.syncer.log.warning("a contribution cannot be put together: %s", error)
-            return error_response(507, f"the syncer has no room for it: {error.strerror}")
+            self.syncer.log.warning("no room to assemble a contribution: %s", error)
+            return error_response(507, f"the syncer has no room for the contribution: {error.strerror}")
         finally:
             if writes and writes[0] is not None:
                 self.partial_uploads.abandon_slice(writes[0])
 
-    # ---------------------------------------------------------------------------------------------------- down
+    # ---------------------------------------------------------------------------------------------------- download
 
     async def get_fragment(self, request: web.Request) -> web.StreamResponse:
         syncer = self.syncer
         p, version = parse_path_numbers(request, "fragment", "version")
-        held, wanted = syncer.fragments.get(p), request.query.get("base", "whole")
-        if held is None:
+        fragment, wanted = syncer.fragments.get(p), request.query.get("base", "whole")
+        if fragment is None:
             return error_response(404, "there is no such fragment")
-        served = held.pin(version)
+        served = fragment.pin(version)
         if served is None:
-            return error_response(410, f"version {version} is not served any more, the newest is {held.served.version}")
+            newest = fragment.served.version
+            return error_response(410, f"version {version} is not served any more, the newest is {newest}")
         try:
             if served.update is not None and wanted == str(served.base):
                 payload, base, number = served.update, served.base, CODEC_NUMBERS[served.codec]
             else:
                 payload, base, number = served.value, None, CODEC_NUMBERS["f32"]
-            whole = as_bytes(payload)
-            begin, end = _parse_range(request, whole.nbytes)
-            view = whole[begin:end]
-            start = held.frame_headers.get((served.version, base, begin, end))
+            source = as_bytes(payload)
+            begin, end = _parse_range(request, source.nbytes)
+            view = source[begin:end]
+            start = fragment.frame_headers.get((served.version, base, begin, end))
             if start is None:
-                header = FragmentHeader(held.id, served.version, base, served.value_digest, begin, whole.nbytes)
+                header = FragmentHeader(fragment.id, served.version, base, served.value_digest, begin, source.nbytes)
                 encoded = header.encode()
                 head = await compute_in_thread(
                     view.nbytes, encode_frame_head, FrameKind.FRAGMENT, number, encoded, view
                 )
                 start = head + encoded
-                if view.nbytes == whole.nbytes:  # all learners fetch the same bytes: the digest is computed once
-                    held.frame_headers[served.version, base, begin, end] = start
-            sent = await stream_response(request, start, view)
+                if view.nbytes == source.nbytes:  # all learners download the same bytes: compute the digest once
+                    fragment.frame_headers[served.version, base, begin, end] = start
+            response = await stream_response(request, start, view)
             syncer.bytes_down += view.nbytes
-            return sent
+            return response
         finally:
-            held.unpin(version)
+            fragment.unpin(version)
 
 
 class StallTimeout:
-    """`TimeoutError` in the block when `moved` has not changed for `limit_s`, at the latest after twice as long.
+    """Raise `TimeoutError` in the block when `progress` has not changed for `limit_s`, at the latest after twice that.
 
-    An `asyncio.timeout` around each piece would say it to the second, and cost a tenth of what the piece itself does.
+    An `asyncio.timeout` around each chunk would be exact, but costs a tenth of what the chunk itself costs.
     """
 
     def __init__(self, limit_s: float) -> None:
-        self.progress = 0  # counted up by whoever moves something
+        self.progress = 0  # the caller counts it up with every chunk
         self._limit_s = limit_s
         self._seen = 0
         self._timeout = asyncio.timeout(None)
@@ -447,10 +458,10 @@ class StallTimeout:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.pause()
-        await self._timeout.__aexit__(kind, error, trace)  # makes a TimeoutError of its own cancellation
+        await self._timeout.__aexit__(kind, error, trace)  # turns its own cancellation into a TimeoutError
 
     def pause(self) -> None:
-        """What now takes its time is not the other side's."""
+        """Stop the clock: from here on the delay is not the peer's."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -467,16 +478,16 @@ class StallTimeout:
 
 
 class FrameReader:
-    """The frames of one request's body. A body that stands still for too long is given up.
+    """Read the frames of one request body. A body that stalls for too long is given up.
 
-    With a gate, the bytes of a payload are asked for there before more than its first piece is read.
+    With a gate, the bytes of a payload are reserved there before more than its first chunk is read.
     """
 
     def __init__(self, request: web.Request, gate: MemoryGate | None = None) -> None:
         self._chunks: AsyncIterator[bytes] = request.content.iter_any()
         self._rest = b""
         self._gate = gate
-        self._taken = 0
+        self._acquired_bytes = 0
 
     async def _next_chunk(self) -> bytes | None:
         if self._rest:
@@ -487,7 +498,7 @@ class FrameReader:
     async def read_frame(
         self, kind: FrameKind, accept: Callable[[FrameHead, bytes], Any], is_wanted: Callable[[], bool] = lambda: True
     ) -> Frame:
-        """`is_wanted` is asked before every write into the memory that `accept` gave."""
+        """Read one frame. `is_wanted` is checked before every write into the memory that `accept` returned."""
         parser = FrameParser(kind, accept, several=True)
         async with StallTimeout(STALL_TIMEOUT_S) as timeout:
             while not parser.is_done:
@@ -498,19 +509,19 @@ class FrameReader:
                     raise NoLinkError
                 parser.feed(chunk)
                 timeout.progress += 1
-                if parser.accepted_bytes and self._gate is not None and not self._taken:
+                if parser.accepted_bytes and self._gate is not None and not self._acquired_bytes:
                     timeout.pause()
                     await self._gate.acquire(parser.accepted_bytes)
                     timeout.resume()
-                    self._taken = parser.accepted_bytes
+                    self._acquired_bytes = parser.accepted_bytes
         frame = parser.finish()
         self._rest = parser.rest
         return frame
 
     def release(self) -> None:
         if self._gate is not None:
-            self._gate.release(self._taken)
-            self._taken = 0
+            self._gate.release(self._acquired_bytes)
+            self._acquired_bytes = 0
 
     async def expect_end(self) -> None:
         async with asyncio.timeout(STALL_TIMEOUT_S):
@@ -519,16 +530,16 @@ class FrameReader:
 
 
 def _parse_range(request: web.Request, size: int) -> tuple[int, int]:
-    """From where to where; everything unless the request says otherwise."""
+    """Return the first byte and the end of the requested range. Without parameters that is everything."""
     found = []
-    for name, usual in (("begin", 0), ("end", size)):
+    for name, default in (("begin", 0), ("end", size)):
         text = request.query.get(name)
         if text is not None and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
             raise WireError(f"{name} is a whole number, found {text[:40]!r}", "type")
-        found.append(min(int(text), size) if text is not None else usual)
+        found.append(min(int(text), size) if text is not None else default)
     begin, end = found
     if begin >= end:
-        raise WireError(f"bytes {begin} to {end} of {size}: there are none", "size")
+        raise WireError(f"bytes {begin} to {end} of {size}: the range is empty", "size")
     return begin, end
 
 
@@ -538,22 +549,22 @@ def error_response(status: int, message: str, code: str = "") -> web.Response:
 
 
 def parse_path_numbers(request: web.Request, one: str, other: str) -> tuple[int, int]:
-    """Two numbers of the path. Longer ones than any that was ever given out are nothing that is here."""
+    """Parse two numbers of the path. Numbers longer than any that is assigned are not found."""
     texts = request.match_info[one], request.match_info[other]
     if max(map(len, texts)) > MAX_DIGITS:
         raise web.HTTPNotFound
     return int(texts[0]), int(texts[1])
 
 
-async def compute_in_thread(size: int, pass_over: Callable[..., T], *args: Any) -> T:
-    """In another thread, unless there are few bytes to pass over."""
+async def compute_in_thread(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Call the function in another thread, or here if it processes only a few bytes."""
     if size <= MAX_INLINE_BYTES:
-        return pass_over(*args)
-    return await asyncio.get_running_loop().run_in_executor(None, pass_over, *args)
+        return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(None, function, *args)
 
 
 async def stream_response(request: web.Request, start: bytes, payload: memoryview) -> web.StreamResponse:
-    """In pieces, so that a slow reader costs nothing but its own time; one that does not read at all is cut off."""
+    """Send a response in chunks: a slow reader delays only itself. A reader that stalls is disconnected."""
     if payload.nbytes <= MAX_INLINE_BYTES:
         return web.Response(body=start + bytes(payload), content_type="application/octet-stream")
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
@@ -576,16 +587,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def auth_middleware(host: FragmentHost) -> Any:
-    """A middleware: whatever is wrong with a request closes that connection and is counted."""
+    """Return a middleware that checks every request. It counts refused requests and closes their connections."""
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def check_request(request: web.Request, handler: Handler) -> web.StreamResponse:
         rejection = host.access.check_request(request)
         if rejection is not None:
-            answer = error_response(rejection.status, rejection.message)
-            answer.headers[REFUSED_HEADER] = rejection.message
-            answer.force_close()  # another key is shown on another connection
-            return answer
+            response = error_response(rejection.status, rejection.message)
+            response.headers[REFUSED_HEADER] = rejection.message
+            response.force_close()  # a client can show another key only on another connection
+            return response
         host.on_authenticated(request.transport)
         try:
             return await handler(request)
@@ -598,17 +609,17 @@ def auth_middleware(host: FragmentHost) -> Any:
             host.access.reject(rejection, str(request.remote), request.path, log_key(error.code))
             return error_response(403, str(error), error.code)
         except NoLinkError:
-            return error_response(409, "the link that this belongs to is closed")
+            return error_response(409, "the link of this request is closed")
         except ConnectionError as error:
-            host.log.info("%s %s from %s broke off: %s", request.method, request.path, request.remote, error)
-            return error_response(400, "it broke off")  # nobody reads it
+            host.log.info("%s %s from %s: connection lost: %s", request.method, request.path, request.remote, error)
+            return error_response(400, "connection lost")  # not received: the client is gone
         except web.HTTPException:
             raise
         except TimeoutError:
             host.refused["silent"] += 1
-            return error_response(408, f"nothing came for {STALL_TIMEOUT_S:g} s")
+            return error_response(408, f"no bytes received for {STALL_TIMEOUT_S:g} s")
         except Exception:
             host.log.exception("%s %s has failed", request.method, request.path)
-            return error_response(500, "the syncer has failed on this request; its log says how")
+            return error_response(500, "internal error of the syncer: see its log")
 
-    return guard
+    return check_request

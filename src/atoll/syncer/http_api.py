@@ -1,4 +1,4 @@
-"""The syncer's side of docs/wire.md: paths, checks, errors. What it means is decided elsewhere."""
+"""The HTTP API of the syncer (docs/wire.md): paths, checks and error replies. Other modules make the decisions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MAX_MODEL_BYTES = 2**40
 
 
 def build_app(syncer: SyncerProcess) -> web.Application:
-    """The application of one syncer. Every path asks for the token."""
+    """Build the HTTP application of one syncer. Every path requires the token."""
     endpoints = SyncerEndpoints(syncer)
     app = web.Application(middlewares=[auth_middleware(syncer)], client_max_size=MAX_MESSAGE_BYTES)
     app.router.add_get("/v1/run", endpoints.get_run)
@@ -94,8 +94,11 @@ class SyncerEndpoints:
     # ---------------------------------------------------------------------------------------------------- joining
 
     async def get_run(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the settings of the run. A learner names its number: one that its key is not for is refused here,
-        before it founds a run that it could not join."""
+        """Reply with the settings of the run.
+
+        A learner sends its number. A number that its key does not allow is refused here, before the learner creates a
+        run that it could not join.
+        """
         text = request.query.get("learner")
         if text is not None:
             number = int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
@@ -105,7 +108,7 @@ class SyncerEndpoints:
         )
 
     async def get_shards(self, request: web.Request) -> web.StreamResponse:
-        """Where the shards are, by their numbers; null: it is away."""
+        """Reply with the addresses of the shards, by number. An unavailable shard is null."""
         known = self.syncer.shards
         return web.json_response({"shards": known.addresses() if known is not None else []})
 
@@ -116,7 +119,7 @@ class SyncerEndpoints:
         return web.json_response({"learner": learner, "incarnation": incarnation})
 
     async def put_model(self, request: web.Request) -> web.StreamResponse:
-        """Founding. The first model that arrives whole is the run's; a second one is compared with it."""
+        """Create the run from the first complete model. A later model is compared with it."""
         async with self._create_lock:
             frames = FrameReader(request)
             frame = await frames.read_frame(FrameKind.MODEL, _accept_plan)
@@ -133,13 +136,13 @@ class SyncerEndpoints:
             await frames.expect_end()
             try:
                 await self.syncer.create_run(plan, values)
-            except ShardsUnavailableError as missing:
-                return error_response(503, str(missing))
+            except ShardsUnavailableError as error:
+                return error_response(503, str(error))
             except ValueError as error:
-                self.syncer.log.error("no run is founded: %s", error)
+                self.syncer.log.error("cannot create the run: %s", error)
                 return error_response(409, str(error))
             except OSError as error:
-                self.syncer.log.error("the model cannot be written: %s", error)
+                self.syncer.log.error("cannot write the model: %s", error)
                 return error_response(507, f"the syncer cannot write the model: {error.strerror}")
             return web.json_response({"founded": True}, status=201)
 
@@ -149,10 +152,10 @@ class SyncerEndpoints:
             return HttpReply(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
         wanted = make_stable_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
         if plan != wanted:
-            given, due = (f"{each.method} with {len(each.fragments)} fragments" for each in (plan, wanted))
-            if given == due:
-                due += " that hold other tensors; use one version of Atoll everywhere"
-            return HttpReply(409, f"the plan is {given}, the run's is {due}")
+            offered, expected = (f"{each.method} with {len(each.fragments)} fragments" for each in (plan, wanted))
+            if offered == expected:
+                expected += " that hold other tensors; use one version of Atoll everywhere"
+            return HttpReply(409, f"the plan is {offered}, the run's is {expected}")
         if self.syncer.plan is None:
             return None
         ours, theirs = self.syncer.plan.fingerprint(), plan.fingerprint()
@@ -168,9 +171,9 @@ class SyncerEndpoints:
             raise WireError(f"no memory for the {plan.numel(p)} values of fragment {p}", "size") from None
 
         def accept(head: FrameHead, header: bytes) -> Any:
-            said = decode_header(header, {"fragment": int})["fragment"]
-            if said != p:
-                raise WireError(f"fragment {said} where {p} was due", "type")
+            fragment = decode_header(header, {"fragment": int})["fragment"]
+            if fragment != p:
+                raise WireError(f"found fragment {fragment}, expected {p}", "type")
             return as_bytes(value)
 
         await frames.read_frame(FrameKind.MODEL, accept)
@@ -197,9 +200,9 @@ class SyncerEndpoints:
                     envelope = decode_message(data, "learner")
                     link = self._identify(link, envelope, connection)
                     if type(envelope.body) in (Contribution, OptimizerState):
-                        raise WireError(f"{type(envelope.body).__name__} travels beside its values", "type")
+                        raise WireError(f"{type(envelope.body).__name__} needs a frame with its values", "type")
                     if type(envelope.body) is DownloadTime and self.syncer.settings.numerics.down != "auto":
-                        raise WireError("FetchTime, where the run names the codec of updates", "type")
+                        raise WireError("DownloadTime is only for runs that choose the codec of updates (auto)", "type")
                     link.acknowledge(envelope.body)
                     self.syncer.handle_event(MessageArrived(envelope))
                 elif link is not None:
@@ -220,7 +223,7 @@ class SyncerEndpoints:
         return connection.socket
 
     def _identify(self, link: SyncerLink | None, envelope: Envelope, connection: WebSocketConnection) -> SyncerLink:
-        """A link belongs to the one who said hello on it."""
+        """Return the link of this connection. Its first message, Hello, decides which learner it belongs to."""
         key = (envelope.learner, envelope.incarnation, envelope.session)
         if link is None:
             if type(envelope.body) is not Hello:
@@ -240,14 +243,14 @@ class SyncerEndpoints:
             raise WireError("metrics are a JSON object", "type")
         syncer, (learner, incarnation, _) = self.syncer, link.key
         if syncer.core is not None and learner in syncer.core.state.members:
-            told = {name: raw[name] for name in LEARNER_METRICS if _is_number(raw.get(name, ""))}
-            syncer.metrics.record_learner(syncer.clock.now(), learner, incarnation, told)
+            metrics = {name: raw[name] for name in LEARNER_METRICS if _is_number(raw.get(name, ""))}
+            syncer.metrics.record_learner(syncer.clock.now(), learner, incarnation, metrics)
 
-    # ---------------------------------------------------------------------------------------------------- inner state
+    # -------------------------------------------------------------------------------------------------- optimizer state
 
     async def put_state(self, request: web.Request) -> web.StreamResponse:
-        """A peer's inner state waits in a file: it may be larger than the model, and its taker may be slow."""
-        found: list[tuple[Envelope, StateFile]] = []
+        """Store a peer's optimizer state in a file: it may be larger than the model, and its receiver may be slow."""
+        found: list[tuple[Envelope, SpooledStateFile]] = []
 
         def accept(head: FrameHead, header: bytes) -> Any:
             envelope = self._check_state(head, header)
@@ -265,8 +268,8 @@ class SyncerEndpoints:
         except ConnectionError:
             raise
         except OSError as error:
-            self.syncer.log.warning("inner state cannot be kept: %s", error)
-            return error_response(507, f"the syncer cannot keep it: {error.strerror}")
+            self.syncer.log.warning("cannot store optimizer state: %s", error)
+            return error_response(507, f"the syncer cannot store the optimizer state: {error.strerror}")
         finally:
             if found:
                 found[0][1].close()
@@ -276,12 +279,12 @@ class SyncerEndpoints:
     def _check_state(self, head: FrameHead, header: bytes) -> Envelope:
         envelope = decode_message(header, "learner")
         if type(envelope.body) is not OptimizerState:
-            raise WireError(f"inner state was due, found {type(envelope.body).__name__}", "type")
+            raise WireError(f"expected OptimizerState, found {type(envelope.body).__name__}", "type")
         self.fragment_endpoints.check_link(envelope.learner, envelope.incarnation, envelope.session)
         assert self.syncer.plan is not None
-        most = max_state_bytes(self.syncer.plan.total_numel)
-        if head.payload_bytes > most:
-            raise WireError(f"inner state of {head.payload_bytes} bytes, the limit is {most}", "size")
+        max_bytes = max_state_bytes(self.syncer.plan.total_numel)
+        if head.payload_bytes > max_bytes:
+            raise WireError(f"optimizer state of {head.payload_bytes} bytes, the limit is {max_bytes}", "size")
         return envelope
 
     async def get_state(self, request: web.Request) -> web.StreamResponse:
@@ -289,16 +292,16 @@ class SyncerEndpoints:
         check_identity(learner)
         path = self.spool.path((learner, incarnation))
         if path is None:
-            return error_response(404, "no inner state waits for this learner")
+            return error_response(404, "no optimizer state waits for this learner")
         return web.FileResponse(path)
 
-    # ---------------------------------------------------------------------------------------------------- people
+    # ---------------------------------------------------------------------------------------------------- operators
 
     async def get_status(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(build_status(self.syncer))
 
     async def get_metrics(self, request: web.Request) -> web.StreamResponse:
-        """For Prometheus."""
+        """Reply with the metrics for Prometheus."""
         try:
             text, content_type = render_metrics(self.syncer, request.headers.get("Accept", ""))
         except ImportError:
@@ -308,7 +311,7 @@ class SyncerEndpoints:
     async def post_snapshot(self, request: web.Request) -> web.StreamResponse:
         raw = parse_json(await request.read()) if request.can_read_body else {"requested_by": ""}
         if not isinstance(raw, dict) or set(raw) != {"requested_by"}:
-            return error_response(400, "a snapshot is asked for with nothing, or with a JSON object with requested_by")
+            return error_response(400, "a snapshot request is empty or a JSON object with requested_by")
         problem = find_requester_problem(raw["requested_by"]) if raw["requested_by"] != "" else None
         if problem is not None:
             return error_response(400, problem)
@@ -316,26 +319,28 @@ class SyncerEndpoints:
         if number is None:
             if self.syncer.core is None:
                 return error_response(409, "the run has no model yet, so there is nothing to take a snapshot of")
-            return error_response(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
+            return error_response(
+                409, "cannot take a snapshot of a run that ends or has ended: its model is its result"
+            )
         return web.json_response({"snapshot": number}, status=202)
 
     async def get_snapshot(self, request: web.Request) -> web.StreamResponse:
-        """What became of a snapshot; of a durable one what it holds."""
+        """Reply with the state of a snapshot, and with the contents of a durable one."""
         text = request.match_info["snapshot"]
         number = int(text) if len(text) <= MAX_DIGITS else 0
-        told = self.syncer.snapshots.get(number) or {"snapshot": number, "left_out": [], "said": ""}
-        if told.get("state") not in (None, "durable"):
-            return web.json_response(told)
+        status = self.syncer.snapshots.get(number) or {"snapshot": number, "left_out": [], "said": ""}
+        if status.get("state") not in (None, "durable"):
+            return web.json_response(status)
         info = await asyncio.to_thread(read_snapshot_info, self.syncer.directory, number)
         if info is None:
             return error_response(404, f"there is no snapshot {number}; the newest few are kept")
-        return web.json_response(told | {"state": "durable"} | info.to_json(self.syncer.directory))
+        return web.json_response(status | {"state": "durable"} | info.to_json(self.syncer.directory))
 
     async def post_control(self, request: web.Request) -> web.StreamResponse:
-        answer = await handle_control(self.syncer, parse_json(await request.read()))
-        if answer.status != 200:
-            return error_response(*answer)
-        return web.json_response({"done": answer.message})
+        reply = await handle_control(self.syncer, parse_json(await request.read()))
+        if reply.status != 200:
+            return error_response(*reply)
+        return web.json_response({"done": reply.message})
 
     async def post_finish(self, request: web.Request) -> web.StreamResponse:
         await self.syncer.finish()
@@ -346,9 +351,9 @@ class SyncerEndpoints:
         self.spool.clear()
 
 
-def _parse_learner_id(told: object) -> int | None:
-    if told is None or (type(told) is int and 1 <= told <= MAX_LEARNER_ID):
-        return told
+def _parse_learner_id(value: object) -> int | None:
+    if value is None or (type(value) is int and 1 <= value <= MAX_LEARNER_ID):
+        return value
     raise WireError(f"a learner's number is a whole number from 1 to {MAX_LEARNER_ID}, or null for any", "type")
 
 
@@ -364,28 +369,28 @@ def _is_number(value: object) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Inner state on its way from one learner to another: files, because its taker may come for it at any time
+# Optimizer state in transit between learners: files, because the receiver may download it at any time
 
 
 StateKey = tuple[LearnerId, Incarnation]
 
 MAX_STATE_FILES = 16
-"""That wait at once. The oldest makes room: its taker has given up, or will ask another peer."""
+"""Files that wait at the same time. The oldest is deleted first: its receiver has given up or will request another."""
 
 
-class StateFile:
-    """A whole frame in a file. Its payload is memory of the file, so nothing is held twice."""
+class SpooledStateFile:
+    """One complete frame in a file. Its payload is the memory-mapped file, so it is never in memory twice."""
 
     def __init__(self, spool: StateSpool, key: StateKey, header: bytes, payload_bytes: int) -> None:
         self._spool = spool
         self._key = key
         self._header = header
-        # Two peers may give to the same learner at once. One file for both would be cut under the memory of the first.
+        # Two peers may send to the same learner at once. With one file, the second would truncate the first's mapping.
         self.path = spool.folder / f"learner-{key[0]}-i{key[1]}-{next(spool.serial)}.part"
         size = FRAME_HEAD_BYTES + len(header) + payload_bytes
         self._file = open(self.path, "w+b", buffering=0)  # noqa: SIM115 - closed by close()
         try:
-            os.posix_fallocate(self._file.fileno(), 0, size)  # a full disk says so here, and not by a signal later
+            os.posix_fallocate(self._file.fileno(), 0, size)  # a full disk is an error here, not SIGBUS later
         except OSError:
             self.close()
             raise
@@ -393,7 +398,7 @@ class StateFile:
         self.payload = memoryview(self._memory)[FRAME_HEAD_BYTES + len(header) :]
 
     def write_head(self) -> None:
-        """All of it has arrived: write what stands before it. Reads all of it once more, so not for the loop."""
+        """Write the frame head after the payload has arrived. It reads the whole payload: not for the event loop."""
         head = encode_frame_head(FrameKind.OPTIMIZER_STATE, 0, self._header, self.payload)
         self._memory[: FRAME_HEAD_BYTES + len(self._header)] = head + self._header
 
@@ -403,21 +408,23 @@ class StateFile:
         self._spool.add(self._key, final)
 
     def close(self) -> None:
-        self.path.unlink(missing_ok=True)  # where it was kept it has another name
+        self.path.unlink(missing_ok=True)  # a published file has another name
         self._file.close()
 
 
 class StateSpool:
+    """Files of optimizer state that wait for their receivers."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.iterdir():
-            leftover.unlink()  # of a syncer that is gone: nobody comes for it
+            leftover.unlink()  # of an earlier syncer: no learner will request it
         self.serial = itertools.count(1)
         self._files: dict[StateKey, Path] = {}
 
-    def create_file(self, key: StateKey, header: bytes, payload_bytes: int) -> StateFile:
-        return StateFile(self, key, header, payload_bytes)
+    def create_file(self, key: StateKey, header: bytes, payload_bytes: int) -> SpooledStateFile:
+        return SpooledStateFile(self, key, header, payload_bytes)
 
     def add(self, key: StateKey, path: Path) -> None:
         old = self._files.pop(key, None)

@@ -1,4 +1,4 @@
-"""A syncer from its start to its end: bind, serve, write the final model, leave cleanly on a signal."""
+"""Run a syncer: bind, serve, write the final model, and stop cleanly on a signal."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from atoll.transport.tls import KeyFiles, ServerTls
 TAKEOVER_POLL_INTERVAL_S = 0.25
 MAX_LINGER_S = 60.0
 LINGER_S = 1.0
-"""After the end: for the last acknowledgements that are on their way, and as long as final values are downloaded."""
+"""Minimum time after the end, for acknowledgements in flight. It is extended while final values are downloaded."""
 
 
 class SupersededError(Exception):
-    """Another syncer has taken over. Nothing that this one wrote since counts, and it must not be started again."""
+    """Another syncer has taken over. Writes of this one since then do not count, and it must not be restarted."""
 
 
 def serve_syncer(
@@ -49,19 +49,28 @@ def serve_syncer(
     serve_end_s: float = 0.0,
     sock: socket.socket | None = None,
 ) -> bool:
-    """Serve one run until it is over; True when it is. SIGINT and SIGTERM stop it so that it can go on later.
+    """Serve one run until it is over.
 
-    `on_finished` is called as soon as the run is over. After that the end is served for up to `serve_end_s`, while
-    learners are missing that may come back and have not received it.
+    SIGINT and SIGTERM stop the syncer so that the run can be resumed later.
 
-    `take_over`: also from a syncer that holds the directory and stands still. Raises `SupersededError` when somebody took
-    over from this one. `keys`: TLS with them, and without them only this machine is served, unless `plain_text` says
-    that nobody else is on the network. `sock`: from `bound`, in place of `host` and `port`.
+    Args:
+        on_finished: Called as soon as the run is over.
+        take_over: Take over from a syncer that owns the directory and has stalled.
+        keys: Keys for TLS. Without them only this machine is served, except with `plain_text`.
+        plain_text: Serve other machines without TLS. Use it only on a trusted network.
+        serve_end_s: After the end, serve for up to this time while learners that may come back have not received it.
+        sock: Socket from `bind_socket`, in place of `host` and `port`.
+
+    Returns:
+        True if the run is over.
+
+    Raises:
+        SupersededError: Another syncer took over from this one.
     """
     tls = ServerTls(keys) if keys is not None else None
     check_access(host, token, tls, plain_text)
-    # Bind before the store is opened: a process without its address must neither raise the epoch, which would only end
-    # another syncer, nor leave a new directory behind.
+    # Bind before the store is opened. A process without its address must not raise the epoch, which would only stop
+    # another syncer, and must not leave a new directory behind.
     sock = sock if sock is not None else bind_socket(host, port)
     return asyncio.run(_serve(directory, settings, sock, token, on_ready, on_finished, take_over, tls, serve_end_s))
 
@@ -69,7 +78,7 @@ def serve_syncer(
 def wait_to_take_over(
     directory: Path, take_over_s: float = TAKEOVER_TIMEOUT_S, on_wait: Callable[[], None] | None = None
 ) -> TakeoverDecision | None:
-    """Return when it is time; None when the run has come to its end meanwhile."""
+    """Wait until this process should take over the run. Return None if the run ends meanwhile."""
     store = directory / "store"
     watcher = HeartbeatWatcher(store, take_over_s)
     while not (store / "manifest.json").exists():
@@ -111,7 +120,7 @@ async def _serve(
             if on_ready is not None:
                 on_ready(address)
             began, was_over = time.monotonic(), serve_end_s > 0 and syncer.store.read_manifest() is not None
-            # Only the end is left to serve: shards that hold the final values are not waited for any longer than that.
+            # Only the end is left to serve: do not wait longer than that for shards that store the final values.
             only_end = [asyncio.sleep(serve_end_s)] if was_over and on_finished is None else []
             await wait_for_first(stopped.wait(), syncer.run_ended.wait(), *only_end)
             _raise_failure(syncer)
@@ -131,17 +140,19 @@ async def _serve(
 async def http_server(
     host: FragmentHost, app: web.Application, sock: socket.socket
 ) -> AsyncIterator[tuple[Listener, asyncio.Event]]:
-    """Set up the application of a syncer or shard. `Listener.start` opens its port; the event is set by SIGINT and
-    SIGTERM."""
-    unheard = logging.getLogger(f"{host.log.name}.http")
-    unheard.setLevel(logging.CRITICAL)  # of aiohttp: whoever sends what is no HTTP would fill the log with tracebacks
-    runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_AHEAD_BYTES)
+    """Set up the application of a syncer or shard.
+
+    `Listener.start` opens the port. SIGINT and SIGTERM set the event.
+    """
+    http_log = logging.getLogger(f"{host.log.name}.http")
+    http_log.setLevel(logging.CRITICAL)  # clients that do not speak HTTP would fill the log with aiohttp tracebacks
+    runner = web.AppRunner(app, access_log=None, logger=http_log, shutdown_timeout=2.0, read_bufsize=READ_AHEAD_BYTES)
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     signals = {}
     for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there ends us otherwise
-            # Not `loop.add_signal_handler`: the loop hears of a signal through a pipe, which is full when threads have
-            # much to tell a busy loop, and then the signal is lost.
+        with contextlib.suppress(ValueError):  # not in the main thread: the caller stops us in another way
+            # Not `loop.add_signal_handler`: it wakes the loop through a pipe. The pipe is full when threads send many
+            # wake-ups to a busy loop, and then the signal is lost.
             signals[number] = signal.signal(number, lambda *_: loop.call_soon_threadsafe(stopped.set))
     try:
         await runner.setup()
@@ -167,7 +178,7 @@ def _raise_failure(syncer: SyncerProcess) -> None:
 
 
 async def _serve_end(syncer: SyncerProcess, stopped: asyncio.Event, serve_end_s: float) -> None:
-    """Serve the end to learners that come back; then finish what is being sent."""
+    """Serve the end to learners that come back, then finish the transfers in flight."""
     if (missing := syncer.learners_missing_end()) and serve_end_s > 0 and not stopped.is_set():
         syncer.log.warning(
             "the run is over, and learners that did not receive its end may come back: %s; serving the end for up to"
@@ -184,15 +195,17 @@ async def _serve_end(syncer: SyncerProcess, stopped: asyncio.Event, serve_end_s:
 
 def _describe_access(token: str | None, tls: ServerTls | None) -> str:
     if tls is not None:
-        return ", TLS, for those who have a key" if tls.requires_client_keys else ", TLS, for those who have the token"
+        return ", TLS, for clients with a key" if tls.requires_client_keys else ", TLS, for clients with the token"
     return "" if token else ", this machine only: no token was given"
 
 
-def _write_address_file(syncer: SyncerProcess, reachable: SyncerAddress) -> None:
+def _write_address_file(syncer: SyncerProcess, address: SyncerAddress) -> None:
     try:
-        write_address_file(syncer.directory, reachable)
+        write_address_file(syncer.directory, address)
     except OSError as error:
-        syncer.log.warning("commands on this machine will not find this syncer: %s", error)
+        syncer.log.warning(
+            "cannot write the address file (%s); commands on this machine will not find this syncer", error
+        )
 
 
 async def wait_for_first(*waits: object) -> None:

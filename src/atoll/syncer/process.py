@@ -1,7 +1,7 @@
-"""The syncer as a process: sockets, threads, files and tensors around `SyncerCore`.
+"""The syncer process: sockets, threads, files and tensors around `SyncerCore`.
 
-One event loop owns the core and everything that people see. One thread merges, in the order in which the core asked;
-another writes files. Whoever is slow (a disk, a learner's link) delays neither of the others.
+One event loop owns the core and all status. One thread merges, in the order of the core's effects. Another thread
+writes files. A slow disk or a slow link of a learner delays none of the others.
 """
 
 from __future__ import annotations
@@ -78,20 +78,21 @@ LinkKey = tuple[LearnerId, Incarnation, int]
 
 @dataclass(slots=True, eq=False)
 class SyncerLink:
-    """What waits for a learner is bounded: a newer version of a fragment takes the place of an older notice.
+    """Connection to one learner, with a bounded send queue: a newer version of a fragment replaces an older notice.
 
-    A learner is told of one version of a fragment at a time, and that one is kept for it. If it were told of each: (1)
-    it hears of version 7, (2) when its request arrives, version 8 is the newest and 7 is gone, (3) it hears of version
-    8, and so on. Where versions come faster than a request travels, it would never get any.
+    A learner is notified of one version of a fragment at a time, and that version is pinned for it. If it were
+    notified of each: (1) it receives the notice of version 7, (2) when its request arrives, version 8 is the newest and
+    7 is deleted, (3) it receives the notice of version 8, and so on. If versions are published faster than a request
+    travels, it would never get any.
     """
 
     key: LinkKey
     connection: WebSocketConnection
     _fragments: Mapping[FragmentId, SyncerFragment | RemoteFragment]
-    _announced: dict[FragmentId, Version] = field(
-        default_factory=dict
-    )  # and kept, until it has that one or wants another
-    _pending: dict[FragmentId, Envelope] = field(default_factory=dict)  # the newest version of what is in `_announced`
+    # pinned until the learner acknowledges the version or requests another one
+    _announced: dict[FragmentId, Version] = field(default_factory=dict)
+    # the newest version of each fragment in `_announced`, to send next
+    _pending: dict[FragmentId, Envelope] = field(default_factory=dict)
 
     def post(self, envelope: Envelope) -> None:
         if self.connection.is_closing:
@@ -102,13 +103,13 @@ class SyncerLink:
                 self._pending[body.fragment] = envelope
                 return
             key = ("published", body.fragment)
-            held = self._fragments.get(body.fragment)
-            if held is not None and held.pin(body.version) is not None:
+            fragment = self._fragments.get(body.fragment)
+            if fragment is not None and fragment.pin(body.version) is not None:
                 self._announced[body.fragment] = body.version
         self.connection.post(partial(encode_message, envelope), key)
 
     def acknowledge(self, body: Body) -> None:
-        """The learner has the version that it was told of, or wants another one: it may be told of the next."""
+        """Unpin the announced version once the learner has it or requests another, and announce the next one."""
         if type(body) is not PublishAck and type(body) is not Resync:
             return
         p = body.fragment
@@ -128,11 +129,11 @@ class SyncerLink:
 
 
 MAX_RECEIVING_BYTES = 256 * 2**20
-"""Of contributions that are being received at once, unless four of the largest fragments are more."""
+"""Limit for contributions that are being received at the same time, at least four times the largest fragment."""
 
 
 class SyncerProcess:
-    """Everything of one run at one syncer. Made and used within one event loop."""
+    """One run at one syncer. Create and use it within one event loop."""
 
     def __init__(
         self,
@@ -148,38 +149,37 @@ class SyncerProcess:
         self.settings = settings
         self.log = ContextLogger(log if log is not None else logging.getLogger("atoll.syncer"))
         self._reasons = ReasonLogger(self.log)
-        self.core: SyncerCore | None = None  # from the founding on
+        self.core: SyncerCore | None = None  # set when the run is created or restored
         self.plan: FragmentPlan | None = None
         self.links: dict[LinkKey, SyncerLink] = {}
         self.metrics = SyncerMetrics(directory, self.log)
-        self.assigned_incarnations: dict[
-            LearnerId, Incarnation
-        ] = {}  # incarnations that were given out and have not yet said hello
-        self.bytes_up = 0  # of contributions that arrived whole, here and not at a shard
-        self.bytes_down = 0  # of fragments that were sent from here
-        self.refused: Counter[str] = Counter()  # bad messages and frames, by code
+        # learners that have an incarnation and have not sent Hello yet
+        self.assigned_incarnations: dict[LearnerId, Incarnation] = {}
+        self.bytes_up = 0  # complete contributions received here, without those at shards
+        self.bytes_down = 0  # fragment values sent from here
+        self.refused: Counter[str] = Counter()  # invalid messages and frames, by code
         self.merged_contributions = 0  # by this process
-        self.merges_before = 0  # by its predecessors
+        self.merges_before = 0  # by earlier syncers of this run
         self.run_ended = asyncio.Event()  # the run has ended, or this syncer has been superseded
         self.end_delivered = asyncio.Event()  # to every learner that may come back; or this syncer must stop
-        self._informed: set[LearnerId] = set()  # learners whose new process was answered that the run is over
+        self._informed: set[LearnerId] = set()  # learners whose new process got the reply that the run is over
         self.halt_reason = ""
-        self.superseded_by = ""  # by whom, in words: this process must not serve any more
+        self.superseded_by = ""  # message about the newer syncer: this process must not serve any more
         self.snapshots = SnapshotStatuses()
-        self.failure: BaseException | None = None  # our bug; what is durable is right, and another process goes on
+        self.failure: BaseException | None = None  # a bug: durable state is intact, and another process can continue
         self.gate = MemoryGate(MAX_RECEIVING_BYTES)
         self.access = AccessControl(token, tls, self.refused, self.log)
         self.on_authenticated: Callable[[asyncio.BaseTransport | None], None] = lambda transport: None
         self._loop = asyncio.get_running_loop()
-        self._pinned_snapshot = 0  # the snapshot whose versions the store holds
+        self._pinned_snapshot = 0  # the snapshot whose versions are pinned in the store
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
         self.store = Store.open(directory / "store", is_takeover=take_over)
-        kept = self.store.read_settings()
-        if kept is not None:
-            self.settings = settings.with_stored(RunSettings.from_json(kept))
+        stored = self.store.read_settings()
+        if stored is not None:
+            self.settings = settings.with_stored(RunSettings.from_json(stored))
         self.executor = FragmentExecutor(self.store, self)
         self._execute: Mapping[type, Callable[[Any], None]] = {
             Send: self._send,
@@ -200,12 +200,12 @@ class SyncerProcess:
         )
         self._control_lock = asyncio.Lock()
         self._end_received = self.store.read_end_received()  # learners that acknowledged the end to an earlier syncer
-        self._gathered_values: dict[FragmentId, Tensor] = {}  # from the shards, at the end
+        self._gathered_values: dict[FragmentId, Tensor] = {}  # final values, downloaded from the shards
 
     # ---------------------------------------------------------------------------------------------------- starting
 
     async def start(self) -> None:
-        """Take up the run that the directory holds; without one, wait for a learner that brings a model."""
+        """Resume the run in the directory. Without one, wait for a learner that uploads a model."""
         if self.settings.plan is not None and self.shards is not None:
             self._spawn(self._restore_from(self.shards, self.settings.plan))
         elif self.settings.plan is not None:
@@ -218,25 +218,28 @@ class SyncerProcess:
         await self.executor.load(plan, self.settings, list(range(len(plan.fragments))))
         restored = await self.executor.run_on_disk(self.store.read_restored)
         merges = sum(fragment.served.version for fragment in self.fragments.values())
-        self.log.info("the run goes on: %d merges are on disk, this is epoch %d", merges, self.store.epoch)
+        self.log.info("resuming the run: %d merges on disk, epoch %d", merges, self.store.epoch)
         self._start_core(plan, restored)
 
     async def _restore_from(self, shards: ShardCoordinator, plan: FragmentPlan) -> None:
-        """The versions are with the shards: the run goes on when all of them have said which."""
-        self.log.info("the run goes on when its %d shards are here", shards.count)
+        """Resume the run after all shards have reported their versions."""
+        self.log.info("waiting for %d shards to resume the run", shards.count)
         versions = await shards.records(len(plan.fragments))
         try:
             restored = replace(await self.executor.run_on_disk(self.store.read_restored), versions=versions)
-            self.log.info("the run goes on: this is epoch %d", self.store.epoch)
+            self.log.info("resuming the run: epoch %d", self.store.epoch)
             self._start_core(plan, restored)
-        except Exception as wrong:
-            self.log.critical("the run cannot be taken up: %s", wrong)
-            self.failure = wrong
+        except Exception as error:
+            self.log.critical("cannot resume the run: %s", error)
+            self.failure = error
             self.run_ended.set()
 
     async def create_run(self, plan: FragmentPlan, values: list[Tensor]) -> None:
-        """A learner has brought the model. It is durable before anybody can join. ValueError: the run starts from a
-        checkpoint of another one."""
+        """Create the run from the model that a learner uploaded. It is durable before any learner can join.
+
+        Raises:
+            ValueError: The checkpoint from which the run starts is of another model.
+        """
         warm = await asyncio.to_thread(load_initial_values, self.directory, plan)
         values = values if warm is None else warm
         settings = replace(
@@ -254,8 +257,8 @@ class SyncerProcess:
             await self.executor.create_fragments(settings, dict(enumerate(values)))
         self.settings = settings
         self.clock = RunClock(settings.founded_at)
-        of = f", with the values of {INIT_FILE}" if warm is not None else ""
-        self.log.info("founded: %d parameters in %d fragments%s", plan.total_numel, len(plan.fragments), of)
+        source = f", with the values of {INIT_FILE}" if warm is not None else ""
+        self.log.info("created the run: %d parameters in %d fragments%s", plan.total_numel, len(plan.fragments), source)
         self._start_core(plan, None)
 
     def _start_core(self, plan: FragmentPlan, restored: RestoredState | None) -> None:
@@ -270,7 +273,7 @@ class SyncerProcess:
         self.core = SyncerCore(config, self.store.epoch, restored)
         self.merges_before = self.core.state.merges
         self.handle_event(Started())
-        for event in self.controls.events():  # before anybody can join
+        for event in self.controls.events():  # before any learner can join
             self.handle_event(event)
         if self.shards is not None:
             self.shards.report_missing_shards()
@@ -278,20 +281,20 @@ class SyncerProcess:
     # ---------------------------------------------------------------------------------------------------- the core
 
     def handle_event(self, event: SyncerEvent, payload: ContributionPayload | None = None) -> list[SyncerEffect]:
-        """Have the core handle an event, and carry out its effects. A core that has failed is not called again."""
+        """Have the core handle an event and execute its effects. A core that has failed is not called again."""
         if self._stopping or self.failure is not None:
             return []
         try:
             return self._handle(event, payload)
-        except Exception as wrong:
-            self.log.critical("the syncer has failed and stops; start it again on its directory", exc_info=wrong)
-            self.failure = wrong
+        except Exception as error:
+            self.log.critical("the syncer has failed and stops; start it again on its directory", exc_info=error)
+            self.failure = error
             self.run_ended.set()
             self.end_delivered.set()
             return []
 
     def _handle(self, event: SyncerEvent, payload: ContributionPayload | None) -> list[SyncerEffect]:
-        """Its entry is on the tape before any of its effects is carried out."""
+        """Write the tape entry before any effect is executed."""
         assert self.core is not None and self._tape is not None
         now = self.clock.now()
         if type(event) is MergeDone:
@@ -305,9 +308,9 @@ class SyncerProcess:
                 assert payload is not None, "a contribution without its values"
                 self.executor.accumulate(effect, payload)
             else:
-                carry_out = self._execute.get(type(effect))
-                if carry_out is not None:
-                    carry_out(effect)
+                execute = self._execute.get(type(effect))
+                if execute is not None:
+                    execute(effect)
         self._pin_snapshot_versions(self.core)
         if self.core.state.stage is RunStage.FINISHED and not self.learners_missing_end():
             self.end_delivered.set()
@@ -350,7 +353,7 @@ class SyncerProcess:
             self.refused[body.reason.code] += 1
             if body.reason.code == "refused-finished":
                 self._informed.add(envelope.learner)
-            # About the run, not the learner: a process without a place in it could take any number of numbers.
+            # The log limit is per run, not per learner: a process that is not in the run could use any number of ids.
             prefix = f"learner {learner}: refused by the run in {self.directory}: "
             self._reasons.write(body.reason, ("run", 0), prefix, learner=learner, incarnation=incarnation)
             if link is not None and body.final:
@@ -359,7 +362,7 @@ class SyncerProcess:
             self._close_older(learner, incarnation)
 
     def _close_older(self, learner: LearnerId, incarnation: Incarnation) -> None:
-        """A process that has a successor is told so when it dials again; on its old link nobody listens to it."""
+        """Close the links of older incarnations. Such a process gets the reason when it reconnects."""
         for key, link in self.links.items():
             if key[0] == learner and key[1] < incarnation:
                 link.connection.close(f"incarnation {key[1]} is replaced by {incarnation}")
@@ -367,14 +370,14 @@ class SyncerProcess:
     def _log_reason(self, effect: LogReason) -> None:
         kind, number = effect.subject
         self.snapshots.record(effect.reason)
-        named: dict[str, Any] = {}
+        context: dict[str, Any] = {}
         if kind == "fragment":
             assert self.core is not None
-            named["version"] = self.core.state.fragments[number].version
+            context["version"] = self.core.state.fragments[number].version
         elif kind == "learner" and self.core is not None and number in self.core.state.members:
-            named["incarnation"] = self.core.state.members[number].incarnation
+            context["incarnation"] = self.core.state.members[number].incarnation
         prefix = f"{kind} {number}: " if kind != "run" else "run: "
-        self._reasons.write(effect.reason, effect.subject, prefix, **named)
+        self._reasons.write(effect.reason, effect.subject, prefix, **context)
 
     def _hang_up(self, effect: CloseConnection) -> None:
         link = self.links.pop((effect.learner, effect.incarnation, effect.session), None)
@@ -383,38 +386,38 @@ class SyncerProcess:
 
     @property
     def fragments(self) -> dict[FragmentId, SyncerFragment]:
-        """Those that are here: none, where there are shards."""
+        """Fragments in this process: none in a run with shards."""
         return self.executor.fragments
 
     @property
     def all_fragments(self) -> Mapping[FragmentId, SyncerFragment | RemoteFragment]:
-        """All fragments, wherever they are."""
+        """All fragments of the run, here or at the shards."""
         return self.shards.fragments if self.shards is not None else self.executor.fragments
 
     def on_durable(self, fragment: SyncerFragment) -> None:
         if fragment.stats is not None:
             self.record_merge(fragment.id, fragment.served.version, fragment.stats)
 
-    def record_merge(self, fragment: FragmentId, version: Version, measured: MergeStats) -> None:
-        self.metrics.record_merge(self.clock.now(), self.store.epoch, fragment, version, measured)
+    def record_merge(self, fragment: FragmentId, version: Version, stats: MergeStats) -> None:
+        self.metrics.record_merge(self.clock.now(), self.store.epoch, fragment, version, stats)
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of values, up and down, with those of the shards."""
+        """Bytes of values, received and sent, including those of the shards."""
         if self.shards is None:
             return self.bytes_up, self.bytes_down
-        there = self.shards.traffic()
-        return self.bytes_up + there.bytes_up, self.bytes_down + there.bytes_down
+        at_shards = self.shards.traffic()
+        return self.bytes_up + at_shards.bytes_up, self.bytes_down + at_shards.bytes_down
 
     def _pin_snapshot_versions(self, core: SyncerCore) -> None:
-        """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""
-        cut = core.state.snapshot
-        if cut is not None and cut.id != self._pinned_snapshot:
-            self._pinned_snapshot = cut.id
-            self.executor.submit_to_disk(self.store.pin_snapshot, cut.id, cut.versions)
+        """Pin the versions of a snapshot when it starts: its parts may arrive after the store would delete them."""
+        snapshot = core.state.snapshot
+        if snapshot is not None and snapshot.id != self._pinned_snapshot:
+            self._pinned_snapshot = snapshot.id
+            self.executor.submit_to_disk(self.store.pin_snapshot, snapshot.id, snapshot.versions)
             if self.shards is not None:
-                self.shards.post_all(PinSnapshot(cut.id, cut.versions))
-        elif cut is None and self._pinned_snapshot:
+                self.shards.post_all(PinSnapshot(snapshot.id, snapshot.versions))
+        elif snapshot is None and self._pinned_snapshot:
             self.executor.submit_to_disk(self.store.discard_snapshot, self._pinned_snapshot)
             if self.shards is not None:
                 self.shards.post_all(UnpinSnapshot(self._pinned_snapshot))
@@ -422,7 +425,7 @@ class SyncerProcess:
 
     def _halt(self, effect: Halt) -> None:
         self.halt_reason = str(effect.reason)
-        if effect.reason.code == "superseded-epoch" and not self.superseded_by:  # a learner has told
+        if effect.reason.code == "superseded-epoch" and not self.superseded_by:  # reported by a learner
             self.superseded_by = str(effect.reason)
         self.log.info("%s", effect.reason)
         self.run_ended.set()
@@ -430,7 +433,7 @@ class SyncerProcess:
     # ---------------------------------------------------------------------------------------------------- learners
 
     def assign_learner(self, wanted: LearnerId | None) -> tuple[LearnerId, Incarnation]:
-        """An id, and an incarnation that is newer than every one that is known."""
+        """Return an id, and an incarnation that is newer than every known one of that learner."""
         members = self.core.state.members if self.core is not None else {}
         learner = wanted
         if learner is None:
@@ -445,7 +448,7 @@ class SyncerProcess:
         return [link.connection for link in (*self.links.values(), *(self.shards or ()))]
 
     def connected_learners(self) -> set[LearnerId]:
-        """Learners that have a link, or a number and no link yet."""
+        """Learners that have a link, or an id and no link yet."""
         members = self.core.state.members if self.core is not None else {}
         return {key[0] for key in self.links} | {
             learner for learner in self.assigned_incarnations if learner not in members
@@ -454,7 +457,7 @@ class SyncerProcess:
     def attach(self, link: SyncerLink) -> None:
         old = self.links.pop(link.key, None)
         if old is not None:
-            old.connection.close("another connection says that it is the same link")
+            old.connection.close("replaced by another connection of the same session")
         self.links[link.key] = link
         if self.shards is not None:
             self.shards.links_changed()
@@ -467,9 +470,13 @@ class SyncerProcess:
             self.handle_event(LearnerDisconnected(*link.key, cause))
 
     async def apply_control(self, event: ControlRequested) -> bool:
-        """An operator's wish, checked. Durable before the core hears of it; raises `OSError` when it cannot be.
+        """Apply a checked request of an operator. It is durable before the core handles it.
 
-        False: the run was told to end while the wish waited for its turn."""
+        Return False if the run was asked to end while the request waited for the lock.
+
+        Raises:
+            OSError: The request cannot be written.
+        """
         async with self._control_lock:
             if self.core is None or self.core.state.stage is not RunStage.RUNNING:
                 return False
@@ -492,21 +499,21 @@ class SyncerProcess:
         async with self._control_lock:
             try:
                 await self._store_controls(self.controls.without_pause())
-            except (FencedError, OSError) as wrong:
-                self.log.warning("the end of the pause cannot be written down: %s", wrong)
+            except (FencedError, OSError) as error:
+                self.log.warning("cannot write the end of the pause: %s", error)
             self.handle_event(FinishRequested())
 
-    def take_snapshot(self, who: str = "") -> int | None:
-        """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
+    def take_snapshot(self, requested_by: str = "") -> int | None:
+        """Return the number of the snapshot that starts now or is in progress. None: the run is not running."""
         if self.core is None or self.core.state.stage is not RunStage.RUNNING:
             return None
         if self.core.state.snapshot is None:
             before = self.core.state.marker
-            self.handle_event(SnapshotRequested(who))
+            self.handle_event(SnapshotRequested(requested_by))
             return self.core.state.marker if self.core.state.marker > before else None
         return self.core.state.snapshot.id
 
-    # ---------------------------------------------------------------------------------------------------- showing
+    # ---------------------------------------------------------------------------------------------------- status
 
     @property
     def finished(self) -> bool:
@@ -518,7 +525,7 @@ class SyncerProcess:
         return [learner for learner in missing if learner not in self._end_received | self._informed]
 
     def _write_end_received(self) -> None:
-        """For a syncer that is started on the finished run: it serves the end only while a learner misses it."""
+        """Write which learners have the end: a syncer that restarts on the finished run serves only the others."""
         assert self.core is not None
         acknowledged = {member.id for member in self.core.state.members.values() if member.finish_acked}
         try:
@@ -528,10 +535,10 @@ class SyncerProcess:
 
     @property
     def is_sending(self) -> bool:
-        return any(held.has_pins for held in self.fragments.values())
+        return any(fragment.has_pins for fragment in self.fragments.values())
 
     async def gather_model(self) -> None:
-        """For `published_model`: the final values, from wherever they are."""
+        """Collect the final values from the shards, for `published_model`."""
         if self.shards is not None and self.core is not None and self.plan is not None:
             versions = {p: f.version for p, f in self.core.state.fragments.items()}
             self._gathered_values = await self.shards.gather_values(self.plan, versions)
@@ -540,7 +547,7 @@ class SyncerProcess:
         """Return the published model by tensor name, in f32 and in the shapes of the plan."""
         assert self.plan is not None
         found: dict[str, list[tuple[int, Tensor]]] = {}
-        values = {p: held.served.value for p, held in self.fragments.items()} or self._gathered_values
+        values = {p: fragment.served.value for p, fragment in self.fragments.items()} or self._gathered_values
         for p, value in values.items():
             for piece, begin, end in self.plan.spans(p):
                 found.setdefault(piece.tensor, []).append((piece.start, value[begin:end]))
@@ -565,7 +572,7 @@ class SyncerProcess:
         spawned.add_done_callback(self._background.discard)
 
     async def stop(self) -> None:
-        """Leave everything so that another syncer can take up the run here. Learners dial again when it does."""
+        """Stop in a state from which another syncer can resume the run. Learners reconnect to that one."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()

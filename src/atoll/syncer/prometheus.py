@@ -1,6 +1,6 @@
 """`GET /metrics` of a syncer in the text format of Prometheus. docs/metrics.md lists the names.
 
-Everything is read from the status that is shown to people, and from what was measured at the newest merges.
+The values come from the status (`build_status`) and from measurements at the newest merges.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 NOT_INSTALLED = "this syncer cannot answer Prometheus: prometheus_client is not installed; pip install 'atoll[dash]'"
 
 MAX_LABELLED = 256
-"""Learners, and fragments, that have series of their own; those with the lowest numbers."""
+"""Learners and fragments with their own series: those with the lowest numbers."""
 
 
 class MetricInfo(NamedTuple):
-    """One metric: what it says, and the names of its labels. It is a counter if its name ends with `_total`."""
+    """One metric: its help text and the names of its labels. It is a counter if its name ends with `_total`."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ METRICS: Mapping[str, MetricInfo] = {
     "atoll_run_progress_ratio": MetricInfo("share of the budget that is used, 0 to 1"),
     "atoll_syncer_epoch": MetricInfo("rises with every syncer that takes up the run"),
     "atoll_learners_alive": MetricInfo("learners that are there and train"),
-    "atoll_learners_asked": MetricInfo("learners that the widest open round asks"),
+    "atoll_learners_pulled": MetricInfo("learners that are pulled in the largest open round"),
     "atoll_learners_merged": MetricInfo("contributions in the widest of the newest merges of all fragments"),
     "atoll_quorum_learners": MetricInfo("K: contributions without which nothing is merged"),
     "atoll_learner_standing": MetricInfo("1 for the standing of each learner", ("learner", "standing")),
@@ -83,7 +83,11 @@ Sample = tuple[str, tuple[str, ...], float | None]
 
 
 def render_metrics(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
-    """The text and its content type. ImportError without prometheus_client."""
+    """Return the metrics as text, and its content type.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+    """
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -107,40 +111,40 @@ def render_metrics(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
 
 
 def collect_samples(syncer: SyncerProcess) -> Iterator[Sample]:
-    """Name, values of the labels, figure; None where it is not known."""
-    shown = build_status(syncer)
-    yield "atoll_run_info", (shown["run"], __version__), 1.0
-    yield "atoll_run_stage", (shown["stage"],), 1.0
-    yield "atoll_run_seconds", (), shown["wall_s"]
-    yield "atoll_run_progress_ratio", (), shown["progress"]
-    yield "atoll_syncer_epoch", (), shown["epoch"]
-    yield "atoll_syncer_received_bytes_total", (), shown["bytes"]["up"]
-    yield "atoll_syncer_sent_bytes_total", (), shown["bytes"]["down"]
-    for code, count in shown["refused"].items():
+    """Yield the name, the label values and the value of each sample. The value is None while it is unknown."""
+    status = build_status(syncer)
+    yield "atoll_run_info", (status["run"], __version__), 1.0
+    yield "atoll_run_stage", (status["stage"],), 1.0
+    yield "atoll_run_seconds", (), status["wall_s"]
+    yield "atoll_run_progress_ratio", (), status["progress"]
+    yield "atoll_syncer_epoch", (), status["epoch"]
+    yield "atoll_syncer_received_bytes_total", (), status["bytes"]["up"]
+    yield "atoll_syncer_sent_bytes_total", (), status["bytes"]["down"]
+    for code, count in status["refused"].items():
         yield "atoll_refused_total", (code,), count
-    if not shown["founded"]:
+    if not status["founded"]:
         return
-    yield from _run_samples(shown)
+    yield from _run_samples(status)
     yield "atoll_contributions_total", (), syncer.merged_contributions
     yield from _merge_samples(syncer)
-    yield from _ledger_samples(shown["ledger"])
-    for learner in shown["learners"][:MAX_LABELLED]:
+    yield from _ledger_samples(status["ledger"])
+    for learner in status["learners"][:MAX_LABELLED]:
         yield from _learner_samples(learner)
 
 
-def _run_samples(shown: Mapping[str, Any]) -> Iterator[Sample]:
-    for name in ("alive", "asked", "merged"):
-        yield f"atoll_learners_{name}", (), shown[name]
-    yield "atoll_quorum_learners", (), shown["quorum"]
-    yield "atoll_trained_tokens", (), shown["trained"]
-    yield "atoll_merges_total", (), shown["merges"]
-    yield "atoll_rounds_in_flight", (), shown["rounds_in_flight"]
-    yield "atoll_rounds_in_flight_limit", (), shown["flight_limit"]
+def _run_samples(status: Mapping[str, Any]) -> Iterator[Sample]:
+    for name in ("alive", "pulled", "merged"):
+        yield f"atoll_learners_{name}", (), status[name]
+    yield "atoll_quorum_learners", (), status["quorum"]
+    yield "atoll_trained_tokens", (), status["trained"]
+    yield "atoll_merges_total", (), status["merges"]
+    yield "atoll_rounds_in_flight", (), status["rounds_in_flight"]
+    yield "atoll_rounds_in_flight_limit", (), status["flight_limit"]
     for name in ("step", "quorum", "sync"):
-        yield f"atoll_{name}_seconds", (), shown[f"{name}_s"]
-    for fragment in shown["fragments"][:MAX_LABELLED]:
+        yield f"atoll_{name}_seconds", (), status[f"{name}_s"]
+    for fragment in status["fragments"][:MAX_LABELLED]:
         yield "atoll_fragment_version", (str(fragment["fragment"]),), fragment["version"]
-    for reason, count in shown["ignored"].items():
+    for reason, count in status["ignored"].items():
         yield "atoll_ignored_total", (reason,), count
 
 
@@ -149,10 +153,10 @@ def _merge_samples(syncer: SyncerProcess) -> Iterator[Sample]:
     yield "atoll_merge_seconds_total", (), metrics.merge_s
     yield "atoll_last_merge_timestamp_seconds", (), metrics.merged_at
     newest = list(metrics.newest_merges.values())
-    yield "atoll_merge_delta_norm", (), _mean(measured.merged_norm for measured in newest)
-    yield "atoll_merge_left_out_ratio", (), _mean(measured.quantization_error for measured in newest)
+    yield "atoll_merge_delta_norm", (), _mean(stats.merged_norm for stats in newest)
+    yield "atoll_merge_left_out_ratio", (), _mean(stats.quantization_error for stats in newest)
     for name in ("cosine", "momentum_norm", "step_norm"):
-        yield f"atoll_merge_{name}", (), _mean(getattr(measured, name) for measured in newest)
+        yield f"atoll_merge_{name}", (), _mean(getattr(stats, name) for stats in newest)
 
 
 def _ledger_samples(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:
@@ -182,7 +186,7 @@ LEARNER_FIELD_METRICS = {
     "strikes": "atoll_learner_strikes",
     "step": "atoll_learner_steps",
 }
-"""Fields of a learner in the status."""
+"""Fields of a learner in the status, and their metrics."""
 
 
 def _learner_samples(learner: Mapping[str, Any]) -> Iterator[Sample]:

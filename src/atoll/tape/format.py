@@ -1,14 +1,14 @@
-"""The tape: what every process was told and what it did about it, one line per entry.
+"""Tape format: every event that a process handled and every effect it produced, one line per entry.
 
-One process writes one tape. Its first line is the header, every other line one entry, and each line is a JSON array
+One process writes one tape. The first line is the header, and every other line is one entry. Each line is a JSON array
 
     ["1f0c93ab", payload]
 
-of a checksum (CRC-32 of the payload as it is written) and the payload: `["Header", {...}, shapes]` or
-`[at, tick, event, [effect, ...]]`. How values are written is said in `codec`. `shapes` names the fields of every type,
-so that a tape can be read by programs that know nothing of this one.
+of a checksum (CRC-32 of the payload bytes) and the payload: `["Header", {...}, shapes]` or
+`[at, tick, event, [effect, ...]]`. `codec` defines the encoding of values. `shapes` names the fields of every
+type, so that other programs can read a tape.
 
-The order of entries across tapes is in `ordering`, files are in `atoll.tape.files`.
+`ordering` defines the order of entries across tapes, and `files` the tape files.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from atoll.core.types import (
 )
 
 FORMAT_VERSION = 2
-"""Of the lines, not of the protocol. It rises when a reader of the old one would misunderstand the new one."""
+"""Version of the tape format, not of the protocol. It increases with each incompatible change."""
 
 
 class TapeError(ValueError):
-    """A tape that cannot be written or read. `place` is the file and line, where there is one."""
+    """Error in writing or reading a tape. `location` is the file and line, if known."""
 
-    def __init__(self, what: str, place: str = "") -> None:
-        super().__init__(f"{place}: {what}" if place else what)
-        self.problem = what
-        self.location = place
+    def __init__(self, problem: str, location: str = "") -> None:
+        super().__init__(f"{location}: {problem}" if location else problem)
+        self.problem = problem
+        self.location = location
 
 
 class Actor(NamedTuple):
-    """One process: the syncer in one epoch, or a learner in one incarnation."""
+    """One process: a syncer epoch or a learner incarnation."""
 
     learner: LearnerId  # SYNCER for the syncer
     generation: int  # epoch or incarnation
@@ -62,7 +62,7 @@ class Actor(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One call of `handle`. `tick` counts the calls of this process from 1 and is its clock."""
+    """One call of `handle`. `tick` counts the calls of this process from 1 and is its logical clock."""
 
     at: float
     actor: Actor
@@ -73,32 +73,32 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Whose tape it is, and everything from which its core was made: a replay needs nothing else."""
+    """Header of a tape: its process and all inputs of its core. A replay needs nothing else."""
 
     format_version: int
     atoll_version: str
     actor: Actor
     config: RunConfig
-    seed: int | None  # of the world that was drawn; None in a real run
-    restored: RestoredState | None = None  # what a syncer found in its directory
+    seed: int | None  # seed of a simulated run; None in a real run
+    restored: RestoredState | None = None  # state that a syncer loaded from its directory
     note: str = ""
 
 
 TAPE_TYPES: tuple[type, ...] = (
-    # settings and what is restored
+    # settings and restored state
     Header,
     Actor,
     RunConfig,
     Limits,
     RestoredState,
-    # nouns
+    # values
     RoundId,
     MergedUpTo,
     AcceptedContribution,
     LeaseHoldings,
     Reason,
     ledger.LedgerLine,
-    # what is sent, recorded, told and done
+    # messages, records, events and effects
     *get_args(protocol.Body),
     protocol.Envelope,
     protocol.RecordKey,
@@ -106,7 +106,7 @@ TAPE_TYPES: tuple[type, ...] = (
     *get_args(Event),
     *get_args(Effect),
 )
-"""Every type that may stand on a tape."""
+"""All types that may occur on a tape."""
 
 _JSON = json.JSONDecoder(object_hook=parse_float)
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in TAPE_TYPES}
@@ -114,7 +114,7 @@ _SHAPES = {name: tuple(get_type_hints(kind)) for name, kind in _TYPES.items()}
 
 
 class _EntryRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """An entry as it is written: the actor is in the header."""
+    """Entry as it is written, without the actor, which is in the header."""
 
     at: Number
     tick: int
@@ -127,7 +127,7 @@ class _EntryRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
 
 def encode(value: object) -> str:
-    """One registered value as JSON. Equal texts mean: the same type and the same fields, all the way down.
+    """Return a registered value as JSON. Equal texts mean equal types and fields, recursively.
 
     >>> encode(StepTaken(1, 4096, 0.5))
     '["StepTaken",1,4096,0.5,0]'
@@ -141,7 +141,7 @@ def encode(value: object) -> str:
 
 
 def decode(text: str) -> Any:
-    """The value that `encode` wrote."""
+    """Return the value that `encode` wrote."""
     raw = _parse_json(text)
     name = raw[0] if type(raw) is list and raw and type(raw[0]) is str else None
     if name not in _TYPES:
@@ -153,7 +153,7 @@ def decode(text: str) -> Any:
 
 
 def canonical(value: object) -> str:
-    """Return the text by which events and effects, one or a sequence, are compared: NaN is not equal to itself."""
+    """Return a text for comparing events and effects, one or a sequence. Values with NaN compare equal as text."""
     if type(value) in (list, tuple):
         assert isinstance(value, list | tuple)
         return f"[{','.join([encode(each) for each in value])}]"
@@ -165,12 +165,12 @@ def canonical(value: object) -> str:
 
 
 def encode_header(header: Header) -> bytes:
-    """The first line of a tape, with its line end."""
+    """Return the first line of a tape, with its line end."""
     return _add_checksum(f"{encode(header)[:-1]},{json.dumps(_SHAPES, separators=(',', ':'))}]")
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """One line of a tape, with its line end. The actor is in the header."""
+    """Return the line of an entry, with its line end, without its actor."""
     at, _, tick, event, effects = entry
     try:
         return _add_checksum(to_text(_EntryRow(at, tick, event, effects)))
@@ -179,22 +179,22 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def decode_header(line: bytes) -> Header:
-    """The header from the first line of a tape, without its line end."""
+    """Return the header from the first line of a tape, given without its line end."""
     raw = _verify_checksum(line)
     if type(raw) is not list or not raw or raw[0] != "Header":
-        raise TapeError("no header: the first line of a tape says whose it is")
+        raise TapeError("no header: the first line must be the header of the tape")
     if len(raw) != 3 or type(raw[1]) is not dict or type(raw[2]) is not dict:
-        raise TapeError("the header has another shape than a header")
+        raise TapeError("the header is malformed")
     version, atoll = raw[1].get("format_version"), raw[1].get("atoll_version")
     if type(version) is not int:
-        raise TapeError("the header does not say its format version")
+        raise TapeError("the header has no format version")
     if version > FORMAT_VERSION:
         raise TapeError(
             f"written by a newer Atoll: format {version} of Atoll {atoll}, this one reads format {FORMAT_VERSION};"
             " read it with that version"
         )
     if version < 1:
-        raise TapeError(f"there is no format version {version}")
+        raise TapeError(f"format version {version} does not exist")
     if version < FORMAT_VERSION:
         raise TapeError(
             f"written by an older Atoll: format {version} of Atoll {atoll}, this one reads format {FORMAT_VERSION};"
@@ -203,7 +203,7 @@ def decode_header(line: bytes) -> Header:
     for name, fields in raw[2].items():
         known = _SHAPES.get(name)
         if known is None:
-            raise TapeError(f"written by another Atoll, {atoll}: type {name!r} is unknown here")
+            raise TapeError(f"written by another Atoll, {atoll}: unknown type {name!r}; read it with that version")
         if list(known) != fields:
             raise TapeError(f"written by another Atoll, {atoll}: {name} has the fields {fields}, here {list(known)}")
     try:
@@ -214,15 +214,15 @@ def decode_header(line: bytes) -> Header:
 
 
 def decode_entry(line: bytes, actor: Actor) -> Entry:
-    """One entry of this actor's tape, from a line without its line end."""
+    """Return the entry of a line, given without its line end, of the tape of this actor."""
     raw = _verify_checksum(line)
     if type(raw) is not list or len(raw) != 4:
         if type(raw) is list and raw[:1] == ["Header"]:
             raise TapeError("a second header: two tapes were written into one file")
-        raise TapeError("an entry has four parts: time, tick, event and effects")
+        raise TapeError("an entry must have four parts: time, tick, event and effects")
     tick = raw[1]
     if type(tick) is not int or tick < 1:
-        raise TapeError("a tick is a whole number and counts from 1")
+        raise TapeError("a tick must be an integer of at least 1")
     try:
         written: _EntryRow = read(raw, _EntryRow)
     except ValidationError as error:
@@ -236,12 +236,12 @@ def _add_checksum(payload: str) -> bytes:
 
 
 def _verify_checksum(line: bytes) -> Any:
-    """The payload of a line whose checksum is right."""
+    """Return the payload of a line, after checking its checksum."""
     if line[:2] != b'["' or line[10:12] != b'",' or line[-1:] != b"]":
         raise TapeError(f"not a line of a tape: {line[:40]!r}{'...' if len(line) > 40 else ''}")
     payload = line[12:-1]
     if line[2:10] != b"%08x" % zlib.crc32(payload):
-        raise TapeError("the checksum is wrong: the line was damaged after it was written")
+        raise TapeError("checksum mismatch: the line was damaged after it was written")
     return _parse_json(payload)
 
 
@@ -249,4 +249,4 @@ def _parse_json(text: str | bytes) -> Any:
     try:
         return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
-        raise TapeError(f"bad JSON: {error}") from None
+        raise TapeError(f"invalid JSON: {error}") from None

@@ -1,6 +1,6 @@
-"""One process of a learner, from its own tape, or from what the syncer's tape says of it.
+"""State of a learner process, from its own tape or from the tape of the syncer.
 
-It takes entries in the order of their tape, which may still grow. Times are those of the run's clock.
+Entries are handled in the order of their tape, which may still grow. Times are on the clock of the run.
 """
 
 from __future__ import annotations
@@ -24,43 +24,48 @@ from atoll.tape.format import Entry
 
 STALL_FACTOR = 3.0
 MIN_STALL_S = 1.0
-"""A step that takes more than three times, and a second more, than the steps before it: something else went on."""
+"""A step includes a stall if it takes more than three times, and one second more, than the typical step."""
 
 MIN_TYPICAL_STEPS = 8
-"""Of a process, before one can say what is usual."""
+"""Number of steps before a process has a typical step time."""
 
 MAX_STEPPING_SPANS = 4096
-"""Spells of steps that are kept apart; beyond, the oldest are joined."""
+"""Limit on separate spans of steps. Beyond it the oldest spans are joined."""
 
 
 class LearnerProcess:
-    """One process of a learner."""
+    """Steps, disconnections and clock offset of one learner process."""
 
     def __init__(
-        self, incarnation: int, first: float, last: float, began: float | None = None, keep: int | None = EXACT_ROWS
+        self,
+        incarnation: int,
+        first: float,
+        last: float,
+        started_at: float | None = None,
+        keep: int | None = EXACT_ROWS,
     ) -> None:
         self.incarnation = incarnation
-        self.first_entry_at = first  # entry on its tape
+        self.first_entry_at = first
         self.last_entry_at = last
-        self.training_started_at = began  # it may train
+        self.training_started_at = started_at
         self.log = StepLog(keep)
-        self.optimizer_state_source = ""  # where its inner state came from, in words
+        self.optimizer_state_source = ""  # source of its optimizer state, as a sentence
         self.contributions = 0
-        self.disconnected: list[Span] = []  # spans in which it had no link
-        self.disconnected_since: float | None = None  # the one that is open
-        self.stepping_spans: list[list[float]] = []  # in steps, without longer breaks: begin and end of each
-        self.presumed_until: float | None = None  # it is there, as far as anybody knows, although its tape ends before
-        self.stepping_until: float | None = None  # of that: in the step that it has not told of
-        self.clock_offset_s = 0.0  # by which its clock is ahead of the syncer's; taken off already
-        self.is_clock_known = False  # it was compared with the syncer's
-        self._step_started_at: float | None = None  # where the step under way began
+        self.disconnected: list[Span] = []  # spans without a connection
+        self.disconnected_since: float | None = None  # start of the current span without a connection
+        self.stepping_spans: list[list[float]] = []  # spans of steps without longer breaks, as [begin, end]
+        self.presumed_until: float | None = None  # end of its presumed presence after its last entry
+        self.stepping_until: float | None = None  # end of its presumed unreported step
+        self.clock_offset_s = 0.0  # lead over the clock of the syncer, already subtracted
+        self.is_clock_known = False  # compared with the clock of the syncer
+        self._step_started_at: float | None = None  # start of the current step
         self._recent: deque[float] = deque(maxlen=TYPICAL_STEP_WINDOW)
         self._typical_s: float | None = None
 
-    # ---------------------------------------------------------------------------------------------------- taking
+    # ---------------------------------------------------------------------------------------------------- input
 
     def handle_entry(self, entry: Entry) -> None:
-        """An entry of its own tape."""
+        """Handle an entry of its own tape."""
         at = self.last_entry_at = max(self.last_entry_at, entry.at - self.clock_offset_s)
         event = entry.event
         if type(event) is StepTaken:
@@ -84,7 +89,7 @@ class LearnerProcess:
                 self.optimizer_state_source = str(effect.state_source)
 
     def handle_message(self, at: float, report: Report | None, is_live: bool) -> None:
-        """A message that a syncer has got from it: steps since the report before took as long as the newest of them."""
+        """Handle a message that a syncer received from it. The new steps of a report are counted as equally long."""
         self.last_entry_at = max(self.last_entry_at, at)
         if self.disconnected_since is not None:
             self._reconnected(at)
@@ -95,15 +100,15 @@ class LearnerProcess:
         steps = report.step - self.steps
         if steps > 0:
             since = self.log.ends[-1] if self.log.ends else self.first_entry_at
-            took_s = min(steps * report.step_time_s, max(0.0, at - since))
+            duration_s = min(steps * report.step_time_s, max(0.0, at - since))
             self.training_started_at = min(
-                at - took_s, at if self.training_started_at is None else self.training_started_at
+                at - duration_s, at if self.training_started_at is None else self.training_started_at
             )
-            self.add_step(at, took_s, steps, report.trained - self.tokens)
+            self.add_step(at, duration_s, steps, report.trained - self.tokens)
             self._step_started_at = at
 
     def handle_disconnect(self, at: float) -> None:
-        """Its link is cut; it may be there all the same."""
+        """Handle a lost connection. The process may still run."""
         if self.disconnected_since is None:
             self.disconnected_since = at
 
@@ -112,27 +117,29 @@ class LearnerProcess:
         self.disconnected.append((self.disconnected_since, at))
         self.disconnected_since = None
 
-    def add_step(self, at: float, took_s: float, steps: int, tokens: float) -> None:
-        usual_s = self._typical_s
-        stood_s = 0.0
-        if usual_s is not None and took_s > STALL_FACTOR * usual_s * steps and took_s > usual_s * steps + MIN_STALL_S:
-            stood_s = took_s - usual_s * steps
-        begin = at - took_s
-        self.log.add(begin, at, stood_s, steps, tokens)
-        self._recent.append(took_s / steps)
+    def add_step(self, at: float, duration_s: float, steps: int, tokens: float) -> None:
+        typical_s = self._typical_s
+        stalled_s = 0.0
+        if typical_s is not None:
+            expected_s = typical_s * steps
+            if duration_s > STALL_FACTOR * expected_s and duration_s > expected_s + MIN_STALL_S:
+                stalled_s = duration_s - expected_s
+        begin = at - duration_s
+        self.log.add(begin, at, stalled_s, steps, tokens)
+        self._recent.append(duration_s / steps)
         if len(self._recent) >= MIN_TYPICAL_STEPS and (
             self._typical_s is None or len(self.log) % MIN_TYPICAL_STEPS == 0
         ):
             self._typical_s = median(self._recent)
-        if self.stepping_spans and begin - self.stepping_spans[-1][1] <= max(MIN_STALL_S, usual_s or 0.0):
-            self.stepping_spans[-1][1] = at - stood_s
+        if self.stepping_spans and begin - self.stepping_spans[-1][1] <= max(MIN_STALL_S, typical_s or 0.0):
+            self.stepping_spans[-1][1] = at - stalled_s
         else:
-            self.stepping_spans.append([begin, at - stood_s])
+            self.stepping_spans.append([begin, at - stalled_s])
             if len(self.stepping_spans) > MAX_STEPPING_SPANS:
                 self.stepping_spans[0][1] = self.stepping_spans.pop(1)[1]
 
     def set_clock_offset(self, lead_s: float) -> None:
-        """Its clock is ahead by so much; what was taken by now is moved."""
+        """Set the lead of its clock, and shift all recorded times."""
         by_s = self.clock_offset_s - lead_s
         self.clock_offset_s = lead_s
         self.first_entry_at, self.last_entry_at = self.first_entry_at + by_s, self.last_entry_at + by_s
@@ -143,16 +150,16 @@ class LearnerProcess:
         self.stepping_spans = [[begin + by_s, end + by_s] for begin, end in self.stepping_spans]
         self.log.shift(by_s)
 
-    # ---------------------------------------------------------------------------------------------------- asking
+    # ---------------------------------------------------------------------------------------------------- queries
 
     @property
     def present_until(self) -> float:
-        """To which it was there."""
+        """End of its known or presumed presence."""
         return self.last_entry_at if self.presumed_until is None else max(self.last_entry_at, self.presumed_until)
 
     @property
     def joined_at(self) -> float:
-        """Until then it was only starting and fetching."""
+        """Time at which it had started and downloaded the model."""
         return self.training_started_at if self.training_started_at is not None else self.present_until
 
     @property
@@ -165,7 +172,7 @@ class LearnerProcess:
 
     @property
     def present_s(self) -> float:
-        """From the moment at which it might train to its last step."""
+        """Time from the start of training to its last step."""
         return (
             self.log.ends[-1] - self.training_started_at if self.training_started_at is not None and self.steps else 0.0
         )
@@ -174,38 +181,38 @@ class LearnerProcess:
         return zip(self.log.begins, self.log.ends, strict=True)
 
     def in_steps_s(self, begin: float, end: float) -> float:
-        """Seconds of this span that were spent in steps, the one under way too; not what was beyond the usual."""
+        """Return the time in steps within a span, including the current step, without stalls."""
         return max(0.0, self._stepped_until(end) - self._stepped_until(begin))
 
     def stalled_s(self, begin: float, end: float) -> float:
-        """Seconds within steps that were beyond the usual: stopped, or without a core."""
+        """Return the time of stalls within steps, for example while stopped or without a processor core."""
         return max(0.0, self._stalled_until(end) - self._stalled_until(begin))
 
-    def step_under_way(self, at: float) -> tuple[float, float] | None:
-        """Of the step that it has not told of, by then: seconds of work, and what is beyond the usual."""
+    def current_step(self, at: float) -> tuple[float, float] | None:
+        """Return the work and the stall of the current unreported step up to this time, in seconds."""
         if self.stepping_until is None or self._step_started_at is None:
             return None
-        took_s = min(at, self.stepping_until) - self._step_started_at
-        if took_s <= 0.0:
+        elapsed_s = min(at, self.stepping_until) - self._step_started_at
+        if elapsed_s <= 0.0:
             return None
-        usual_s = self._typical_s
-        if usual_s is not None and took_s > max(STALL_FACTOR * usual_s, usual_s + MIN_STALL_S):
-            return usual_s, took_s - usual_s
-        return took_s, 0.0
+        typical_s = self._typical_s
+        if typical_s is not None and elapsed_s > max(STALL_FACTOR * typical_s, typical_s + MIN_STALL_S):
+            return typical_s, elapsed_s - typical_s
+        return elapsed_s, 0.0
 
     def _stepped_until(self, at: float) -> float:
-        found = self.step_under_way(at)
-        return self.log.stepped_until(at) + (found[0] if found is not None else 0.0)
+        current = self.current_step(at)
+        return self.log.stepped_until(at) + (current[0] if current is not None else 0.0)
 
     def _stalled_until(self, at: float) -> float:
-        found = self.step_under_way(at)
-        return self.log.stalled_until(at) + (found[1] if found is not None else 0.0)
+        current = self.current_step(at)
+        return self.log.stalled_until(at) + (current[1] if current is not None else 0.0)
 
     def all_stepping_spans(self, until: float) -> Iterator[Span]:
         yield from ((begin, end) for begin, end in self.stepping_spans)
-        found = self.step_under_way(until)
-        if found is not None and self._step_started_at is not None:
-            yield self._step_started_at, self._step_started_at + found[0]
+        current = self.current_step(until)
+        if current is not None and self._step_started_at is not None:
+            yield self._step_started_at, self._step_started_at + current[0]
 
     def all_disconnected(self) -> list[Span]:
         return (
@@ -216,7 +223,7 @@ class LearnerProcess:
 
 
 def median_step_s(processes: Sequence[LearnerProcess], within: Span = (float("-inf"), float("inf"))) -> float | None:
-    """Return the median step time, of steps that lie wholly in a span of time."""
+    """Return the median step time of the steps that lie completely in a span."""
     times = sorted(each for process in processes for each in process.log.durations(*within))
     rest = sum(count for _, count in times) / 2
     for step_s, count in times:

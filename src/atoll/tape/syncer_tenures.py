@@ -1,6 +1,6 @@
-"""One process of the syncer, from its tape, which may still grow: its core replays every event.
+"""State of a syncer process, from its tape, which may still grow. Its core replays every event.
 
-Times are those of the run's clock. Views of the core are sampled on the way, so that one can travel in time.
+Times are on the clock of the run. Samples of the core make its state at earlier times available.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from atoll.tape.replay import create_core
 
 MAX_LOG_LINES = 10_000
 MAX_INVALID_VALUES = 1000
-"""A month with a bad link has millions; the newest are kept."""
+"""Limits on stored lines. A month with an unreliable connection has millions, so only the newest are stored."""
 
 MAX_SAMPLES = 2048
 INITIAL_SPACING_S = 0.5
 
 
 class LogLine(NamedTuple):
-    """A sentence of the syncer about the effect of a fault."""
+    """Log line of the syncer about the effect of a fault or a request by an operator."""
 
     at: float
     code: str
@@ -51,7 +51,7 @@ class LogLine(NamedTuple):
 
 
 class MemberStateChange(NamedTuple):
-    """A learner got this standing with the syncer."""
+    """Change of the member state of a learner at the syncer."""
 
     at: float
     state: str
@@ -68,22 +68,21 @@ FAULT_CODES = frozenset(
 
 
 def mean_ledger_line(lines: Sequence[LedgerLine]) -> LedgerLine:
-    """Return the means over the fragments of a run, in each of which a token settles by itself. They add up exactly."""
+    """Return the mean ledger line over all fragments. Its parts add up exactly."""
     count = max(1, len(lines))
     dropped: dict[str, int] = {}
     for line in lines:
-        for why, tokens in line.dropped.items():
-            dropped[why] = dropped.get(why, 0) + tokens
-    dropped = {why: tokens // count for why, tokens in dropped.items()}
+        for cause, tokens in line.dropped.items():
+            dropped[cause] = dropped.get(cause, 0) + tokens
+    dropped = {cause: tokens // count for cause, tokens in dropped.items()}
     trained = sum(line.trained for line in lines) // count
     merged = sum(line.merged for line in lines) // count
-    return LedgerLine(
-        trained, merged, trained - merged - sum(dropped.values()), dropped
-    )  # what rounding leaves is pending
+    pending = trained - merged - sum(dropped.values())  # includes the rounding difference
+    return LedgerLine(trained, merged, pending, dropped)
 
 
 class SyncerTenure:
-    """One process of the syncer, or of a shard of it."""
+    """State of one syncer process or shard process."""
 
     def __init__(self, header: Header, keep: int | None = EXACT_ROWS) -> None:
         self._header: Header | None = header
@@ -94,24 +93,22 @@ class SyncerTenure:
         self._stage = ""
         self.merges = MergeLog(keep)
         self.merged_at: dict[int, float] = {}  # by fragment: when its newest version became durable
-        self.merged_with: dict[int, float] = {}  # by learner: when the newest merge that has it became durable
+        self.merged_with: dict[int, float] = {}  # by learner: when the newest merge with it became durable
         self.log_lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
-        self.refused_counts: dict[str, int] = {}  # contributions, by reason
-        self.invalid_values: deque[str] = deque(
-            maxlen=MAX_INVALID_VALUES
-        )  # what was wrong with values that arrived, whatever refused
+        self.refused_counts: dict[str, int] = {}  # refused contributions, by reason
+        self.invalid_values: deque[str] = deque(maxlen=MAX_INVALID_VALUES)  # problems with received values
         self.failed_writes = 0
-        self.pauses: list[list[float]] = []  # begin and end; an open one ends with the newest entry
-        self.controls: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)  # what operators asked for
+        self.pauses: list[list[float]] = []  # [begin, end]; the current one ends at the newest entry
+        self.controls: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)  # requests by operators
         self.member_states: dict[int, list[MemberStateChange]] = {}
         self.is_paused = False
-        self._sealed_rounds: dict[int, tuple[int, int, float]] = {}  # by fragment: alive, asked, seconds of grace
-        self._graces: dict[int, tuple[float, float]] = {}  # by fragment: when it was opened, and the slack
+        self._sealed_rounds: dict[int, tuple[int, int, float]] = {}  # by fragment: alive, pulled, seconds of grace
+        self._graces: dict[int, tuple[float, float]] = {}  # by fragment: opening time, slack
         self._pending_versions: dict[int, VersionRecord] = {}
 
     @property
     def core(self) -> SyncerCore:
-        """Made when it is needed, and kept while the process may go on."""
+        """Core of the process, created on demand and kept until `close`."""
         if self._core is None:
             assert self._header is not None, f"the syncer of epoch {self.epoch} has been replaced"
             core = create_core(self._header)
@@ -128,18 +125,18 @@ class SyncerTenure:
         return self._core.state.stage.value if self._core is not None else self._stage
 
     def close(self) -> None:
-        """Give up its core: another syncer has taken over, and what this one may still write does not count."""
+        """Release the core after another syncer has taken over. Later entries do not count."""
         self._stage = self.stage
         self._header = self._core = None
         self._sealed_rounds, self._graces, self._pending_versions = {}, {}, {}
 
     def ledger_lines(self) -> list[LedgerLine]:
-        """Its books, one line per fragment."""
+        """Return one ledger line per fragment."""
         return [self.core.state.ledger.line(p) for p in self.core.state.fragments]
 
     def handle_entry(self, entry: Entry) -> None:
         event, core = entry.event, self.core
-        core.handle(entry.at, event)  # type: ignore[arg-type]  # a syncer's tape holds a syncer's events
+        core.handle(entry.at, event)  # type: ignore[arg-type]  # a tape of a syncer has only syncer events
         self.first_entry_at, self.last_entry_at = (
             entry.at if self.first_entry_at is None else self.first_entry_at,
             entry.at,
@@ -171,16 +168,16 @@ class SyncerTenure:
         for effect in entry.effects:
             if type(effect) is Send:
                 if type(effect.envelope.body) is RefuseContribution:
-                    why = effect.envelope.body.reason
-                    self.refused_counts[why.code] = self.refused_counts.get(why.code, 0) + 1
+                    code = effect.envelope.body.reason.code
+                    self.refused_counts[code] = self.refused_counts.get(code, 0) + 1
             elif type(effect) is LogReason:
                 if effect.reason.code in FAULT_CODES:
                     self.log_lines.append(LogLine(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
                 elif effect.reason.code.startswith("control-"):
                     self.controls.append(LogLine(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
             elif type(effect) is OpenGrace:
-                lasts_s = effect.quorum_s + effect.sync_s
-                slack_s = round_steps(core.state.config, lasts_s, effect.step_s) * effect.step_s - lasts_s
+                round_s = effect.quorum_s + effect.sync_s
+                slack_s = round_steps(core.state.config, round_s, effect.step_s) * effect.step_s - round_s
                 self._graces[effect.round.fragment] = entry.at, slack_s
             elif type(effect) is MergeRound:
                 fragment = effect.round.fragment
@@ -197,12 +194,12 @@ class SyncerTenure:
                 self._pending_versions[effect.record.fragment] = effect.record
 
     def _record_merge(self, at: float, record: VersionRecord) -> None:
-        alive, asked, waited_s = self._sealed_rounds.pop(record.fragment, (0, 0, 0.0))
+        alive, pulled, waited_s = self._sealed_rounds.pop(record.fragment, (0, 0, 0.0))
         opened = self._graces.pop(record.fragment, None)
-        them = record.contributions
-        whole = sum(each.weight for each in them) or 1.0
+        contributions = record.contributions
+        total_weight = sum(each.weight for each in contributions) or 1.0
         self.merged_at[record.fragment] = at
-        for each in them:
+        for each in contributions:
             self.merged_with[each.learner] = at
         self.merges.add(
             MergeRow(
@@ -211,11 +208,11 @@ class SyncerTenure:
                 record.fragment,
                 record.version,
                 alive,
-                asked,
-                len(them),
-                tuple((each.learner, each.incarnation) for each in them),
-                tuple(each.weight / whole for each in them),
-                sum(each.steps for each in them) / max(1, len(them)),
+                pulled,
+                len(contributions),
+                tuple((each.learner, each.incarnation) for each in contributions),
+                tuple(each.weight / total_weight for each in contributions),
+                sum(each.steps for each in contributions) / max(1, len(contributions)),
                 waited_s,
                 opened[1] if opened is not None else None,
             )
@@ -225,21 +222,21 @@ class SyncerTenure:
         member = self.core.state.members.get(learner)
         if member is None:
             return
-        before = self.member_states.setdefault(learner, [])
-        standing = member.state.value
-        if not before or before[-1].state != standing or before[-1].incarnation != member.incarnation:
+        changes = self.member_states.setdefault(learner, [])
+        state = member.state.value
+        if not changes or changes[-1].state != state or changes[-1].incarnation != member.incarnation:
             sentence = str(member.reason) if member.reason is not None else ""
-            before.append(MemberStateChange(at, standing, member.incarnation, sentence))
+            changes.append(MemberStateChange(at, state, member.incarnation, sentence))
 
 
 class SyncerSample(NamedTuple):
-    """The syncer's own view at a moment."""
+    """View of the syncer at one time."""
 
     at: float
     epoch: int
     view: SyncerView
     merged_at: dict[int, float]  # by fragment: when its newest version became durable
-    merged_with: dict[int, float]  # by learner: when the newest merge that has it became durable
+    merged_with: dict[int, float]  # by learner: when the newest merge with it became durable
     quorum: int
     grace_margin: float
 
@@ -253,7 +250,7 @@ class SyncerSample(NamedTuple):
 
     @property
     def ledger(self) -> LedgerLine:
-        """Of all fragments, as means: a token settles in each of them."""
+        """Mean ledger line of all fragments."""
         return mean_ledger_line(self.view.ledger)
 
     @property
@@ -275,8 +272,7 @@ def take_sample(tenure: SyncerTenure, at: float) -> SyncerSample:
 
 
 class SampleHistory:
-    """Samples at even distances. When there are too many, every other one is dropped and the distance doubles: a slider
-    has no finer steps than that anyway."""
+    """Samples at equal time intervals. At the limit, every other sample is dropped and the interval doubles."""
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
         self._max_samples = max_samples
@@ -298,7 +294,7 @@ class SampleHistory:
         self._due = self._samples[-1].at + self._spacing_s
 
     def before(self, at: float) -> SyncerSample | None:
-        """The newest that is not after this moment."""
+        """Return the newest sample at or before this time."""
         index = bisect_right(self._samples, at, key=lambda each: each.at)
         return self._samples[index - 1] if index else None
 

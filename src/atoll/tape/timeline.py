@@ -1,7 +1,8 @@
-"""The one place that computes facts about a run from its tapes: states, steps, merges, goodput, at any moment.
+"""Timeline of a run, computed from its tapes: states, steps, merges and goodput at any time.
 
-`RunTimeline` takes entries (`handle_learner_entry`, `handle_syncer_entry`) and answers after `refresh`; `read_timeline` reads a run.
-docs/accounting.md defines goodput, uptime and the parts of a learner's time.
+No other module computes these figures. `RunTimeline` handles entries (`handle_learner_entry`, `handle_syncer_entry`).
+Call `refresh` before queries. `read_timeline` reads a complete run. docs/accounting.md defines goodput, uptime and the
+parts of the time of a learner.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from atoll.tape.time_shares import (
 )
 
 LINGER_TIMEOUT_S = 1.0
-"""A process without a link may still be there for this long after its last entry."""
+"""A process without a connection counts as present for this long after its last entry."""
 
 MAX_CLOCK_SKEW_S = 10.0
-"""Clocks of two hosts that differ by less are not corrected: messages take time, too."""
+"""Smaller differences between two clocks are not corrected, because messages also take time."""
 
 CLOCK_SAMPLES = 8
-"""Messages of a process whose times are compared: this many of its first, and of its newest."""
+"""Number of the first, and of the newest, messages of a process that are used to compare clocks."""
 
 MAX_ROWS = 64 * 1024
-"""Steps, or several as one, that are kept of a learner with many processes."""
+"""Limit on step rows of a learner with many processes."""
 
 NEVER = (0.0, 0.0)
 
@@ -55,11 +56,11 @@ STATE_LABELS = {
     "lost": "gone",
     "quarantined": "quarantined",
 }
-"""By the standing that a learner has with the syncer."""
+"""State labels by member state at the syncer."""
 
 
 class StateSpan(NamedTuple):
-    """A learner was in this state from `begin` to `end`: a value of STATES, or alone, stopped or paused."""
+    """State of a learner from `begin` to `end`: a value of STATE_LABELS, or alone, stopped or paused."""
 
     begin: float
     end: float
@@ -70,34 +71,36 @@ class StepGap(NamedTuple):
     """The time between the ends of two consecutive steps of one process."""
 
     learner: int
-    at: float  # where it began
+    at: float  # start of the gap
     gap_s: float
     usual_s: float
 
 
 class RunTimeline:
+    """Timeline of a run, from entries of its tapes.
+
+    Args:
+        keep: number of newest entries of every log that stay exact; None: all.
+    """
+
     def __init__(self, keep: int | None = EXACT_ROWS) -> None:
-        """`keep`: number of newest entries of every log that stay exact; None: all."""
         self.keep = keep
-        self.processes: dict[int, list[LearnerProcess]] = {}  # by learner, in order, from their own tapes
-        self.taped_learners: set[int] = set()  # learners whose tapes are here
-        self.untaped_processes: dict[int, list[LearnerProcess]] = {}  # of all other learners, from the syncer's tapes
+        self.processes: dict[int, list[LearnerProcess]] = {}  # by learner, in order, from the tapes of learners
+        self.taped_learners: set[int] = set()  # learners with tapes
+        self.untaped_processes: dict[int, list[LearnerProcess]] = {}  # other learners, from the tapes of syncers
         self.tenures: list[SyncerTenure] = []
-        self.newest_at = 0.0  # the newest entry, as of the last `refresh`
-        self.expected_learners = 0  # learners 1 to this one should be there from the start
-        self._arrival_times: dict[
-            tuple[int, int], dict[int, float]
-        ] = {}  # by process: ticks of messages, and their arrival
-        self._send_times: dict[
-            tuple[int, int], dict[int, float]
-        ] = {}  # the same of tapes that are ahead of the syncer's
+        self.newest_at = 0.0  # time of the newest entry at the last `refresh`
+        self.expected_learners = 0  # learners 1 to this one are expected from the start
+        # Times of messages by process and tick: arrival at the syncer, and sending if the learner tape was read first.
+        self._arrival_times: dict[tuple[int, int], dict[int, float]] = {}
+        self._send_times: dict[tuple[int, int], dict[int, float]] = {}
         self._sections: list[Span] = []
-        self.training_started_at: float | None = None  # when the first learner may train
-        self.ended_at = 0.0  # the last step of any learner if the run is over, else the newest entry
-        self.pauses: list[Span] = []  # when an operator had paused the run
+        self.training_started_at: float | None = None  # start of training of the first learner
+        self.ended_at = 0.0  # last step of a finished run, else the newest entry
+        self.pauses: list[Span] = []  # pauses by operators
         self._learners: list[int] = []
 
-    # ---------------------------------------------------------------------------------------------------- taking
+    # ---------------------------------------------------------------------------------------------------- input
 
     def add_tenure(self, header: Header) -> SyncerTenure:
         tenure = SyncerTenure(header, self.keep)
@@ -135,9 +138,9 @@ class RunTimeline:
             self.taped_learners.add(learner)
             self.untaped_processes.pop(learner, None)
         process = self._process(self.processes, learner, incarnation, entry.at)
-        heard = self._arrival_times.get((learner, incarnation))
-        if heard and entry.tick in heard:
-            self._update_clock_offset(process, entry.at - heard.pop(entry.tick))
+        arrivals = self._arrival_times.get((learner, incarnation))
+        if arrivals and entry.tick in arrivals:
+            self._update_clock_offset(process, entry.at - arrivals.pop(entry.tick))
         elif not process.is_clock_known:
             _record_time(self._send_times, (learner, incarnation), entry.tick, entry.at)
         process.handle_entry(entry)
@@ -145,20 +148,20 @@ class RunTimeline:
     def _process(
         self, processes: dict[int, list[LearnerProcess]], learner: int, incarnation: int, at: float
     ) -> LearnerProcess:
-        """Find a process by its number: an old process may go on writing beside its successor."""
-        them = processes.setdefault(learner, [])
-        process = next((each for each in reversed(them) if each.incarnation == incarnation), None)
+        """Find or create a process by its incarnation. An old process may continue together with its successor."""
+        incarnations = processes.setdefault(learner, [])
+        process = next((each for each in reversed(incarnations) if each.incarnation == incarnation), None)
         if process is None:
             process = LearnerProcess(incarnation, at, at, None, self.keep)
-            them.append(process)
-            them.sort(key=lambda each: each.incarnation)
-            if self.keep is not None and sum(len(each.log) for each in them) > MAX_ROWS:
-                for each in them[:-1]:
+            incarnations.append(process)
+            incarnations.sort(key=lambda each: each.incarnation)
+            if self.keep is not None and sum(len(each.log) for each in incarnations) > MAX_ROWS:
+                for each in incarnations[:-1]:
                     each.log.halve()
         return process
 
     def _update_clock_offset(self, process: LearnerProcess, lead_s: float) -> None:
-        """`lead_s`: time of sending less time of arrival of a message, each by its own clock. The largest counts."""
+        """Update the clock offset by one message. `lead_s` is the sending time minus the arrival time."""
         known = process.is_clock_known
         process.is_clock_known = True
         if abs(lead_s) < MAX_CLOCK_SKEW_S:
@@ -167,23 +170,23 @@ class RunTimeline:
             process.set_clock_offset(lead_s)
 
     def _update_late_clock_offsets(self) -> None:
-        """Compare clocks of processes whose tapes were read before the syncer's had their messages."""
-        for (learner, incarnation), said in list(self._send_times.items()):
+        """Compare clocks of processes whose tapes were read before the tape of the syncer."""
+        for (learner, incarnation), sent in list(self._send_times.items()):
             process = self._process(self.processes, learner, incarnation, 0.0)
-            heard = self._arrival_times.get((learner, incarnation), {})
-            for tick in said.keys() & heard.keys():
-                self._update_clock_offset(process, said[tick] - heard.pop(tick))
+            arrivals = self._arrival_times.get((learner, incarnation), {})
+            for tick in sent.keys() & arrivals.keys():
+                self._update_clock_offset(process, sent[tick] - arrivals.pop(tick))
             if process.is_clock_known:
                 del self._send_times[learner, incarnation]
 
     def end_tenures(self) -> None:
-        """End all tenures but the newest that has begun. Call it when their tapes are read to the end."""
-        begun = [tenure for tenure in self.tenures if tenure.first_entry_at is not None]
-        for tenure in begun[:-1]:
+        """End all started tenures except the newest. Call it after reading their tapes to the end."""
+        started = [tenure for tenure in self.tenures if tenure.first_entry_at is not None]
+        for tenure in started[:-1]:
             tenure.close()
 
     def refresh(self) -> None:
-        """Compute what depends on more than one tape, after new entries were taken."""
+        """Compute the values that depend on several tapes. Call it after new entries and before queries."""
         self._update_late_clock_offsets()
         own = [process for processes in self.processes.values() for process in processes]
         processes = [*own, *(process for processes in self.untaped_processes.values() for process in processes)]
@@ -204,13 +207,13 @@ class RunTimeline:
             self.ended_at = max(
                 (process.log.ends[-1] for process in processes if process.log.ends), default=self.newest_at
             )
-        there = [(process.first_entry_at, process.present_until) for process in processes]
+        present = [(process.first_entry_at, process.present_until) for process in processes]
         self._sections = merge_spans(
-            [*there, *((r.first_entry_at, r.last_entry_at) for r in tenures if r.first_entry_at is not None)]
+            [*present, *((r.first_entry_at, r.last_entry_at) for r in tenures if r.first_entry_at is not None)]
         )
 
     def _extend_open_process(self, learner: int) -> None:
-        """A learner that is there after its newest entry is in a step, unless the run is paused."""
+        """Presume that a present learner is in a step after its newest entry, unless the run is paused."""
         processes = self.processes_of(learner)
         for process in processes:
             process.presumed_until = process.stepping_until = None
@@ -224,12 +227,12 @@ class RunTimeline:
 
     @property
     def current_tenure(self) -> SyncerTenure | None:
-        """The newest syncer process that has begun."""
+        """Newest syncer process that has started."""
         return next((tenure for tenure in reversed(self.tenures) if tenure.first_entry_at is not None), None)
 
     @property
     def started_at(self) -> float:
-        """The first entry of a syncer, on the run's clock."""
+        """Time of the first entry of a syncer, on the clock of the run."""
         return min((tenure.first_entry_at for tenure in self.tenures if tenure.first_entry_at is not None), default=0.0)
 
     @property
@@ -241,15 +244,15 @@ class RunTimeline:
         return self._learners
 
     def processes_of(self, learner: int) -> list[LearnerProcess]:
-        """The processes of a learner, from its own tapes if they are here, else as the syncer saw them."""
+        """Return the processes of a learner, from its own tapes if they exist, else from the tapes of syncers."""
         return self.processes.get(learner) or self.untaped_processes.get(learner, [])
 
     def is_derived(self, learner: int) -> bool:
-        """Whether its time is derived from its messages to the syncer."""
+        """Return whether the times of a learner are derived from its messages to the syncer."""
         return learner not in self.processes
 
     def wall_s(self, at: float = float("inf")) -> float:
-        """Since the first learner may train, without the time in which no process of the run was there."""
+        """Return the time since the start of training, without times in which no process of the run was present."""
         return (
             self._counted_s((self.training_started_at, min(at, self.ended_at)))
             if self.training_started_at is not None
@@ -260,7 +263,7 @@ class RunTimeline:
         return sum(overlap_s(section, span) for section in self._sections)
 
     def _find_pauses(self) -> Iterator[Span]:
-        """A pause goes on while the syncer is down."""
+        """Yield the pauses by operators. A pause continues while the syncer is down."""
         for number, tenure in enumerate(self.tenures):
             for begin, end in tenure.pauses:
                 if end == tenure.last_entry_at and tenure.is_paused:
@@ -275,31 +278,31 @@ class RunTimeline:
         return any(begin <= at <= end for begin, end in self.pauses)
 
     def goodput(self, at: float = float("inf")) -> float | None:
-        """Goodput: the share of learners' allocated time that was spent in steps. This is its only definition."""
-        whole = in_steps = 0.0
+        """Return the goodput: the share of allocated time in steps. This is its only definition."""
+        total_s = in_steps_s = 0.0
         for learner in self._expected_ids():
             span = self.allocated_span(learner, at)
             if span is not None:
                 allocated_s = self._counted_s(span)
-                whole += allocated_s
-                in_steps += stepping_s(self.processes_of(learner), span, allocated_s)
-        return in_steps / whole if whole > 0 else None
+                total_s += allocated_s
+                in_steps_s += stepping_s(self.processes_of(learner), span, allocated_s)
+        return in_steps_s / total_s if total_s > 0 else None
 
     def uptime(self, at: float = float("inf")) -> float | None:
-        """Uptime: the share of the run's time in which at least one learner was in a step."""
-        whole_s = self.wall_s(at)
-        if self.training_started_at is None or whole_s <= 0.0:
+        """Return the uptime: the share of the run time in which at least one learner was in a step."""
+        wall_s = self.wall_s(at)
+        if self.training_started_at is None or wall_s <= 0.0:
             return None
         end = min(at, self.ended_at)
         processes = (process for learner in self.learners() for process in self.processes_of(learner))
-        spells = (spell for process in processes for spell in process.all_stepping_spans(end))
-        return min(1.0, union_length_s(spells, (self.training_started_at, end)) / whole_s)
+        spans = (span for process in processes for span in process.all_stepping_spans(end))
+        return min(1.0, union_length_s(spans, (self.training_started_at, end)) / wall_s)
 
     def _expected_ids(self) -> Iterable[int]:
         return sorted({*self.learners(), *range(1, self.expected_learners + 1)})
 
     def merges(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[MergeRow]:
-        """After `begin`, up to `end`; ordered by time within the tenure of each syncer."""
+        """Yield the merges after `begin`, up to `end`, in order of time within each tenure."""
         for tenure in self.tenures:
             yield from tenure.merges.between(begin, end)
 
@@ -307,7 +310,7 @@ class RunTimeline:
         return sum(tenure.merges.until(at) for tenure in self.tenures)
 
     def newest_merges(self, at: float, count: int) -> list[MergeRow]:
-        """Return the last `count` merges before this moment, newest first."""
+        """Return the last `count` merges before this time, newest first."""
         found: list[MergeRow] = []
         for tenure in reversed(self.tenures):
             if count > 0:
@@ -316,24 +319,24 @@ class RunTimeline:
                 found += newest
         return found
 
-    # ---------------------------------------------------------------------------------------------------- islands
+    # ---------------------------------------------------------------------------------------------------- learners
 
     def member_state(self, learner: int, at: float) -> MemberStateChange | None:
-        """The standing of a learner with the syncer of that moment."""
+        """Return the last change of the member state of a learner, at the syncer of that time."""
         for tenure in reversed(self.tenures):
             if tenure.first_entry_at is None or tenure.first_entry_at > at:
                 continue
-            track = tenure.member_states.get(learner, [])
-            index = bisect_right(track, at, key=lambda each: each.at)
+            changes = tenure.member_states.get(learner, [])
+            index = bisect_right(changes, at, key=lambda each: each.at)
             if index:
-                return track[index - 1]
+                return changes[index - 1]
         return None
 
     def is_present(self, learner: int, process: LearnerProcess) -> bool:
-        """Whether its process is still there: between two steps its tape says nothing.
+        """Return whether a process is still present, although its tape has no entries during a step.
 
-        For the syncer a learner whose link is cut is away; then its own tape goes on. What a syncer knows from before
-        its restart says nothing.
+        A learner that is disconnected from the syncer is present while its own tape continues. A member state from
+        before a restart of the syncer is no evidence.
         """
         last = self.member_state(learner, self.newest_at)
         if last is None or last.incarnation != process.incarnation:
@@ -350,10 +353,10 @@ class RunTimeline:
         return last.state == "disconnected" and (restored or process.last_entry_at >= last.at)
 
     def allocated_span(self, learner: int, at: float = float("inf")) -> Span | None:
-        """The span in which it should have trained, until `at`; None if it had not come and should not have.
+        """Return the span in which a learner should train, until `at`; None if it had not joined and was not expected.
 
-        It begins when the first learner may train, or when this one came if it was added later. It ends with the
-        run, or when this learner left for good. docs/accounting.md explains it.
+        The span starts with the training of the first learner, or when this learner joins if it was added later. It
+        ends with the run, or when this learner leaves for good. docs/accounting.md has the details.
         """
         processes, since = self.processes_of(learner), self.training_started_at
         if since is None or (not processes and learner > self.expected_learners):
@@ -368,7 +371,7 @@ class RunTimeline:
             return None
         else:
             begin = max(since, first)
-            if self.expected_learners:  # a job that was resumed with fewer does not ask for it any more
+            if self.expected_learners:  # a job that resumed with fewer learners does not expect it
                 end = min(end, self._active_section(max(process.present_until for process in processes))[1])
         last = self.member_state(learner, at)
         if last is not None and last.state == "left":
@@ -380,7 +383,7 @@ class RunTimeline:
         return begin, max(begin, end)
 
     def _active_section(self, at: float) -> Span:
-        """The time around this moment in which some process of the run was there."""
+        """Return the section around this time in which at least one process of the run was present."""
         sections = self._sections or [NEVER]
         return next((each for each in sections if at <= each[1]), sections[-1])
 
@@ -392,18 +395,19 @@ class RunTimeline:
         waited_s: float = 0.0,
         copied_s: float = 0.0,
     ) -> TimeShares | None:
-        """Return where its time went until then."""
+        """Return the parts of the time of a learner until `at`; see `compute_time_shares`."""
         span = self.allocated_span(learner, at)
         if span is None:
             return None
-        pauses = [found for found in (clip(pause, span) for pause in self.pauses) if found is not None]
+        pauses = [part for part in (clip(pause, span) for pause in self.pauses) if part is not None]
         processes, counted_s = self.processes_of(learner), self._counted_s(span)
         return compute_time_shares(learner, processes, span, list(stops), pauses, waited_s, copied_s, counted_s)
 
     def state_spans(self, learner: int, begin: float, end: float, stops: Iterable[Span] = ()) -> list[StateSpan]:
-        """What a learner did when, without gaps: by its own tapes if they are here, else as the syncer saw it.
+        """Return the states of a learner without gaps, from its own tapes if they exist, else from those of syncers.
 
-        `stops`: when its process was stopped by SIGSTOP, which no tape says.
+        Args:
+            stops: spans in which its process was stopped by SIGSTOP, which tapes do not show.
         """
         changes = self._member_states(learner)
         states: Iterable[StateSpan] = (
@@ -426,12 +430,12 @@ class RunTimeline:
         return found
 
     def current_state(self, learner: int, at: float) -> StateSpan:
-        """What a learner does at this moment, and since when."""
+        """Return the state of a learner at this time, and since when."""
         bands = self.state_spans(learner, self.started_at, max(at, self.started_at) + 1e-6)
         return next((band for band in reversed(bands) if band.begin <= at), StateSpan(at, at, "gone"))
 
     def _member_states(self, learner: int) -> list[tuple[MemberStateChange, Span]]:
-        """The standings of a learner, each with the span in which it had it."""
+        """Return the member states of a learner, each with its span."""
         changes = [each for tenure in self.tenures for each in tenure.member_states.get(learner, ())]
         ends = [*(each.at for each in changes[1:]), self.newest_at]
         return [(change, (change.at, end)) for change, end in zip(changes, ends, strict=False)]
@@ -440,11 +444,11 @@ class RunTimeline:
         processes = self.processes[learner]
         alone = [span for process in processes for span in process.all_disconnected()]
         if processes[-1].disconnected_since is not None:
-            alone[-1] = processes[-1].disconnected_since, self.newest_at  # still alone after its newest entry
+            alone[-1] = processes[-1].disconnected_since, self.newest_at  # still disconnected after its newest entry
         return alone
 
     def _own_bands(self, learner: int) -> Iterator[StateSpan]:
-        """Joining, training and being away, from its tapes."""
+        """Yield the states of joining, training and absence, from the tapes of a learner."""
         processes = self.processes[learner]
         at = processes[0].first_entry_at
         for process in processes:
@@ -459,20 +463,20 @@ class RunTimeline:
             yield StateSpan(at, self.newest_at, state)
 
     def longest_gap(self, excused: Mapping[int, Sequence[Span]]) -> StepGap | None:
-        """The longest gap between steps of any learner, without gaps that touch an excused span of that learner."""
-        worst: StepGap | None = None
+        """Return the longest gap between steps of any learner, except gaps that overlap an excused span."""
+        longest: StepGap | None = None
         for learner, processes in self.processes.items():
             times = [end - begin for process in processes for begin, end in process.step_spans()]
             for process in processes:
                 for before, after in pairwise(process.log.ends):
-                    if worst is not None and after - before <= worst.gap_s:
+                    if longest is not None and after - before <= longest.gap_s:
                         continue
                     if not any(overlap_s((before, after), span) > 0.0 for span in excused.get(learner, ())):
-                        worst = StepGap(learner, before, after - before, median(times))
-        return worst
+                        longest = StepGap(learner, before, after - before, median(times))
+        return longest
 
     def effective_h(self) -> float | None:
-        """Steps of a learner between two merges of a fragment, if it is there all the time."""
+        """Return the steps between two merges of a fragment, for a learner that is present all the time."""
         processes = [process for each in self.processes.values() for process in each]
         present_s = sum(process.present_s for process in processes)
         merges = self.merges_until(float("inf"))
@@ -482,7 +486,7 @@ class RunTimeline:
         return steps * len(self.current_tenure.core.state.config.fragment_ids()) / merges
 
     def progress(self, learner: int, at: float) -> tuple[int, float]:
-        """Return the steps of its newest process and the tokens of all its processes, by then."""
+        """Return the steps of the newest process and the tokens of all processes of a learner, up to this time."""
         steps, tokens = 0, 0.0
         for process in self.processes_of(learner):
             if process.first_entry_at > at:
@@ -492,15 +496,15 @@ class RunTimeline:
         return steps, tokens
 
     def tokens_until(self, at: float) -> float:
-        found = 0.0
+        tokens = 0.0
         for learner in self._learners:
             for process in self.processes_of(learner):
                 if process.first_entry_at <= at:
-                    found += process.log.tokens_until(at)
-        return found
+                    tokens += process.log.tokens_until(at)
+        return tokens
 
     def typical_step_s(self, learner: int, at: float) -> float | None:
-        """Return the median of its last steps."""
+        """Return the median of the last step times of a learner."""
         for process in reversed(self.processes_of(learner)):
             usual_s = process.log.usual_s(at)
             if usual_s is not None:
@@ -508,23 +512,24 @@ class RunTimeline:
         return None
 
     def to_run_time(self, learner: int, incarnation: int, step: int | None, at: float) -> float:
-        """Return when a process wrote a line at `at` of its own clock, which may be wrong and may have jumped.
+        """Return the time, on the clock of the run, of a line that a process wrote at `at` on its own clock.
 
-        `step`: the steps it had taken by then; its tape has their times.
+        Args:
+            step: steps of the process at that time. The times on its tape correct a clock that has jumped.
         """
         process = next((each for each in self.processes.get(learner, ()) if each.incarnation == incarnation), None)
         if process is None:
             return at
         at -= process.clock_offset_s
         row = bisect_left(process.log.steps, step) if step is not None else len(process.log)
-        if row == len(process.log):  # its tape is not as far
+        if row == len(process.log):  # its tape ends earlier
             begin, end = process.last_entry_at, max(process.present_until, self.newest_at)
         else:
             begin, end = process.log.begins[row], process.log.ends[row]
         return at if begin - MAX_CLOCK_SKEW_S <= at <= end + MAX_CLOCK_SKEW_S else end
 
     def clock_offset_s(self, learner: int, incarnation: int) -> float:
-        """Return by how much the clock of a process is ahead."""
+        """Return the lead of the clock of a process."""
         return next(
             (
                 process.clock_offset_s
@@ -536,7 +541,7 @@ class RunTimeline:
 
 
 def _cover(bands: Iterable[StateSpan], covers: Sequence[tuple[Span, str]]) -> Iterator[StateSpan]:
-    """Replace training by the states that lie over it; of two that overlap, the first one counts."""
+    """Replace the training state by the covers. The first of two overlapping covers wins."""
     for band in bands:
         at = band.begin
         for (begin, end), state in covers if band.state == "training" else ():
@@ -554,7 +559,7 @@ def _cover(bands: Iterable[StateSpan], covers: Sequence[tuple[Span, str]]) -> It
 def _record_time(
     times: dict[tuple[int, int], dict[int, float]], process: tuple[int, int], tick: int, at: float
 ) -> None:
-    """Keep some of the first ticks of a process, and some of the newest."""
+    """Store the time of a tick. Only some of the first and of the newest ticks are kept."""
     known = times.get(process)
     if known is None:
         known = times[process] = {}
@@ -564,17 +569,22 @@ def _record_time(
 
 
 def read_expected_learners(run: Path) -> int:
-    """Return the number of learners that the job on this machine should start; 0 if unknown."""
+    """Return the number of learners that the job on this machine starts; 0 if unknown."""
     try:
-        told = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0
-    learners = told.get("learners") if isinstance(told, dict) else None
+    learners = config.get("learners") if isinstance(config, dict) else None
     return learners if type(learners) is int else 0
 
 
 def read_timeline(run: Path, keep: int | None = EXACT_ROWS, learners: int | None = None) -> RunTimeline:
-    """Read all tapes of a run; they may be cut short. `learners`: that the job should start; None: by its config."""
+    """Read all tapes of a run, which may be incomplete.
+
+    Args:
+        keep: number of exact entries in every log; None: all.
+        learners: number of expected learners; None: from the config of the job.
+    """
     timeline, tapes = RunTimeline(keep), RunTapes(run)
     timeline.taped_learners = set(tapes.learners())
     for actor, reader in tapes.readers.items():  # syncers first

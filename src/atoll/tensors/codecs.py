@@ -1,7 +1,7 @@
-"""How numbers travel: flat f32 tensors to bytes and back, and the error feedback of a sender.
+"""Quantization: encode flat f32 tensors as bytes, decode them, and carry rounding errors over (error feedback).
 
-All numbers are little endian. `n` is the number of values; a block is a run of values that share one scale, counted
-from the first value, the last one may be short.
+All numbers are little endian. `n` is the number of values. A block is a run of values that share one scale. Blocks are
+counted from the first value, and the last one may be short.
 
 | name | number | bytes, in this order |
 |---|---|---|
@@ -10,12 +10,12 @@ from the first value, the last one may be short.
 | int8 | 2 | one f32 scale per block of 256, then n signed bytes q; value = q * scale, scale = absmax / 127 |
 | int4 | 3 | one bf16 scale per block of 64, then 32 bytes per block; value = (q - 8) * scale, scale = absmax / 7 |
 
-int4 packs two values per byte, the earlier one in the low half, and fills the last block up with zeros. Its scales are
-bf16: they have the whole range of f32, save two bytes per block, and a scale that is off by 0.4 % only moves the
-levels. Scales are made a little smaller than the quotient (by 2**-22 and 2**-8), so that no level overflows, and are at
-least the smallest normal f32, so that zeros and denormals need no case of their own.
+int4 packs two values per byte, the earlier one in the low half, and pads the last block with zeros. Its scales are
+bf16: they have the range of f32, save two bytes per block, and an error of 0.4 % in a scale only moves the levels.
+Scales are slightly smaller than the quotient (by 2**-22 and 2**-8), so that no level overflows. They are at least the
+smallest normal f32, so that zeros and denormals need no special case.
 
-Everything works through chunks that stay in the cache. Codecs keep no memory between calls: one serves many threads.
+All functions work in chunks that fit into the cache. Codecs are stateless, so threads may share one.
 """
 
 from __future__ import annotations
@@ -29,76 +29,76 @@ import torch
 from torch import Tensor
 
 CHUNK_NUMEL = 1 << 18
-"""Values per chunk; a multiple of every block. 1 MiB of f32: it stays in the cache and hides what calls cost."""
+"""Values per chunk, a multiple of every block size. 1 MiB of f32 fits into the cache and hides the cost of calls."""
 
 _TINY = 2.0**-126  # the smallest normal f32
 
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""Hears from which value to which the bytes are written for good, chunk by chunk."""
+"""Called after each chunk with the range [begin, end) of values whose bytes are final."""
 
 
 class Scratch:
-    """Room for one chunk in work, and for the blocks that it cuts at either end. Not shared between threads."""
+    """Temporary memory for one chunk and the partial blocks at its ends. Not thread-safe."""
 
     def __init__(self, numel: int = CHUNK_NUMEL) -> None:
         numel = min(CHUNK_NUMEL, -(-numel // 256) * 256) + 2 * 256
-        self.values = torch.empty(numel)  # of the user of a codec: a chunk before encoding or after decoding
-        self.work = torch.empty(numel)  # of the codec itself
+        self.values = torch.empty(numel)  # for the caller: a chunk before encoding or after decoding
+        self.work = torch.empty(numel)  # for the codec
         self.bytes = torch.empty(numel, dtype=torch.uint8)
         self.shorts = torch.empty(numel // 2, dtype=torch.int16)
 
 
 def chunk_ranges(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cuts [begin, end) at the multiples of CHUNK, counted from `begin`."""
+    """Cut [begin, end) into ranges of CHUNK_NUMEL values; the last one may be shorter."""
     for at in range(begin, end, CHUNK_NUMEL):
         yield at, min(at + CHUNK_NUMEL, end)
 
 
 def square_sum(x: Tensor) -> float:
-    """Sum of the squares of a flat f32 tensor: f32 within a chunk, f64 over chunks. NaN and inf show in it."""
+    """Return the sum of squares of a flat f32 tensor: f32 within a chunk, f64 over chunks. NaN and inf propagate."""
     return sum(float(torch.dot(x[begin:end], x[begin:end])) for begin, end in chunk_ranges(0, x.numel()))
 
 
 class Codec(ABC):
-    """Bytes for flat contiguous f32 tensors on the CPU.
+    """Encoding of flat contiguous f32 tensors on the CPU as bytes.
 
-    `write` and `read` work on a part that begins at a multiple of `block`, ends at one or at the last value, and is not
-    longer than the scratch. `encode` and `decode` are those in a loop.
+    `encode_chunk` and `decode_chunk` take a range that begins at a multiple of `block_size` and ends at one or at the
+    last value. It must fit into the scratch memory. `encode` and `decode` call them in a loop.
     """
 
     name: str
-    wire_id: int  # on the wire
+    wire_id: int  # number of the codec in frames
     block_size: int = 1  # values that share a scale
-    is_lossless = False  # nothing is rounded: the values themselves travel
-    has_exact_norm = False  # `examine` finds the norm itself, not a bound of it
+    is_lossless = False  # values are not rounded
+    has_exact_norm = False  # `examine` returns the exact norm, not an upper bound
 
     @abstractmethod
     def encoded_size(self, numel: int) -> int:
-        """Bytes of `numel` values."""
+        """Return the number of bytes of `numel` encoded values."""
 
     @abstractmethod
     def encode_chunk(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
-        """Encodes `x` as the values from `begin` on of the `numel` values in `data`. `x` stays as it is."""
+        """Encode `x` into `data`, which holds `numel` values, from value `begin` on. `x` is not changed."""
 
     @abstractmethod
     def decode_chunk(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
-        """Decodes into `out` the values from `begin` on, as many as `out` holds."""
+        """Decode the `out.numel()` values from `begin` on into `out`."""
 
     @abstractmethod
     def byte_ranges(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
-        """Which bytes hold these values; they begin and end as those of `write`."""
+        """Return the byte ranges that encode values [begin, end), a range that `encode_chunk` would accept."""
 
     @abstractmethod
     def decodable_values(self, numel: int, first_bytes: int) -> int:
-        """How many values can be read of the first so many bytes: whole blocks, or all."""
+        """Return how many values the first `first_bytes` bytes are enough for: full blocks, or all values."""
 
     @abstractmethod
     def _square_sum(self, data: Tensor, numel: int) -> float:
-        """At least the sum of the squares of the decoded values, or not finite where one of them is not."""
+        """Return an upper bound of the sum of squares of the decoded values; not finite if a value is not finite."""
 
     def encode(self, x: Tensor, out: Tensor | None = None, on_progress: ProgressCallback | None = None) -> Tensor:
-        """Bytes of `x`, in `out` if it is given."""
+        """Encode `x`, into `out` if it is given, and return the bytes."""
         numel = _flat(x)
         out = self.allocate(numel, out)
         scratch = Scratch(numel)
@@ -110,7 +110,7 @@ class Codec(ABC):
         return copy_back(out, target, numel, on_progress)
 
     def decode(self, data: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """The values, in `out` if it is given. `data` must be without a problem."""
+        """Decode `numel` values, into `out` if it is given. Does not check values: call `examine` first."""
         self.check_size(data, numel)
         out = torch.empty(numel) if out is None else out
         if _flat(out) != numel:
@@ -122,19 +122,22 @@ class Codec(ABC):
         return out
 
     def examine(self, data: Tensor, numel: int) -> tuple[str | None, float]:
-        """Return why these bytes must not be merged, or None, and a bound of their norm, a few times it at most.
+        """Return the reason why these bytes must not be merged, or None, and an upper bound of their norm.
 
-        Found are a wrong size, and values whose squares do not add up to a finite f32: NaN, inf, and numbers from about
-        1e19 on. The latter are finite, but neither a norm nor a weighted sum of them would be.
+        The bound is at most a few times the norm. Problems are a bad size, and values whose sum of squares is not a
+        finite f32: NaN, inf, and numbers from about 1e19 on. Such numbers are finite, but their norm and weighted sums
+        are not.
         """
         if data.dtype != torch.uint8 or data.dim() != 1:
             return f"flat bytes are needed, this is {data.dtype} of shape {tuple(data.shape)}", 0.0
         if data.numel() != self.encoded_size(numel):
             return f"{numel} values are {self.encoded_size(numel)} bytes in {self.name}, these are {data.numel()}", 0.0
         squares = self._square_sum(ensure_aligned(data), numel)
-        if not squares <= _MOST_SQUARE_SUM:
-            found = f"not finite: {numel} values in {self.name} hold NaN, inf or numbers too large to sum their squares"
-            return found, 0.0
+        if not squares <= _MAX_SQUARE_SUM:
+            problem = (
+                f"not finite: {numel} values in {self.name} hold NaN, inf or numbers too large to sum their squares"
+            )
+            return problem, 0.0
         return None, math.sqrt(squares)
 
     def check_size(self, data: Tensor, numel: int) -> None:
@@ -151,7 +154,7 @@ class Codec(ABC):
         return out
 
 
-_MOST_SQUARE_SUM = 3.4e38
+_MAX_SQUARE_SUM = 3.4e38
 
 
 def _flat(x: Tensor) -> int:
@@ -164,12 +167,12 @@ def _flat(x: Tensor) -> int:
 
 
 def ensure_aligned(data: Tensor) -> Tensor:
-    """Bytes that can be viewed as numbers: the same, or a copy where they begin at an odd place of their storage."""
+    """Return bytes that can be viewed as numbers: `data` itself, or a copy if it is not aligned or not contiguous."""
     return data.clone() if data.storage_offset() % 4 or not data.is_contiguous() else data
 
 
 def copy_back(out: Tensor, target: Tensor, numel: int, on_progress: ProgressCallback | None) -> Tensor:
-    """`out`, which has the bytes that were written into `target`: itself, or what stood in for it."""
+    """Copy `target` into `out` if they are different tensors; return `out`."""
     if target is not out:
         out.copy_(target)
         if on_progress is not None:
@@ -178,7 +181,7 @@ def copy_back(out: Tensor, target: Tensor, numel: int, on_progress: ProgressCall
 
 
 class FloatCodec(Codec):
-    """The values in a floating-point dtype. In bf16 values beyond 3.39e38 become inf, which `examine` finds."""
+    """Cast to a floating-point dtype. In bf16, values beyond 3.39e38 become inf, which `examine` reports."""
 
     has_exact_norm = True
 
@@ -204,28 +207,28 @@ class FloatCodec(Codec):
         return first_bytes // self.dtype.itemsize
 
     def _square_sum(self, data: Tensor, numel: int) -> float:
-        held = data.view(self.dtype)
+        typed = data.view(self.dtype)
         if self.is_lossless:
-            return square_sum(held)
+            return square_sum(typed)
         values, total = torch.empty(min(CHUNK_NUMEL, numel)), 0.0
         for begin, end in chunk_ranges(0, numel):
-            part = values[: end - begin].copy_(held[begin:end])
+            part = values[: end - begin].copy_(typed[begin:end])
             total += float(torch.dot(part, part))
         return total
 
 
 class IntegerPacking(Protocol):
-    """How the levels of whole blocks are laid out in bytes."""
+    """Byte layout of the quantized integers of full blocks."""
 
     def size(self, count: int) -> int:
-        """Bytes of so many values."""
+        """Return the number of bytes of `count` values."""
         ...
 
     def store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
-        """Write rounded levels, f32, a whole number of blocks, as the integers from value `begin` on; may change q."""
+        """Write full blocks of rounded f32 levels `q` as integers, from value `begin` on. May change `q`."""
 
     def load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
-        """Read whole blocks of levels as f32."""
+        """Read full blocks of levels as f32."""
 
 
 class Int8Packing:
@@ -265,7 +268,7 @@ class Int4Packing:
 
 
 class BlockCodec(Codec):
-    """Integers with one scale per block: all scales come first, then all integers."""
+    """Integers with one scale per block: first all scales, then all integers."""
 
     def __init__(
         self,
@@ -278,8 +281,13 @@ class BlockCodec(Codec):
         integers: IntegerPacking,
         block_may_be_short: bool,
     ) -> None:
-        """`levels`: the integers are -levels .. levels. `margin`: by which a scale is smaller than absmax / levels, so
-        that levels * scale is finite. `block_may_be_short`: the last one is not padded."""
+        """Initialize the codec.
+
+        Args:
+            levels: Integers are in -levels .. levels.
+            margin: Relative amount by which a scale is smaller than absmax / levels, so that levels * scale is finite.
+            block_may_be_short: The last block is not padded.
+        """
         self.name = name
         self.wire_id = number
         self.block_size = block
@@ -300,42 +308,42 @@ class BlockCodec(Codec):
         return self.scale_bytes(numel) + self.packing.size(padded)
 
     def encode_chunk(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
-        whole = x.numel() // self.block_size * self.block_size
-        if whole:
-            self._write_blocks(x[:whole], data, numel, begin, scratch)
-        if whole < x.numel():
-            rest = torch.zeros(self.block_size)
-            rest[: x.numel() - whole] = x[whole:]
-            self._write_blocks(rest, data, numel, begin + whole, scratch)
+        full = x.numel() // self.block_size * self.block_size
+        if full:
+            self._encode_blocks(x[:full], data, numel, begin, scratch)
+        if full < x.numel():
+            tail = torch.zeros(self.block_size)
+            tail[: x.numel() - full] = x[full:]
+            self._encode_blocks(tail, data, numel, begin + full, scratch)
 
     def decode_chunk(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
-        whole = out.numel() // self.block_size * self.block_size
-        if whole:
-            self._read_blocks(data, numel, begin, out[:whole], scratch)
-        if whole < out.numel():
-            rest = torch.empty(self.block_size)
-            self._read_blocks(data, numel, begin + whole, rest, scratch)
-            out[whole:] = rest[: out.numel() - whole]
+        full = out.numel() // self.block_size * self.block_size
+        if full:
+            self._decode_blocks(data, numel, begin, out[:full], scratch)
+        if full < out.numel():
+            tail = torch.empty(self.block_size)
+            self._decode_blocks(data, numel, begin + full, tail, scratch)
+            out[full:] = tail[: out.numel() - full]
 
-    def _write_blocks(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+    def _encode_blocks(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
         rows = x.view(-1, self.block_size)
         work = scratch.work[: x.numel()]
         q = work.view(-1, self.block_size)
         first = begin // self.block_size
         scales = self.scales(data, numel)[first : first + rows.shape[0]]
-        scales.copy_(self._scales_of(torch.abs(rows, out=q).amax(1)))
+        scales.copy_(self._compute_scales(torch.abs(rows, out=q).amax(1)))
         torch.mul(rows, scales.float().reciprocal().unsqueeze_(1), out=q)
         self.packing.store(work.round_(), data[self.scale_bytes(numel) :], begin, scratch)
 
-    def _read_blocks(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+    def _decode_blocks(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
         rows = out.view(-1, self.block_size)
         first = begin // self.block_size
         scales = self.scales(data, numel)[first : first + rows.shape[0]].float()
         self.packing.load(data[self.scale_bytes(numel) :], begin, out, scratch)
         rows.mul_(scales.unsqueeze(1))
 
-    def _scales_of(self, absmax: Tensor) -> Tensor:
-        # A NaN stays a NaN and an inf an inf: the scale is where the receiver looks for them.
+    def _compute_scales(self, absmax: Tensor) -> Tensor:
+        # NaN and inf must survive: the receiver detects them in the scales.
         return absmax.mul_((1.0 - self.margin) / self.levels).clamp_(min=_TINY)
 
     def byte_ranges(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
@@ -347,8 +355,8 @@ class BlockCodec(Codec):
     def decodable_values(self, numel: int, first_bytes: int) -> int:
         if first_bytes >= self.encoded_size(numel):
             return numel
-        of_integers = max(0, first_bytes - self.scale_bytes(numel))
-        return of_integers // self.packing.size(self.block_size) * self.block_size
+        integer_bytes = max(0, first_bytes - self.scale_bytes(numel))
+        return integer_bytes // self.packing.size(self.block_size) * self.block_size
 
     def _square_sum(self, data: Tensor, numel: int) -> float:
         return square_sum(self.scales(data, numel).float()) * float(self.levels + 1) ** 2 * self.block_size
@@ -360,11 +368,11 @@ CODECS: tuple[Codec, ...] = (
     BlockCodec("int8", 2, 256, torch.float32, 127, 2.0**-22, Int8Packing(), block_may_be_short=True),  # 8.125 bits each
     BlockCodec("int4", 3, 64, torch.bfloat16, 7, 2.0**-8, Int4Packing(), block_may_be_short=False),  # 4.25 bits each
 )
-"""Each at the place of its number."""
+"""All codecs; the index is `wire_id`."""
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of this name."""
+    """Return the codec with this name. Raise ValueError if there is none."""
     for candidate in CODECS:
         if candidate.name == name:
             return candidate
@@ -372,14 +380,14 @@ def get_codec(name: str) -> Codec:
 
 
 class ErrorFeedback:
-    """Error feedback of one fragment at a sender: what rounding leaves out goes along with the next send.
+    """Error feedback of one fragment at a sender: the rounding error of one send is added to the next one.
 
-    What is encoded is x + residual; what of that the receiver will not see is the pending residual. It counts only when
-    the receiver has taken the bytes: `settle(True)`. Over any number of settled sends the sum of what was decoded is
-    the sum of what was given, up to the last residual, which is at most one quantum.
+    `encode` encodes x + residual. The rounding error of that is the pending residual. It becomes the residual when the
+    receiver has accepted the bytes: `settle(True)`. Over any number of settled sends, the sum of the decoded values
+    equals the sum of the inputs, up to the last residual, which is at most one quantization step.
 
-    Two f32 per value for a codec that rounds, nothing for f32. A residual is a plain value, so the next send may be in
-    another codec that rounds.
+    A lossy codec needs two f32 per value, f32 needs none. A residual does not depend on the codec, so the next send may
+    use another lossy codec.
     """
 
     def __init__(self, codec: Codec, numel: int) -> None:
@@ -397,14 +405,19 @@ class ErrorFeedback:
         codec: Codec | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> Tensor:
-        """Bytes of x + residual, in `out` if it is given, and by another codec if one is given. Replaces a pending
-        residual that was never settled."""
+        """Encode x + residual and return the bytes. Replace a pending residual that was not settled.
+
+        Args:
+            out: Memory for the bytes.
+            codec: Codec for this send; None for the codec of this object.
+            on_progress: Called after each chunk.
+        """
         if _flat(x) != self.numel:
-            raise ValueError(f"the fragment has {self.numel} values, {x.numel()} were given")
+            raise ValueError(f"the fragment has {self.numel} values, got {x.numel()}")
         codec = self.codec if codec is None else codec
         if self.is_lossy is codec.is_lossless:
             raise ValueError(
-                f"a feedback of {self.codec.name} cannot send in {codec.name}: one of them leaves nothing out"
+                f"error feedback for {self.codec.name} cannot encode in {codec.name}: one of the two is lossless"
             )
         self._pending = True
         if not self.is_lossy:
@@ -413,17 +426,17 @@ class ErrorFeedback:
         target = ensure_aligned(out)
         scratch = Scratch(self.numel)
         for begin, end in chunk_ranges(0, self.numel):
-            wanted = torch.add(x[begin:end], self.residual[begin:end], out=self._next[begin:end])
-            codec.encode_chunk(wanted, target, self.numel, begin, scratch)
-            got = scratch.values[: end - begin]
-            codec.decode_chunk(target, self.numel, begin, got, scratch)
-            wanted.sub_(got)
+            compensated = torch.add(x[begin:end], self.residual[begin:end], out=self._next[begin:end])
+            codec.encode_chunk(compensated, target, self.numel, begin, scratch)
+            decoded = scratch.values[: end - begin]
+            codec.decode_chunk(target, self.numel, begin, decoded, scratch)
+            compensated.sub_(decoded)
             if on_progress is not None and target is out:
                 on_progress(begin, end)
         return copy_back(out, target, self.numel, on_progress)
 
     def settle(self, sent: bool) -> None:
-        """The receiver has taken the last encoded bytes, or never will: then the residual stays what it was."""
+        """Note whether the receiver accepted the last encoded bytes. If not, the residual stays as it was."""
         if sent and not self._pending:
             raise ValueError("nothing was encoded since the last settle; call encode before settle(True)")
         if sent and self.is_lossy:

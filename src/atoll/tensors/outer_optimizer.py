@@ -1,16 +1,16 @@
-"""The outer optimizer of one fragment at the syncer, and what of its value has been published.
+"""The outer optimizer of one fragment at the syncer, and the fragment's published value.
 
 Nesterov, with D the merged delta: b <- mu b + D; Theta <- Theta - eta (D + mu b). With a ramp of R the n-th step has
-eta_n = 1 + (eta - 1) min(1, n / R) and mu_n = mu min(1, n / R): at first all learners go the same way and their average
-is the step; only later, when what they differ in is noise, the outer optimizer has to make up for it.
+eta_n = 1 + (eta - 1) min(1, n / R) and mu_n = mu min(1, n / R). At first all learners move in the same direction, and
+their average is the step. Later they differ by noise, which the outer optimizer has to compensate.
 
-The breadth of a merge is the share of the learners that took part in it, weighted by their usual tokens per inner step.
-A merge from which learners are missing says less and comes sooner after the last one (in tokens), so D is multiplied by
-its breadth. All learners present, or one alone: the factor is exactly 1, however much tokens per step vary.
+The breadth of a merge is the share of learners that took part in it, weighted by their usual tokens per inner step.
+A merge without some learners carries less information and follows the last one sooner (in tokens), so D is multiplied
+by its breadth. With all learners, or a single one, the factor is exactly 1, even if tokens per step vary.
 
-Optimizers are those of torch.optim, on flat parameters that share their memory with the value. Only elementwise ones
-will do: a fragment is a run of pieces of many tensors, and what it is cut into must not change the result. That is
-tried out, not listed.
+Optimizers are those of torch.optim, on flat parameters that share memory with the value. Only elementwise optimizers
+are allowed: a fragment is a sequence of pieces of many tensors, and the cuts must not change the result. A trial run
+decides which optimizers are elementwise.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from atoll.tensors.settings import Numerics
 OUTER_ALIASES = {"nesterov": "SGD", "sgd": "SGD", "adam": "Adam"}
 
 STEP_COUNT_KEY = "steps"
-"""Name of the count in the state of an optimizer with a ramp."""
+"""Key of the step count in the stored state of an optimizer with a ramp."""
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
-"""Names of torch's optimizers for the mean of past gradients."""
+"""Names in torch's optimizers for the mean of past gradients."""
 
 PARTICIPATION_KEY = "breadth"
 PARTICIPATION_WINDOW = 16
-"""Merges that `ParticipationTracker` keeps: after a learner has left for good, one less than this many outer steps are
+"""Merges that `ParticipationTracker` remembers. After a learner has left for good, the next 15 outer steps are
 smaller."""
 
 ERROR_SAMPLE_INTERVAL = 4
-"""What rounding leaves out of an update is measured in every so many-th chunk: it costs more than other figures."""
+"""The quantization error of an update is measured in every fourth chunk: it costs more than other statistics."""
 
 VECTOR_LANES = 64
-"""Values that fill the vector registers of every CPU evenly. Torch's fused kernels round the values after the last full
-register in another way (in f64), so no parameter here has such: the rest of a run is stepped in padded memory."""
+"""A multiple of the vector width of every CPU. Torch's fused kernels round the values after the last full register
+differently (in f64). Therefore every parameter is a multiple of this, and the tail is stepped in padded memory."""
 
 
 def _build(numerics: Numerics, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer with the settings that it knows: lr, mu as `momentum` or first beta, and torch's fused kernels.
+    """Create the optimizer with the settings that it supports: lr, mu as `momentum` or first beta, and fused kernels.
 
-    On the CPU those are four to eight times as fast: one pass over memory instead of several, and no temporaries.
+    Fused kernels are four to eight times as fast on the CPU: one pass over memory, and no temporaries.
     """
     found: type[torch.optim.Optimizer] = getattr(torch.optim, OUTER_ALIASES.get(numerics.outer, numerics.outer))
     known = inspect.signature(found).parameters
@@ -72,9 +72,9 @@ def _build(numerics: Numerics, parameters: list[nn.Parameter]) -> torch.optim.Op
 
 
 def _try_out(numerics: Numerics) -> dict[str, bool]:
-    """The names of the state per parameter, and whether it is as long as the parameter.
+    """Return the names of the state per parameter, and whether each has the shape of the parameter.
 
-    Takes three steps on the same values in one parameter and in two, and raises ValueError where the results differ.
+    Take three steps on the same values as one parameter and as two; raise ValueError if the results differ.
     """
 
     def steps(values: list[nn.Parameter]) -> tuple[Tensor, torch.optim.Optimizer]:
@@ -106,12 +106,12 @@ def _is_optimizer(found: object) -> bool:
 
 @functools.cache
 def supported_outer_optimizers() -> tuple[str, ...]:
-    """What `Numerics.outer` may be with the torch that is installed."""
+    """Return the values of `Numerics.outer` that work with the installed torch."""
 
     def works(name: str) -> bool:
         try:
             _try_out(Numerics(outer=name, outer_lr=0.1))
-        except Exception:  # whatever an optimizer has against flat parameters
+        except Exception:  # optimizers reject flat parameters with any exception
             return False
         return True
 
@@ -121,9 +121,9 @@ def supported_outer_optimizers() -> tuple[str, ...]:
 
 @functools.cache
 def outer_state_names(outer: str, momentum: float) -> dict[str, bool]:
-    """The names of the state that this optimizer keeps, and whether there is one number per value.
+    """Return the names of this optimizer's state, and whether each has one number per value.
 
-    ValueError, with the names that would work, where it cannot step flat fragments.
+    Raise ValueError, with the names that work, if it cannot step flat fragments.
     """
     if not _is_optimizer(getattr(torch.optim, OUTER_ALIASES.get(outer, outer), None)):
         raise ValueError(
@@ -131,39 +131,39 @@ def outer_state_names(outer: str, momentum: float) -> dict[str, bool]:
         )
     try:
         return _try_out(Numerics(outer=outer, outer_lr=0.1, outer_momentum=momentum))
-    except Exception as error:  # whatever an optimizer has against flat parameters, it is the answer
+    except Exception as error:  # optimizers reject flat parameters with any exception
         why = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(
             f"{outer} cannot step flat fragments ({why}); give one of {', '.join(supported_outer_optimizers())}"
         ) from error
 
 
-class _Rest:
-    """The values of a run after its last full register: a padded copy, stepped with the others and copied back."""
+class _PaddedTail:
+    """Values after the last full register: a padded copy, which is stepped like the others and copied back."""
 
     def __init__(self, value: Tensor, begin: int, end: int) -> None:
         self.begin, self.end, self.value = begin, end, value
         self.parameter = nn.Parameter(torch.zeros(VECTOR_LANES))
         self.gradient = torch.zeros(VECTOR_LANES)
 
-    def take(self, delta: Tensor) -> None:
+    def load(self, delta: Tensor) -> None:
         self.parameter.data[: self.end - self.begin] = self.value[self.begin : self.end]
         self.gradient[: self.end - self.begin] = delta[self.begin : self.end]
 
-    def give(self) -> None:
+    def store(self) -> None:
         self.value[self.begin : self.end] = self.parameter.data[: self.end - self.begin]
 
 
 class ParticipationTracker:
-    """Which learners took part in the last merges of one fragment, with how many tokens per inner step.
+    """Learners in the last merges of one fragment, with their tokens per inner step.
 
-    The usual tokens per step of a learner are the median over its contributions to these merges, so a single wrong
-    report, or steps of uneven length, move nothing. A learner outside the window is forgotten.
+    The usual tokens per step of a learner are the median over its contributions to these merges, so that a single
+    incorrect report or uneven steps have no effect. A learner outside the window is forgotten.
 
-    >>> breadth = Breadth()
-    >>> breadth.add({1: 48.0, 2: 100.0}), breadth.add({1: 144.0, 2: 100.0}), breadth.add({1: 1e6, 2: 100.0})
-    (1.0, 1.0, 1.0)
-    >>> breadth.add({1: 150.0})  # without learner 2; the median of learner 1 is 144
+    >>> tracker = ParticipationTracker()
+    >>> [tracker.record_merge({1: tokens, 2: 100.0}) for tokens in (48.0, 144.0, 1e6)]
+    [1.0, 1.0, 1.0]
+    >>> tracker.record_merge({1: 150.0})  # without learner 2; the median of learner 1 is 144
     0.5901639344262295
     """
 
@@ -193,13 +193,13 @@ class ParticipationTracker:
 
 
 class OuterOptimizer:
-    """One fragment's precise value and its outer optimizer.
+    """Precise value of one fragment, with its outer optimizer.
 
-    `value` belongs to this object and is stepped in place. Buffers have no momentum and no learning rate: they become
-    what was merged, the mean of the learners' values.
+    `value` belongs to this object and is updated in place. Buffers have no momentum and no learning rate: they are
+    replaced by the mean of the learners' values.
 
-    What a value becomes does not depend on its place in the fragment: any plan gives the same bits, and SGD with or
-    without Nesterov those of torch.optim.SGD on the tensors themselves.
+    The result does not depend on a value's position in the fragment: any plan gives the same bits. SGD with or without
+    Nesterov gives those of torch.optim.SGD on the tensors themselves.
     """
 
     def __init__(self, plan: FragmentPlan, p: int, numerics: Numerics, value: Tensor) -> None:
@@ -214,22 +214,25 @@ class OuterOptimizer:
         self._even = [
             (begin, end - (end - begin) % VECTOR_LANES) for begin, end in stepped if end - begin >= VECTOR_LANES
         ]
-        self._rests = [
-            _Rest(self.value, end - (end - at) % VECTOR_LANES, end) for at, end in stepped if (end - at) % VECTOR_LANES
+        self._tails = [
+            _PaddedTail(self.value, end - (end - at) % VECTOR_LANES, end)
+            for at, end in stepped
+            if (end - at) % VECTOR_LANES
         ]
         self._parameters = [nn.Parameter(self.value[begin:end]) for begin, end in self._even]
-        self._parameters += [rest.parameter for rest in self._rests]
+        self._parameters += [tail.parameter for tail in self._tails]
         self._optimizer = _build(numerics, self._parameters) if self._parameters else None
         self._ramp = numerics.outer_ramp
         self._eta, self._mu = numerics.outer_lr, numerics.outer_momentum
-        self._steps = 0  # counted for the ramp
+        self._steps = 0  # number of steps, for the ramp
         self._by_breadth = numerics.outer_breadth
         self._breadth = ParticipationTracker()
 
     def step(self, delta: Tensor, rates: Mapping[int, float] | None = None) -> None:
         """Take one outer step with the merged delta D, or replace buffers by the merged ones. `delta` is not changed.
 
-        `rates`: tokens per inner step of each learner in the merge; None or empty: a step of full size.
+        Args:
+            rates: Tokens per inner step of each learner in the merge; None or empty for a step of full size.
         """
         if delta.shape != self.value.shape or delta.dtype != torch.float32:
             raise ValueError(f"{self.value.numel()} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
@@ -239,9 +242,9 @@ class OuterOptimizer:
         factor = self._breadth.record_merge(rates) if rates and self._by_breadth else 1.0
         if factor < 1.0:
             delta = delta * factor
-        for rest in self._rests:
-            rest.take(delta)
-        gradients = [delta[begin:end] for begin, end in self._even] + [rest.gradient for rest in self._rests]
+        for tail in self._tails:
+            tail.load(delta)
+        gradients = [delta[begin:end] for begin, end in self._even] + [tail.gradient for tail in self._tails]
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         if self._ramp:
@@ -250,8 +253,8 @@ class OuterOptimizer:
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None  # the delta is the caller's again
-        for rest in self._rests:
-            rest.give()
+        for tail in self._tails:
+            tail.store()
 
     def _set_ramp(self, share: float) -> None:
         assert self._optimizer is not None
@@ -260,7 +263,7 @@ class OuterOptimizer:
             group["momentum"] = self._mu * share
 
     def momentum_norm(self) -> float | None:
-        """|b|; None before the first step, and of an optimizer without momentum. One pass that reads."""
+        """Return |b|; None before the first step and for an optimizer without momentum. Reads the state once."""
         if self._optimizer is None:
             return None
         states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
@@ -269,7 +272,7 @@ class OuterOptimizer:
         return math.sqrt(sum(map(square_norm, parts))) if found else None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The optimizer's own tensors, not copies, by name; empty before the first step. With `value` it is all."""
+        """Return the optimizer's tensors by name, without copying; empty before the first step."""
         found: dict[str, Tensor] = {}
         for place, parameter in enumerate(self._parameters):
             state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
@@ -284,7 +287,7 @@ class OuterOptimizer:
         return found
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continues from what `state` gave; the steps that follow give the same bits. Takes copies."""
+        """Load copies of the tensors from `state_dict`. Later steps give the same bits as without the restart."""
         expected = {
             f"{place}.{name}": tuple(parameter.shape) if long else ()
             for place, parameter in enumerate(self._parameters)
@@ -303,9 +306,7 @@ class OuterOptimizer:
             return
         self._steps = int(state[STEP_COUNT_KEY]) if STEP_COUNT_KEY in state else 0
         self._breadth = ParticipationTracker()
-        if (
-            PARTICIPATION_KEY in state and state[PARTICIPATION_KEY].dim() == 2
-        ):  # earlier versions stored a scalar: begin anew
+        if PARTICIPATION_KEY in state and state[PARTICIPATION_KEY].dim() == 2:  # earlier versions stored a scalar
             self._breadth.load_state_tensor(state[PARTICIPATION_KEY])
         self._optimizer.state.clear()
         for place, parameter in enumerate(self._parameters if got else ()):
@@ -315,27 +316,27 @@ class OuterOptimizer:
 
 
 class PublishedValue:
-    """What of a fragment's value every learner holds.
+    """Published value of a fragment: the same bits at every learner.
 
-    By definition the old published value plus the decoded update, so that all hold the same bits. What rounding left
-    out is still in the precise value and goes out with the next update: the way down needs no other error feedback.
+    It is the old published value plus the decoded update. The rounding error is still in the precise value and is part
+    of the next update: downloads need no other error feedback.
     """
 
     def __init__(self, codec: Codec, value: Tensor) -> None:
         self.codec = codec
         self.value = value
-        self.step_norm = 0.0  # of the last update as it is published
-        self.quantization_error = 0.0  # |precise - published| after it, as a share of that
+        self.step_norm = 0.0  # norm of the last published update
+        self.quantization_error = 0.0  # |precise - published| after it, relative to `step_norm`
 
     def advance(self, precise: Tensor, out: Tensor | None = None) -> Tensor:
-        """Moves the published value towards `precise`; returns the update that does the same at a learner."""
+        """Move the published value towards `precise` and return the encoded update, which learners apply."""
         codec, value, numel = self.codec, self.value, self.value.numel()
         if precise.shape != value.shape or precise.dtype != torch.float32:
             raise ValueError(f"{numel} f32 values are needed, got {precise.dtype} {tuple(precise.shape)}")
         out = codec.allocate(numel, out)
         target = ensure_aligned(out)
         scratch = Scratch(numel)
-        stepped = seen = left = 0.0  # squares; everything that they are taken of is in the cache
+        stepped = seen = left = 0.0  # sums of squares, of values that are in the cache
         for begin, end in chunk_ranges(0, numel):
             part, moved, goal = value[begin:end], scratch.values[: end - begin], precise[begin:end]
             torch.sub(goal, part, out=moved)
@@ -358,35 +359,35 @@ class PublishedValue:
 
     @staticmethod
     def apply(codec: Codec, old_value: Tensor, update: Tensor, out: Tensor) -> Tensor:
-        """The new published value at a learner, in `out`, which may be `old_value` itself."""
+        """Compute the new published value at a learner in `out`, which may be `old_value` itself."""
         UpdateApplier(codec, old_value, update, out).advance(update.numel())
         return out
 
 
 class UpdateApplier:
-    """`PublishedValue.apply` while the update comes in: as far as its first bytes reach. `update` is filled meanwhile.
+    """Apply an update while it is downloaded, like `PublishedValue.apply`. `update` is filled meanwhile.
 
-    Where the codec is f32 the value itself travels, and there need be no old one.
+    In f32 the update is the value itself, and `old_value` may be None.
     """
 
     def __init__(self, codec: Codec, old_value: Tensor | None, update: Tensor, out: Tensor) -> None:
         self.numel = out.numel()
-        is_whole = codec.is_lossless
+        is_full_value = codec.is_lossless
         if out.dtype != torch.float32 or (old_value is not None and out.shape != old_value.shape):
             needed = old_value.numel() if old_value is not None else self.numel
             raise ValueError(f"{needed} f32 values are needed, got {out.dtype} {tuple(out.shape)}")
         codec.check_size(update, self.numel)
-        if old_value is None and not is_whole:
+        if old_value is None and not is_full_value:
             raise ValueError(f"an update in {codec.name} needs the value that it is added to")
         self._codec = codec
-        self._old_value = None if is_whole else old_value
+        self._old_value = None if is_full_value else old_value
         self._update = update
         self._out = out
         self._scratch = Scratch(self.numel)
-        self.applied = 0  # values
+        self.applied = 0  # number of values
 
     def advance(self, first_bytes: int) -> tuple[int, int]:
-        """So many bytes of the update are here, from the first on. Which values are new in `out`."""
+        """Apply the values in the first `first_bytes` bytes of the update. Return the range of new values in `out`."""
         codec, begin = self._codec, self.applied
         self.applied = end = codec.decodable_values(self.numel, first_bytes)
         update = ensure_aligned(self._update)

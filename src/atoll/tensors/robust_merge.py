@@ -1,13 +1,13 @@
-"""Merges that one wild contribution cannot spoil, and what counts as wild.
+"""Robust merging: merges that one outlier cannot spoil, and detection of outliers.
 
-    trimmed     per coordinate the mean of what lies between the smallest and the largest value; no weights
-    norm-clip   a contribution that is larger than c times the usual is scaled down to that, then merged as otherwise
-    wild        one that is WILD times larger than the usual is refused, whatever the merge is
+    trimmed     per coordinate the mean without the smallest and the largest value; no weights
+    norm-clip   a contribution larger than c times the usual size is scaled down to that, then merged as usual
+    outlier     a contribution OUTLIER_FACTOR times larger than the usual size is refused, with any merge
 
-The **size** of a contribution is its norm over the square root of its steps: one that comes late has more steps in it,
-and is no wilder for that. Of int8 and int4 the norm is the bound that their scales give; it is compared only with
-others of its kind. The **usual** size of a fragment is a moving average over rounds of the median of each round.
-Buffers are contributed as values: their size is the norm alone, and they are never scaled.
+The **size** of a contribution is its norm over the square root of its steps: a late contribution contains more steps,
+which does not make it an outlier. In int8 and int4 the norm is the upper bound from the scales, which is compared with
+bounds of the same codec. The **usual** size of a fragment is a moving average over rounds of the median of each round.
+Buffers are contributed as values: their size is the norm, and they are never scaled.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from atoll.tensors.sharding import local_tensor
 
 OUTLIER_FACTOR = 100.0
 MIN_ROUNDS = 4
-"""Merged before anything is judged: while the learning rate rises, sizes rise by more than tenfold."""
+"""Merged rounds before outliers are detected: sizes grow more than tenfold while the learning rate warms up."""
 
 MAX_NAMED_TENSORS = 3
-"""Tensors that one sentence names."""
+"""Tensors that one error message names."""
 
-_SHARE = 1.0 / 8.0  # of a new round in the moving average
+_SHARE = 1.0 / 8.0  # weight of a new round in the moving average
 
 
 class RunningSums(Protocol):
-    """What one round of one fragment is merged with."""
+    """Running sums of one round of one fragment."""
 
     count: int
-    norms: list[float]  # |v| of the contributions as they came
+    norms: list[float]  # |v| of the contributions, in the order of arrival
     merged_norm: float  # |D| of the last result
-    cosine: float | None  # mean over pairs of contributions; None: of one alone, or not known
+    cosine: float | None  # mean over pairs of contributions; None for a single one, or if unknown
 
     def add_encoded(
         self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, known_norm: float | None = None
@@ -59,12 +59,12 @@ def make_running_sums(plan: FragmentPlan, p: int, method: str) -> RunningSums:
 
 
 class NormTracker:
-    """Of the contributions to one fragment. It outlives the process beside the outer optimizer's state.
+    """Usual size of the contributions to one fragment. Stored along with the outer optimizer's state.
 
-    >>> usual = NormTracker()
+    >>> tracker = NormTracker()
     >>> for _ in range(MIN_ROUNDS):
-    ...     usual.note([1.0, 1.0, 50.0])
-    >>> usual.scale(8.0, 4.0), usual.scale(3.0, 4.0)
+    ...     tracker.record_round([1.0, 1.0, 50.0])
+    >>> tracker.clip_factor(8.0, 4.0), tracker.clip_factor(3.0, 4.0)
     (0.5, 1.0)
     """
 
@@ -74,8 +74,10 @@ class NormTracker:
         self.typical_norm = 0.0
 
     def examine(self, codec: Codec, data: Tensor, numel: int) -> tuple[str | None, float]:
-        """Return `Codec.examine` of a contribution. Buffers may be any finite numbers, such as a mask of -1e30: they
-        are not squared and summed in f32."""
+        """Check a contribution and return its norm, like `Codec.examine`.
+
+        Buffers may have any finite values, such as a mask of -1e30: they are not squared and summed in f32.
+        """
         if not self._of_buffers:
             return codec.examine(data, numel)
         found = float(torch.linalg.vector_norm(codec.decode(data, numel).double()))
@@ -84,11 +86,11 @@ class NormTracker:
         return None, found
 
     def normalized_norm(self, norm: float, steps: int) -> float:
-        """Return the size of a contribution with this norm."""
+        """Return the size of a contribution with this norm: norm / sqrt(steps), or the norm for buffers."""
         return norm if self._of_buffers else norm / math.sqrt(max(1, steps))
 
     def record_round(self, sizes: Sequence[float]) -> None:
-        """A round was merged with contributions of these sizes."""
+        """Update the usual size with the sizes of the contributions to a merged round."""
         if not sizes:
             return
         middle = median(sizes)
@@ -100,13 +102,13 @@ class NormTracker:
         return self.rounds >= MIN_ROUNDS and self.typical_norm > 0.0
 
     def clip_factor(self, size: float, clip: float) -> float:
-        """By which a contribution is multiplied; `clip` 0: as it is."""
+        """Return the clipping factor for a contribution of this size; 1 if `clip` is 0."""
         if not clip or self._of_buffers or not self.is_calibrated or size <= clip * self.typical_norm:
             return 1.0
         return clip * self.typical_norm / size
 
     def find_problem(self, size: float) -> str | None:
-        """Why a contribution of this size is refused."""
+        """Return the reason to refuse a contribution of this size, or None."""
         if not self.is_calibrated or size <= OUTLIER_FACTOR * self.typical_norm:
             return None
         times = size / self.typical_norm
@@ -121,7 +123,7 @@ class NormTracker:
 
 
 class NonFiniteCounts(NamedTuple):
-    """Values of one tensor that cannot be merged. `largest` is the largest magnitude among the finite ones."""
+    """Non-finite values of one tensor. `max_finite` is the largest magnitude of its finite values."""
 
     tensor: str
     kind: str  # parameter or buffer
@@ -139,7 +141,7 @@ class NonFiniteCounts(NamedTuple):
         return cls(tensor, "buffer" if kind == "buffer" else "parameter", values.numel(), nan, infinite, float(largest))
 
     def combine(self, more: NonFiniteCounts) -> NonFiniteCounts:
-        """Of more values of the same tensor."""
+        """Return the counts of both parts of the same tensor."""
         sums = self.numel + more.numel, self.nan_count + more.nan_count, self.inf_count + more.inf_count
         return NonFiniteCounts(self.tensor, self.kind, *sums, max(self.max_finite, more.max_finite))
 
@@ -169,7 +171,7 @@ def find_nonfinite_in_fragment(plan: FragmentPlan, p: int, by: Codec, data: Tens
 
 
 def find_nonfinite_in_model(model: nn.Module) -> str:
-    """Name the tensors that hold NaN or infinity in this process; empty where all values are finite."""
+    """Name the tensors with NaN or infinity in this process; empty if all values are finite."""
     named = named_tensors(model).items()
     kinds = {name: "parameter" if isinstance(held, nn.Parameter) else "buffer" for name, held in named}
     return _named(NonFiniteCounts.from_tensor(name, kinds[name], local_tensor(held).detach()) for name, held in named)
@@ -182,12 +184,13 @@ def _named(counted: Iterable[NonFiniteCounts]) -> str:
 
 
 class TrimmedMean:
-    """Per coordinate: the mean without the smallest and the largest value; of two their mean, of one itself.
+    """Mean per coordinate without the smallest and the largest value; the plain mean of one or two contributions.
 
-    Takes three f32 per value, whatever the number of contributions: the smallest, the largest, and the sum of those in
-    between. A new value either lies between the two and joins the sum, or takes the place of one of them, which joins
-    instead: in both cases the sum grows by the new value, held between the two. Nothing is ever subtracted, so a value
-    of 1e18 leaves no rounding behind. Weights would have to be kept with both: all contributions count alike.
+    Memory is three f32 per value for any number of contributions: the smallest value, the largest, and the sum of the
+    others. A new value is added to the sum if it lies between the two. Otherwise it replaces one of them, which is
+    added instead. In both cases the sum grows by the new value, clamped to the old range. Nothing is subtracted, so a
+    value of 1e18 leaves no rounding error. Contributions have equal weights: others would have to be stored with both
+    extremes.
     """
 
     def __init__(self, numel: int) -> None:
@@ -199,7 +202,7 @@ class TrimmedMean:
         self.count = 0
         self.norms: list[float] = []
         self.merged_norm = 0.0
-        self.cosine: float | None = None  # the middle of sorted values is no sum: it says nothing of pairs
+        self.cosine: float | None = None  # always None: it does not follow from a trimmed mean
 
     def reset(self) -> None:
         self.count = 0
@@ -220,11 +223,11 @@ class TrimmedMean:
                 square += square_norm(values)
             if scale != 1.0:
                 values.mul_(scale)
-            self._take(begin, values)
+            self._add(begin, values)
         self.norms.append(known_norm if known_norm is not None else math.sqrt(square))
         self.count += 1
 
-    def _take(self, begin: int, v: Tensor) -> None:
+    def _add(self, begin: int, v: Tensor) -> None:
         place = slice(begin, begin + v.numel())
         low, high, between = self._low[place], self._high[place], self._between[place]
         if self.count == 0:
@@ -239,11 +242,11 @@ class TrimmedMean:
 
     def result(self) -> Tensor:
         if not self.count:
-            raise ValueError("nothing was added to this round; there is no mean of no contributions")
+            raise ValueError("the round has no contributions; call add_encoded before result")
         if self.count < 3:
             self._between.copy_(self._low).lerp_(self._high, 0.5)
         else:
-            # Within the bounds also after rounding: equal values have themselves as their mean.
+            # Clamp after rounding: the mean of equal values must be that value.
             torch.clamp(self._between.div_(self.count - 2), self._low, self._high, out=self._between)
         self.merged_norm = norm(self._between)
         return self._between

@@ -1,4 +1,4 @@
-"""The numeric settings of a run: what syncer and learners must agree on for their values to be the same bits."""
+"""Numeric settings of a run, on which syncer and learners must agree to compute the same bits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RAMP_OPTIMIZERS = ("nesterov", "sgd")
 MAX_RAMP = 1_000_000
 
 MAX_EMBEDDING_PATTERNS = 100
-"""Of embedding names. Each is matched against every parameter."""
+"""Each pattern is matched against every parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How fragments are cut, merged, stepped and encoded (symbols as in docs/protocol.md).
+    """Settings of how fragments are cut, merged, stepped and encoded (symbols as in docs/protocol.md).
 
     >>> Numerics(outer_lr=0.5).to_json()["outer_lr"]
     0.5
@@ -38,22 +38,26 @@ class Numerics:
         "balanced, with large tensors cut by rows).",
         metavar="HOW",
     )
-    # radial is for weights: embeddings are averaged then; buffers have a rule of their own
+    # radial applies to weights; embeddings are averaged and buffers have their own rule
     merge: MergeMethod = setting(
         "average",
         "average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
-        "largest, against a learner gone wild.",
+        "largest, which protects from a diverged learner.",
         metavar="HOW",
     )
     outer: str = setting("nesterov", "Outer optimizer: nesterov, sgd, adam or torch's name.", metavar="NAME")
     outer_lr: float = setting(1.0, "Its learning rate.", metavar="RATE", above=0, advice="for example 0.4")  # eta
     outer_momentum: float = setting(0.0, "Its momentum; of adam the first beta.", metavar="MU", min=0, below=1)  # mu
-    # outer steps in which eta goes from 1 and mu from 0 to their values
+    # outer steps over which eta changes from 1, and mu from 0, to their values
     outer_ramp: int = setting(
-        0, "Merges of a fragment in which both rise from plain averaging.", metavar="MERGES", min=0, max=MAX_RAMP
+        0,
+        "Merges of a fragment over which both change from plain averaging to their values.",
+        metavar="MERGES",
+        min=0,
+        max=MAX_RAMP,
     )
-    outer_breadth: bool = setting(True, "A merge from which learners are missing is a smaller step.")
-    up: CodecOption = setting(  # auto: `policy.codec_for`
+    outer_breadth: bool = setting(True, "Take a smaller step if learners are missing from a merge.")
+    up: CodecOption = setting(  # auto: `policy.choose_contribution_codec`
         "auto",
         "Codec of deltas to the syncer: f32, bf16, int8 or int4; auto: bf16, and int8 or int4 while a learner's link "
         "does not carry that.",
@@ -62,7 +66,7 @@ class Numerics:
     down: CodecOption = setting(
         "auto", "Codec of updates to learners, the same; auto: by the link of the median learner.", metavar="CODEC"
     )
-    embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
+    embeddings: tuple[str, ...] = ()  # name patterns of embeddings, in addition to the weights of nn.Embedding
     norm_clip: float = setting(
         0.0, "Scale contributions down to C times their usual size, C from 1 on; 0: never.", metavar="C", min=0
     )
@@ -90,21 +94,21 @@ class Numerics:
 
     @property
     def upload_codecs(self) -> tuple[str, ...]:
-        """The codecs that a contribution may have, the one that it has unless something else is said first."""
+        """Codecs that a contribution may use; the first one is the default."""
         return policy.CODECS if self.up == "auto" else (self.up,)
 
     @property
     def download_codecs(self) -> tuple[str, ...]:
-        """The same of an update."""
+        """Codecs that an update may use; the first one is the default."""
         return policy.CODECS if self.down == "auto" else (self.down,)
 
     def to_json(self) -> dict[str, object]:
-        """All fields as JSON knows them."""
+        """Return all fields as JSON values."""
         return {**asdict(self), "embeddings": list(self.embeddings)}
 
     @classmethod
     def from_json(cls, raw: object) -> Numerics:
-        """What `to_json` made. Trusts nothing: a field that is missing or unknown is an error, not a default.
+        """Read the result of `to_json`. Raise ValueError if a field is missing or unknown.
 
         Two sides that fill in different defaults would compute different values from the same bytes.
         """

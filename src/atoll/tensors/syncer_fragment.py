@@ -1,6 +1,6 @@
 """One fragment at the syncer: running sums, outer optimizer, and the versions that learners download.
 
-The syncer's process and the replay of a tape use the same class, so both compute the same bits. Nothing here locks. The
+The syncer's process and the replay of a tape use the same class, so both compute the same bits. It takes no locks. The
 process calls `accumulate`, `merge` and `discard` in its merge thread, `stored_state` in its disk thread, and everything
 else in the event loop.
 """
@@ -22,7 +22,7 @@ from atoll.tensors.robust_merge import NormTracker, RunningSums, make_running_su
 from atoll.tensors.settings import Numerics
 
 MAX_PINNED_VERSIONS = 4
-"""Versions of a fragment beside the newest that are kept for slow learners."""
+"""Older versions of a fragment that are kept for slow learners."""
 
 
 class ServedVersion(NamedTuple):
@@ -31,9 +31,9 @@ class ServedVersion(NamedTuple):
     version: Version
     value: Tensor  # f32, the same bits at every learner
     value_digest: str
-    base: Version  # version that the update is added to; NOTHING if there is no update, as after a restart
+    base: Version  # version that the update is added to; NO_VERSION if there is no update, as after a restart
     update: Tensor | None
-    codec: str = "f32"  # of the update
+    codec: str = "f32"  # codec of the update
 
 
 class MergeStats(Value, frozen=True):
@@ -51,11 +51,12 @@ class MergeStats(Value, frozen=True):
 
 
 class SyncerFragment:
-    """Two buffers for the published value alternate: one is served, the next version is computed into the other.
+    """State of one fragment at the syncer.
 
-    A version that a learner was notified of stays unchanged until that learner has it. On a slow link that may take
-    longer than the next merge, and a learner that is too late each time would never get any version. A held version
-    keeps its buffer, and the next merge allocates another one.
+    Two buffers for the published value alternate: one is served, the next version is computed into the other. A version
+    that a learner was notified of is pinned until that learner has downloaded it. On a slow link a download may take
+    longer than the next merge, and without a pin the learner would never complete one. A pinned version keeps its
+    buffer, and the next merge allocates another one.
     """
 
     def __init__(self, plan: FragmentPlan, p: FragmentId, numerics: Numerics, version: Version, value: Tensor) -> None:
@@ -72,12 +73,10 @@ class SyncerFragment:
         self.frame_headers: dict[tuple[Version, Version | None, int, int], bytes] = {}  # by version, base, begin, end
         self._spare_buffer: Tensor | None = None
         self._pins: Counter[Version] = Counter()  # learners that were notified of a version, and transfers of it
-        self._pinned_versions: dict[Version, ServedVersion] = {}  # held versions before the newest
+        self._pinned_versions: dict[Version, ServedVersion] = {}  # pinned versions before the newest
         self._sums: RunningSums | None = None
-        self._sizes: list[float] = []  # of the contributions to the round
-        self._accumulated: list[
-            tuple[AcceptedContribution, float]
-        ] = []  # the same contributions with their clipping factors
+        self._sizes: list[float] = []  # sizes of the contributions to the round
+        self._accumulated: list[tuple[AcceptedContribution, float]] = []  # contributions with their clipping factors
         self._round: RoundId | None = None
 
     def accumulate(
@@ -107,8 +106,12 @@ class SyncerFragment:
             self._round = None
 
     def merge(self, round_id: RoundId, contributions: int, down: str | None = None) -> None:
-        """Take the outer step and compute the next published value, which is served after `mark_durable`. `down`: codec
-        of the update; None for that of the run."""
+        """Take the outer step and compute the next published value, which is served after `mark_durable`.
+
+        Args:
+            contributions: Expected number of contributions.
+            down: Codec of the update; None for that of the run.
+        """
         assert self._round == round_id and self._sums is not None, f"nothing of {round_id} was accumulated"
         assert self._sums.count == contributions, f"{self._sums.count} sums where {contributions} were sealed"
         rates = {accepted.learner: accepted.tokens / accepted.steps for accepted, _ in self._accumulated}
@@ -138,8 +141,10 @@ class SyncerFragment:
         )
 
     def stored_state(self, version: Version) -> dict[str, Tensor]:
-        """Return the tensors that the store keeps of this version: the one just merged, or the served one if no merge
-        came after it. They do not change before `mark_durable`."""
+        """Return the tensors to store for this version: the merged one, or the served one if there is no newer merge.
+
+        They do not change before `mark_durable`.
+        """
         found = self.merged if self.merged is not None else self.served
         assert found.version == version, f"fragment {self.id}: version {version} was not merged"
         state = {
@@ -150,7 +155,7 @@ class SyncerFragment:
         return state | {f"outer.{name}": tensor for name, tensor in self.outer_optimizer.state_dict().items()}
 
     def mark_durable(self) -> None:
-        """Serve the version that was merged: the store has it."""
+        """Serve the merged version, which is now durable."""
         assert self.merged is not None, f"fragment {self.id}: durable before it was merged"
         old = self.served
         self._spare_buffer = old.value
@@ -158,9 +163,8 @@ class SyncerFragment:
             self._spare_buffer = None
             self._pinned_versions[old.version] = old
             if len(self._pinned_versions) > MAX_PINNED_VERSIONS:
-                del self._pinned_versions[
-                    min(self._pinned_versions)
-                ]  # a running transfer continues; a later request gets the newest
+                # A running transfer continues; a later request gets the newest version.
+                del self._pinned_versions[min(self._pinned_versions)]
         self.served = self.merged
         self.merged = None
         for key in list(self.frame_headers):
@@ -168,7 +172,7 @@ class SyncerFragment:
                 del self.frame_headers[key]
 
     def pin(self, version: Version) -> ServedVersion | None:
-        """Keep this version until `release`. Return None if it is gone."""
+        """Keep this version until `unpin`. Return None if it is deleted."""
         served = self.served if version == self.served.version else self._pinned_versions.get(version)
         if served is not None:
             self._pins[version] += 1
@@ -185,7 +189,7 @@ class SyncerFragment:
             self._pinned_versions.pop(version, None)
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Load the outer optimizer from `stored_state`. An initial version has none."""
+        """Load the outer optimizer from `stored_state`. An initial version has no optimizer state."""
         if "precise" in state:
             self.outer_optimizer.value.copy_(state["precise"])
             self.norm_tracker.load_state_tensor(state["usual"])

@@ -1,11 +1,11 @@
-"""Who may speak to a syncer, and as which learners. Everything that was set up is asked for.
+"""Authentication of peers, and authorization by learner. A syncer requires every credential that it was started with.
 
-| set up | who is let in |
+| credentials | access |
 |---|---|
-| nothing | this machine, in plain text |
-| a token | whoever has it: from this machine in plain text, from others over TLS with the syncer's certificate |
-| keys | whoever shows one that the authority has signed, as the learners that it names |
-| keys and a token | whoever has both |
+| none | processes on this machine, in plain text |
+| token | whoever has it: from this machine in plain text, from others over TLS with the syncer's certificate |
+| keys | keys signed by the authority, for the learners that they name |
+| keys and token | peers with both |
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ LEARNER_URI_PREFIX = "urn:atoll:learner:"
 ANY_LEARNER = "*"
 OPERATOR_URI = "urn:atoll:operator"
 SYNCER_URI = "urn:atoll:syncer"
-"""What a certificate may name, as a URI among its alternative names."""
+"""URIs in the alternative names of a certificate."""
 
 MAX_CLOCK_SKEW_S = 300.0
-"""Clocks of two machines may differ by so much before a new key is refused."""
+"""Clock difference between two machines that a new key tolerates."""
 
 REFUSED_HEADER = "Atoll-Refused"
-"""Of an answer: the sentence, for those who see only its head. Whoever dials a WebSocket does."""
+"""Response header with the refusal message, for clients that read only the head, such as WebSocket clients."""
 
 OPERATOR_PATHS = ("/v1/control", "/v1/snapshot", "/v1/finish", "/v1/head", "/v1/initial", "/metrics")
 LEARNER_PATHS = ("/v1/model", "/v1/join", "/v1/link", "/v1/slice", "/v1/contribution", "/v1/state", "/v1/fragment")
 
 
 class IdentityMismatchError(ValueError):
-    """Somebody speaks as a learner that the key does not name."""
+    """A peer acts as a learner that its key does not name."""
 
     code = "identity"
 
 
 class Rejection(NamedTuple):
-    """Somebody is turned away: what is counted, what is answered, and what is said."""
+    """A refusal: the code that is counted, the HTTP status, and the message."""
 
     code: str
     status: int
@@ -61,7 +61,7 @@ class Rejection(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """One key, as its certificate says."""
+    """The identity in a certificate."""
 
     name: str
     learners: frozenset[int]
@@ -72,10 +72,10 @@ class Peer(NamedTuple):
     not_after: float
 
     @classmethod
-    def from_certificate(cls, told: dict[str, Any], raw: bytes) -> Peer:
-        """`told` and `raw`: a certificate that was verified, as `SSLObject.getpeercert` gives it."""
-        names = [value for part in told.get("subject", ()) for kind, value in part if kind == "commonName"]
-        uris = [value for kind, value in told.get("subjectAltName", ()) if kind == "URI"]
+    def from_certificate(cls, fields: dict[str, Any], raw: bytes) -> Peer:
+        """Read a verified certificate: `fields` and `raw` are from `SSLObject.getpeercert`."""
+        names = [value for part in fields.get("subject", ()) for kind, value in part if kind == "commonName"]
+        uris = [value for kind, value in fields.get("subjectAltName", ()) if kind == "URI"]
         numbers = [uri.removeprefix(LEARNER_URI_PREFIX) for uri in uris if uri.startswith(LEARNER_URI_PREFIX)]
         return cls(
             names[0] if names else "a key without a name",
@@ -83,12 +83,12 @@ class Peer(NamedTuple):
             ANY_LEARNER in numbers,
             OPERATOR_URI in uris or SYNCER_URI in uris,
             hashlib.sha256(raw).hexdigest(),
-            ssl.cert_time_to_seconds(told["notBefore"]),
-            ssl.cert_time_to_seconds(told["notAfter"]),
+            ssl.cert_time_to_seconds(fields["notBefore"]),
+            ssl.cert_time_to_seconds(fields["notAfter"]),
         )
 
     def find_problem(self, now: float, revoked: Collection[str]) -> Rejection | None:
-        """Why this key is not good any more, or not yet."""
+        """Return why this key is not valid now, or None."""
         if self.fingerprint in revoked:
             return Rejection("revoked", 403, f"the key of {self.name} is revoked: ask for a new one")
         if now > self.not_after:
@@ -101,13 +101,13 @@ class Peer(NamedTuple):
         return None
 
     def find_path_problem(self, path: str) -> Rejection | None:
-        """Why this key is not for this path."""
+        """Return why this key must not use this path, or None."""
         if path.startswith(OPERATOR_PATHS) and not self.is_operator:
             return Rejection(
                 "role", 403, f"the key of {self.name} is not one of an operator: atoll keys add --operator"
             )
-        may_fetch = self.is_operator and path.startswith("/v1/fragment")
-        if path.startswith(LEARNER_PATHS) and not self.learners and not self.is_any_learner and not may_fetch:
+        may_download = self.is_operator and path.startswith("/v1/fragment")
+        if path.startswith(LEARNER_PATHS) and not self.learners and not self.is_any_learner and not may_download:
             return Rejection("role", 403, f"the key of {self.name} names no learner: atoll keys add --learner N")
         return None
 
@@ -116,34 +116,34 @@ class Peer(NamedTuple):
 
 
 CURRENT_PEER: ContextVar[Peer | None] = ContextVar("CURRENT_PEER", default=None)
-"""Whose request is being handled; None where keys are not asked for."""
+"""The peer whose request is being handled. None if keys are not required."""
 
 
 def log_key(code: str) -> str:
-    """For the log: one line stands for all refusals of a kind that one key brings about, whatever it sends."""
+    """Return the key for log deduplication: one per code and key, whatever the peer sends."""
     peer = CURRENT_PEER.get()
     return f"{code} {peer.name}" if peer is not None else code
 
 
 def get_peer(transport: asyncio.BaseTransport | None) -> Peer | None:
-    """The key that this connection has shown."""
-    told = transport.get_extra_info("ssl_object") if transport is not None else None
-    if told is None:
+    """Return the identity that this connection has authenticated, or None."""
+    ssl_object = transport.get_extra_info("ssl_object") if transport is not None else None
+    if ssl_object is None:
         return None
-    raw = told.getpeercert(True)
-    return Peer.from_certificate(told.getpeercert(), raw) if raw else None
+    raw = ssl_object.getpeercert(True)
+    return Peer.from_certificate(ssl_object.getpeercert(), raw) if raw else None
 
 
 def check_identity(learner: int) -> None:
-    """Whoever speaks may do so as this learner, or `IdentityMismatchError`."""
+    """Raise `IdentityMismatchError` unless the current peer may act as this learner."""
     peer = CURRENT_PEER.get()
     if peer is not None and not peer.can_act_as(learner):
         named = ", ".join(map(str, sorted(peer.learners))) or "no learner"
-        raise IdentityMismatchError(f"the key of {peer.name} is for {named}, and does not speak as learner {learner}")
+        raise IdentityMismatchError(f"the key of {peer.name} is for {named}, and cannot act as learner {learner}")
 
 
 def choose_learner_id(wanted: int | None, taken: Collection[int]) -> int | None:
-    """The learner as which whoever speaks joins: the wanted one, or one that the key names and that is not taken."""
+    """Choose the learner id for the current peer: the wanted one, or one that its key names and that is free."""
     peer = CURRENT_PEER.get()
     if peer is None or peer.is_any_learner:
         return wanted
@@ -151,18 +151,18 @@ def choose_learner_id(wanted: int | None, taken: Collection[int]) -> int | None:
         free = sorted(each for each in peer.learners if each not in taken)
         if not free and len(peer.learners) > 1:
             raise IdentityMismatchError(
-                f"all learners that the key of {peer.name} names are here: say which one this is, --learner"
+                f"all learners that the key of {peer.name} names are connected: choose one with --learner"
             )
-        return free[0] if free else min(peer.learners)  # the only one comes back as itself
+        return free[0] if free else min(peer.learners)  # the only one reconnects with its own id
     check_identity(wanted)
     return wanted
 
 
 KEY_POLL_INTERVAL_S = 1.0
-"""At the files of the keys, and for keys that have expired."""
+"""Interval for polling the key files and for checking expired keys."""
 
 REJECTION_LOG_INTERVAL_S = 10.0
-"""Between two lines of the log that would say the same: strangers must not fill a disk."""
+"""Minimum time between two equal log lines: unauthenticated clients must not fill a disk."""
 
 MIN_TOKEN_LENGTH = 8
 
@@ -175,11 +175,11 @@ NO_KEY = Rejection(
 
 
 def check_access(host: str, token: str | None, tls: ServerTls | None = None, plain_text: bool = False) -> None:
-    """ValueError where strangers could speak, or listen."""
+    """Raise ValueError if unauthenticated peers could connect or read the traffic."""
     if token is not None and len(token) < MIN_TOKEN_LENGTH:
-        raise ValueError("a token needs at least 8 letters: everybody who can reach the port may try")
+        raise ValueError("a token needs at least 8 letters: any client that reaches the port can try to guess it")
     if plain_text and tls is not None:
-        raise ValueError("--plain-text means nothing with keys: what they protect is not plain")
+        raise ValueError("--plain-text cannot be used with keys: they require TLS")
     if is_loopback(host):
         return
     if tls is None and not plain_text:
@@ -195,7 +195,7 @@ def check_access(host: str, token: str | None, tls: ServerTls | None = None, pla
 
 
 class AccessControl:
-    """`refused` counts by code, for status and metrics."""
+    """Authentication of requests. `refused` counts rejections by code, for status and metrics."""
 
     def __init__(
         self, token: str | None, tls: ServerTls | None, refused: Counter[str], log: logging.Logger | None = None
@@ -211,7 +211,7 @@ class AccessControl:
         return "https" if self.tls is not None else "http"
 
     def client_session(self) -> aiohttp.ClientSession:
-        """To ask another process of the same run: it has the same token, and a key of the same authority."""
+        """Return a session for requests to other processes of the run, with the token and a key of the authority."""
         headers = {"Authorization": self._bearer.decode()} if self._bearer is not None else {}
         files = self.tls.files if self.tls is not None else None
         context: bool | ssl.SSLContext = True
@@ -220,11 +220,11 @@ class AccessControl:
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context), headers=headers)
 
     def check_request(self, request: web.Request) -> Rejection | None:
-        """Of a request, before anything of it is read. From here on `CURRENT_PEER` is known."""
-        found = self._find_problem(request)
-        if found is not None:
-            self.reject(found, str(request.remote), f"{request.method} {request.path}")
-        return found
+        """Check a request before its body is read, and set `CURRENT_PEER`."""
+        rejection = self._find_problem(request)
+        if rejection is not None:
+            self.reject(rejection, str(request.remote), f"{request.method} {request.path}")
+        return rejection
 
     def _find_problem(self, request: web.Request) -> Rejection | None:
         peer = get_peer(request.transport) if self.tls is not None and self.tls.requires_client_keys else None
@@ -238,31 +238,33 @@ class AccessControl:
         return None if self._has_token(request.headers.get("Authorization", "")) else NO_TOKEN
 
     def _has_token(self, authorization: str) -> bool:
-        """Compared in constant time, whatever is sent."""
+        """Compare the token in constant time."""
         if self._bearer is None:
             return True
         return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), self._bearer)
 
     def reject(self, rejection: Rejection, remote: str, subject: str, dedup_key: str = "") -> None:
-        """Counted, and said; the hundredth in a second is counted only. `dedup_key`: stands for all sentences that count as
-        the same line, where a peer could make each of them another one."""
+        """Count and log a rejection. Repeated lines are suppressed.
+
+        `dedup_key` groups messages that differ, so that a peer cannot fill the log by varying them.
+        """
         self.refused[rejection.code] += 1
-        left_out = self._repeat_limit.count_suppressed(dedup_key or rejection.message)
-        if left_out is None:
+        suppressed = self._repeat_limit.count_suppressed(dedup_key or rejection.message)
+        if suppressed is None:
             return
-        also = f" (and {left_out} like it before)" if left_out else ""
+        also = f" (and {suppressed} similar ones before)" if suppressed else ""
         self.log.warning(
             "%s from %s was refused: %s%s", subject, remote, rejection.message, also, extra={"code": rejection.code}
         )
 
     async def watch_keys(self, connections: Callable[[], Iterable[WebSocketConnection]]) -> None:
-        """Use keys that are renewed, and close the connections of keys that are no longer good."""
+        """Reload renewed keys, and close the connections of keys that are no longer valid."""
         assert self.tls is not None
         while True:
             await asyncio.sleep(KEY_POLL_INTERVAL_S)
-            told = self.tls.reload_if_changed()
-            if told is not None:
-                self.log.info("%s", told)
+            change = self.tls.reload_if_changed()
+            if change is not None:
+                self.log.info("%s", change)
             now = time.time()
             for connection in connections():
                 peer = get_peer(connection.transport) if self.tls.requires_client_keys else None

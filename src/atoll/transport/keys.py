@@ -1,12 +1,12 @@
-"""A small private authority, and the keys that it signs: what `atoll keys` makes. docs/security.md says what for.
+"""A small private certificate authority and its keys, for `atoll keys`. docs/security.md describes their use.
 
     keys/authority.pem    certificates of the authorities that are trusted, the newest first
-    keys/authority.key    signs; who has it can make keys. Keep it away from the islands
+    keys/authority.key    signs new keys. Keep it away from the islands
     keys/issued.json      who has a key, until when, and which are revoked
     keys/NAME/            one key: certificate.pem, key.pem, authority.pem. This directory goes to the island
-    keys/syncer/          the syncer's; revoked.txt beside them
+    keys/syncer/          the syncer's; revoked.txt next to them
 
-Only here, and only for making keys, the `cryptography` package is needed. Using them needs Python's own ssl module.
+Only this module needs the `cryptography` package. Using keys needs only Python's ssl module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ISSUED_FILE = "issued.json"
 AUTHORITY_DAYS = 3650
 DEFAULT_DAYS = 365
 BACKDATE = timedelta(minutes=5)
-"""A key is valid a little before it was made: clocks differ."""
+"""A key is valid from a little before its creation, because clocks differ."""
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_LEARNER_ID = 1_000_000
@@ -45,32 +45,32 @@ _OLD_AUTHORITIES = "authorities before the newest"
 
 
 class KeyHolder(NamedTuple):
-    """As whom a key may speak."""
+    """The roles of a key."""
 
     learners: tuple[int, ...] = ()
     is_any_learner: bool = False
     is_operator: bool = False
-    hosts: tuple[str, ...] = ()  # of the syncer: how it may be dialled
+    hosts: tuple[str, ...] = ()  # of the syncer: names and addresses that clients use
 
     def __str__(self) -> str:
         if self.hosts:
-            return f"the syncer, dialled as {', '.join(self.hosts)}"
-        said = [f"learner {number}" for number in self.learners]
-        said += ["any learner"] if self.is_any_learner else []
-        said += ["operator"] if self.is_operator else []
-        return ", ".join(said) or "nobody"
+            return f"the syncer, at {', '.join(self.hosts)}"
+        roles = [f"learner {number}" for number in self.learners]
+        roles += ["any learner"] if self.is_any_learner else []
+        roles += ["operator"] if self.is_operator else []
+        return ", ".join(roles) or "none"
 
 
 @dataclass(frozen=True, slots=True)
 class IssuedKey:
-    """One certificate that was made. A name has several when it was renewed."""
+    """One issued certificate. A renewed name has several."""
 
     name: str
     holder: KeyHolder
     fingerprint: str
     since: str
     until: str
-    revoked: str = ""  # when
+    revoked: str = ""  # date of the revocation
 
     def state(self, now: datetime) -> str:
         if self.revoked:
@@ -94,7 +94,7 @@ class IssuedKey:
 
 
 class Authority:
-    """The directory of an authority. Every change is on disk when its method returns."""
+    """The directory of an authority. Every change is durable when its method returns."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -104,13 +104,13 @@ class Authority:
         except FileNotFoundError:
             raise ValueError(f"{directory} holds no authority: make one with atoll keys init {directory}") from None
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{directory / ISSUED_FILE} is damaged: bring it back from a copy") from None
+            raise ValueError(f"{directory / ISSUED_FILE} is damaged: restore it from a backup") from None
 
     @classmethod
     def init(cls, directory: Path, hosts: Sequence[str] = (), days: int = DEFAULT_DAYS) -> Authority:
-        """A new authority, and the key of its syncer."""
+        """Create an authority, and the key of its syncer."""
         if directory.exists() and any(directory.iterdir()):
-            raise ValueError(f"{directory} is not empty, and keys are never written over: give another directory")
+            raise ValueError(f"{directory} is not empty, and keys are never overwritten: use another directory")
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o700)
         key, certificate = _new_authority()
@@ -122,7 +122,7 @@ class Authority:
         made.write_revoked()
         return made
 
-    # ----------------------------------------------------------------------------------------------------- changing
+    # ----------------------------------------------------------------------------------------------------- changes
 
     def add(
         self,
@@ -132,11 +132,11 @@ class Authority:
         is_operator: bool = False,
         days: int = DEFAULT_DAYS,
     ) -> IssuedKey:
-        """A key for an island or an operator. Without more words: for the next learner that has none."""
+        """Create a key for a learner or an operator. By default it is for the next learner without a key."""
         if not _NAME.fullmatch(name) or name in (SYNCER_KEY_NAME, "authority"):
             raise ValueError(f"{name!r} is no name for a key: small letters, digits, and . _ - between them")
         if (self.directory / name).exists() or any(each.name == name for each in self._valid_keys()):
-            raise ValueError(f"{name} has a key, and keys are never written over: atoll keys renew makes a new one")
+            raise ValueError(f"{name} has a key, and keys are never overwritten: atoll keys renew makes a new one")
         taken = {number: each.name for each in self._valid_keys() for number in each.holder.learners}
         for number in learners:
             if not 1 <= number <= MAX_LEARNER_ID:
@@ -148,7 +148,7 @@ class Authority:
         return self.issue(name, KeyHolder(tuple(sorted(set(learners))), is_any_learner, is_operator), days)
 
     def renew(self, name: str, hosts: Sequence[str] = (), days: int = DEFAULT_DAYS) -> IssuedKey:
-        """A new key for the same holder. The one before is good until it expires, or is revoked."""
+        """Create a new key for the same holder. The previous one is valid until it expires or is revoked."""
         before = self.find_key(name)
         if hosts and name != SYNCER_KEY_NAME:
             raise ValueError("--host is how the syncer is dialled: it is for the syncer's key only")
@@ -158,7 +158,7 @@ class Authority:
         return self.issue(name, holder, days)
 
     def renew_authority(self) -> str:
-        """A new authority beside the old ones, which are trusted until `retire_old_authorities`. Its fingerprint."""
+        """Add a new authority and return its fingerprint. The old ones are trusted until `retire_old_authorities`."""
         key, certificate = _new_authority()
         bundle = _pem(certificate) + (self.directory / AUTHORITY_FILE).read_bytes()
         write_key_file(
@@ -169,7 +169,7 @@ class Authority:
         return _fingerprint(certificate)
 
     def retire_old_authorities(self) -> int:
-        """Only the newest authority is trusted from now on; how many are not any more. Refuses to lock anybody out."""
+        """Trust only the newest authority, and return how many were removed. Fail if a key in use would be refused."""
         newest, _ = self._load_signing_key()
         old = [each for each in self.authorities() if each != newest]
         stranded = sorted(
@@ -188,7 +188,7 @@ class Authority:
         return len(old)
 
     def revoke(self, name: str) -> list[IssuedKey]:
-        """No key of this name is good any more. The syncer refuses them as soon as it sees its revoked.txt."""
+        """Revoke all keys of this name. The syncer refuses them as soon as it reads its new revoked.txt."""
         if name == SYNCER_KEY_NAME:
             raise ValueError(
                 "the syncer's own key is not revoked, as learners have no list: renew it, and to make a stolen one"
@@ -203,10 +203,10 @@ class Authority:
         self.write_revoked()
         return [each for each in self.issued if each.name == name]
 
-    # ------------------------------------------------------------------------------------------------------ showing
+    # ------------------------------------------------------------------------------------------------------ queries
 
     def find_key(self, name: str) -> IssuedKey:
-        """The newest key of this name."""
+        """Return the newest key of this name."""
         found = [each for each in self.issued if each.name == name]
         if not found:
             known = ", ".join(dict.fromkeys(each.name for each in self.issued))
@@ -250,19 +250,19 @@ class Authority:
             certificate.not_valid_after_utc.isoformat(),
         )
         self.issued.append(issued)
-        self._write_issued()  # first: a key that nobody remembers cannot be revoked
+        self._write_issued()  # first: a key that is not in the list could not be revoked
         write_key_file(folder / AUTHORITY_FILE, (self.directory / AUTHORITY_FILE).read_bytes(), overwrite=overwrite)
         write_key_file(folder / KEY_FILE, _key_pem(key), is_secret=True, overwrite=overwrite)
         write_key_file(folder / CERTIFICATE_FILE, _pem(certificate), overwrite=overwrite)
         return issued
 
     def _load_signing_key(self) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-        """The authority that signs: the one whose key is here, also when somebody was killed while renewing it."""
+        """Return the authority that signs: the one whose key is here, also after an interrupted renewal."""
         path = self.directory / AUTHORITY_KEY_FILE
         try:
             key = serialization.load_pem_private_key(path.read_bytes(), None)
         except FileNotFoundError:
-            raise ValueError(f"{path} is not here, and nothing can be signed without it: bring it back") from None
+            raise ValueError(f"{path} is missing, and nothing can be signed without it: restore it") from None
         for each in self.authorities():
             if isinstance(key, ec.EllipticCurvePrivateKey) and each.public_key() == key.public_key():
                 return each, key
@@ -285,7 +285,7 @@ class Authority:
 
 
 def _check_hosts(given: Sequence[str]) -> tuple[str, ...]:
-    """Names and addresses by which the syncer is dialled; this machine's name where none is given."""
+    """Return the names and addresses of the syncer, by default the name of this machine."""
     wanted = [each.removeprefix("[").removesuffix("]") for each in given] or [socket.gethostname()]
     for each in wanted:
         if not re.fullmatch(r"[A-Za-z0-9.:_-]+|\*\.[A-Za-z0-9.-]+", each):
@@ -333,7 +333,7 @@ def _sign(
     now = _now()
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if holder.hosts:
-        uses.append(ExtendedKeyUsageOID.SERVER_AUTH)  # an island's key never passes for a syncer's
+        uses.append(ExtendedKeyUsageOID.SERVER_AUTH)  # a learner's key must not pass for a syncer's
     until = min(now + lasting, authority.not_valid_after_utc)
     return (
         x509.CertificateBuilder()
@@ -396,8 +396,8 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write_key_file(path: Path, data: bytes, is_secret: bool = False, overwrite: bool = False) -> None:
-    """Write a key or certificate. Without `overwrite` nothing is replaced."""
+    """Write a key or certificate. Without `overwrite`, refuse to replace a file."""
     try:
         write_file(path, [data], replace=overwrite, mode=0o600 if is_secret else 0o644)
     except FileExistsError:
-        raise ValueError(f"{path} is there already, and keys are never written over") from None
+        raise ValueError(f"{path} exists, and keys are never overwritten") from None

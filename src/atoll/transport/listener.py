@@ -1,12 +1,11 @@
-"""The port of a syncer: connections are taken, and have to show in time who they are.
+"""The listening port of a syncer. A new connection must authenticate in time.
 
-A connection is **unproven** until its first request has been let in. Before that it may cost little: its first byte is
-waited for with nothing but a socket, its handshake has an end, and there are only so many of them. Whoever opens more
-loses the oldest of the address that has the most, so a stranger who opens thousands competes with itself.
+A connection is **pending** until its first request is accepted. A pending connection must be cheap: until its first
+byte it is only a socket, its handshake has a timeout, and the number of pending connections is limited. Beyond the
+limit, the oldest connection of the address with the most is closed. A client that opens thousands competes with itself.
 
-Those that are silent and those that speak are counted apart. A learner speaks as soon as it is connected; in one pool
-it would lose its place, between two words of its handshake, to a neighbour at its own address who opens thousands and
-says nothing.
+Silent and speaking connections are counted separately. A learner speaks as soon as it is connected. With one pool, a
+process at the same address that opens thousands of silent connections would displace the learner during its handshake.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from atoll.transport.auth import REFUSED_HEADER, AccessControl, Rejection
 from atoll.transport.tls import TLS_ALERT_HANDLER, find_tls_problem
 
 HANDSHAKE_TIMEOUT_S = 15.0
-"""From the first byte to the end of the handshake; also until the first byte."""
+"""Timeout for the first byte, and then for the handshake."""
 
 AUTHENTICATION_TIMEOUT_S = 30.0
-"""Until the first request is let in."""
+"""Timeout for the first accepted request."""
 
 MAX_PENDING = 256
-"""Of either kind: that have said nothing yet, and that have not said enough."""
+"""Limit of pending connections: for those without a first byte, and for those with one."""
 
 BACKLOG = 512
 MAX_ACCEPTS_PER_ITERATION = 16
-"""Connections that are taken before everything else has its turn, far fewer than there is room for. Accepting gives no
-turn by itself while somebody waits at the port: (1) a learner connects and speaks, (2) a stranger fills the backlog
-behind it, (3) all are taken in one go, and the learner, the oldest by then, is dropped before anybody has listened to
-it. Whoever connects faster than is accepted would even stop the whole loop."""
+"""Connections that are accepted before other tasks run, far fewer than the limit. `sock_accept` does not yield while
+connections wait at the port: (1) a learner connects and speaks, (2) a client fills the backlog behind it, (3) all are
+accepted in one go, and the learner, by then the oldest, is dropped before its bytes are read. A client that connects
+faster than the syncer accepts would even stop the whole loop."""
 
 LINGER_S = 1.0
-"""For a last word to be read: a socket that is closed with something unread in it takes back what was sent."""
+"""Time for the client to read the last message. Closing a socket with unread input discards sent bytes too."""
 
 PENDING_POLL_INTERVAL_S = 0.5
 ACCEPT_RETRY_S = 0.5
-"""When the system has no more files for us."""
+"""Wait after an error of accept, for example when the process has no free file descriptors."""
 
 TLS_HANDSHAKE_BYTE = 0x16
-"""The first byte of everything that speaks TLS, and no letter of a method of HTTP."""
+"""First byte of every TLS connection. No HTTP method begins with it."""
 
 PLAIN_TEXT_ON_TLS_PORT = Rejection(
     "plain-text", 400, "this port speaks TLS, and plain text came: give --keys DIR or --ca FILE, or write https://"
@@ -68,11 +67,11 @@ class PendingConnection(NamedTuple):
 
 
 PendingPool = dict[ConnectionKey, PendingConnection]
-"""In the order in which they came."""
+"""Oldest first."""
 
 
 class Listener:
-    """`make` gives the protocol of a new connection, as `web.AppRunner.server` does."""
+    """Accept connections. `make_protocol` creates the protocol of a new one, as `web.AppRunner.server` does."""
 
     def __init__(
         self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], access: AccessControl
@@ -94,36 +93,36 @@ class Listener:
         if self._accepting is not None:
             tasks.append(self._accepting)
             self._accepting.cancel()
-            await asyncio.sleep(0)  # one that was only just taken begins: it closes its own socket
+            await asyncio.sleep(0)  # let the task of a connection that was just accepted start: it closes its socket
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._sock.close()
 
     def mark_authenticated(self, transport: asyncio.BaseTransport | None) -> None:
-        """The first request on this connection was let in. It is as good as any other from now on."""
-        found = self._speaking.pop(_key(transport), None) if transport is not None else None
-        if found is not None:
-            found.authenticated.set()
+        """End the pending state of a connection: its first request was accepted."""
+        pending = self._speaking.pop(_key(transport), None) if transport is not None else None
+        if pending is not None:
+            pending.authenticated.set()
 
-    # ------------------------------------------------------------------------------------------------------- taking
+    # ------------------------------------------------------------------------------------------------------- accepting
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        for taken in itertools.count(1):
-            if taken % MAX_ACCEPTS_PER_ITERATION == 0:
+        for count in itertools.count(1):
+            if count % MAX_ACCEPTS_PER_ITERATION == 0:
                 await asyncio.sleep(0)
             try:
-                sock, where = await loop.sock_accept(self._sock)
-            except OSError as wrong:
-                self._access.log.error("no connection can be taken: %s", wrong)
+                sock, address = await loop.sock_accept(self._sock)
+            except OSError as error:
+                self._access.log.error("cannot accept a connection: %s", error)
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             authenticated = asyncio.Event()
-            key = (sock.getsockname(), where)
+            key = (sock.getsockname(), address)
             task = loop.create_task(self._handle_connection(sock, key, authenticated))
-            self._admit(self._silent, key, PendingConnection(where[0], task, authenticated))
+            self._admit(self._silent, key, PendingConnection(address[0], task, authenticated))
 
     def _admit(self, pool: PendingPool, key: ConnectionKey, connection: PendingConnection) -> None:
         if len(pool) >= MAX_PENDING:
@@ -134,7 +133,7 @@ class Listener:
         pool[key] = connection
 
     async def _handle_connection(self, sock: socket.socket, key: ConnectionKey, authenticated: asyncio.Event) -> None:
-        """One connection, until it has shown who it is."""
+        """Handle one connection until it is authenticated."""
         transport: asyncio.BaseTransport | None = None
         try:
             async with asyncio.timeout(AUTHENTICATION_TIMEOUT_S):
@@ -151,12 +150,11 @@ class Listener:
         except TimeoutError:
             self._access.reject(AUTHENTICATION_TIMED_OUT, key[1][0], "a connection")
         except (ConnectionError, OSError):
-            pass  # it is gone, and had said nothing yet
+            pass  # the client disconnected
         finally:
             for pool in (self._silent, self._speaking):
-                if (
-                    key in pool and pool[key].authenticated is authenticated
-                ):  # not one that came later from the same port
+                # a later connection from the same port has the same key
+                if key in pool and pool[key].authenticated is authenticated:
                     del pool[key]
             if transport is None:
                 sock.close()
@@ -164,7 +162,7 @@ class Listener:
                 transport.abort()
 
     async def _hand_over(self, sock: socket.socket, first: int, remote: str) -> asyncio.BaseTransport | None:
-        """To the protocol of the requests; None where it was rejected."""
+        """Hand the connection over to the HTTP protocol. None: it was rejected."""
         tls = self._access.tls
         if tls is None:
             if first == TLS_HANDSHAKE_BYTE:
@@ -183,21 +181,21 @@ class Listener:
     ) -> asyncio.BaseTransport | None:
         alerts: list[bytes] = []
         token = TLS_ALERT_HANDLER.set(alerts.append)
-        spare = sock.dup()  # asyncio closes the other one at once
+        spare = sock.dup()  # asyncio closes the other one immediately
         try:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.connect_accepted_socket(
                 self._make_protocol, sock, ssl=context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
             )
             return transport
-        except ssl.SSLError as wrong:
-            self._access.reject(_classify_tls_error(wrong), remote, "a handshake")
+        except ssl.SSLError as error:
+            self._access.reject(_classify_tls_error(error), remote, "a handshake")
             await _send_and_drain(spare, b"".join(alerts))
-        except ConnectionAbortedError:  # by asyncio, as it took too long
+        except ConnectionAbortedError:  # asyncio's timeout of the handshake
             self._access.reject(AUTHENTICATION_TIMED_OUT, remote, "a handshake")
-        except (ConnectionError, OSError) as wrong:
-            broken = Rejection("handshake", 400, f"it broke off{': ' if str(wrong) else ''}{wrong}")
-            self._access.reject(broken, remote, "a handshake")
+        except (ConnectionError, OSError) as error:
+            rejection = Rejection("handshake", 400, f"connection lost{': ' if str(error) else ''}{error}")
+            self._access.reject(rejection, remote, "a handshake")
         finally:
             TLS_ALERT_HANDLER.reset(token)
             spare.close()
@@ -207,8 +205,8 @@ class Listener:
         self._access.reject(rejection, remote, "a connection")
         body = json.dumps({"error": rejection.message}).encode()
         head = f"HTTP/1.1 {rejection.status} Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        said = f"{head}{REFUSED_HEADER}: {rejection.message}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-        await _send_and_drain(sock, b"" if rejection is NOT_TLS else said)
+        reply = f"{head}{REFUSED_HEADER}: {rejection.message}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        await _send_and_drain(sock, b"" if rejection is NOT_TLS else reply)
 
 
 def bind_socket(host: str, port: int, listen: bool = False) -> socket.socket:
@@ -223,11 +221,11 @@ def bind_socket(host: str, port: int, listen: bool = False) -> socket.socket:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ValueError(f"cannot listen on {host}: {error.strerror}; give another --host") from None
-    family, kind, _, _, where = found[0]
+    family, kind, _, _, address = found[0]
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(where)
+        sock.bind(address)
         if listen:
             sock.listen(BACKLOG)
     except OSError as error:
@@ -237,7 +235,7 @@ def bind_socket(host: str, port: int, listen: bool = False) -> socket.socket:
 
 
 def format_address(sock: socket.socket) -> str:
-    """Where it listens, as an address is written."""
+    """Return the address of a listening socket as `host:port`."""
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if sock.family is socket.AF_INET6 else f"{host}:{port}"
 
@@ -246,22 +244,22 @@ def _key(transport: asyncio.BaseTransport) -> ConnectionKey:
     return transport.get_extra_info("sockname"), transport.get_extra_info("peername")
 
 
-def _classify_tls_error(wrong: ssl.SSLError) -> Rejection:
-    """Of a handshake that failed on this side."""
-    reason = wrong.reason or ""
-    if isinstance(wrong, ssl.SSLCertVerificationError):
+def _classify_tls_error(error: ssl.SSLError) -> Rejection:
+    """Return the rejection for a handshake that failed on this side."""
+    reason = error.reason or ""
+    if isinstance(error, ssl.SSLCertVerificationError):
         return Rejection(
-            "authority", 403, f"its key is not of an authority that is trusted here: {wrong.verify_message}"
+            "authority", 403, f"its key is not of an authority that is trusted here: {error.verify_message}"
         )
     if reason in ("UNSUPPORTED_PROTOCOL", "NO_PROTOCOLS_AVAILABLE", "WRONG_SSL_VERSION"):
         return Rejection("tls-version", 400, "it does not speak TLS 1.3")
     if "ALERT" in reason:
-        return Rejection("handshake", 400, f"it hung up: {find_tls_problem(wrong) or reason.lower().replace('_', ' ')}")
-    return Rejection("handshake", 400, f"its handshake is wrong: {reason.lower().replace('_', ' ') or wrong}")
+        return Rejection("handshake", 400, f"it hung up: {find_tls_problem(error) or reason.lower().replace('_', ' ')}")
+    return Rejection("handshake", 400, f"its handshake is invalid: {reason.lower().replace('_', ' ') or error}")
 
 
 async def _peek_first_byte(sock: socket.socket) -> int | None:
-    """Without taking it; None when it is closed."""
+    """Return the first byte without consuming it. None: the connection is closed."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(sock, lambda: None if readable.done() else readable.set_result(None))
@@ -273,13 +271,13 @@ async def _peek_first_byte(sock: socket.socket) -> int | None:
     return first[0] if first else None
 
 
-async def _send_and_drain(sock: socket.socket, said: bytes) -> None:
-    """Sent, and what comes meanwhile is thrown away."""
+async def _send_and_drain(sock: socket.socket, data: bytes) -> None:
+    """Send the data, and discard input until the client closes the connection."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(LINGER_S):
-            if said:
-                await loop.sock_sendall(sock, said)
+            if data:
+                await loop.sock_sendall(sock, data)
             sock.shutdown(socket.SHUT_WR)
             while await loop.sock_recv(sock, 65536):
                 pass

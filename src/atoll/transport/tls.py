@@ -1,7 +1,7 @@
-"""TLS 1.3 for a syncer and for those who dial it. docs/security.md says what that promises, and what not.
+"""TLS 1.3 for syncers and their clients. docs/security.md says what it protects, and what not.
 
-The files are those of `atoll keys`, or anybody's PEM files. They are looked at again while a run goes on: a key that
-was renewed is used for the next connection, and nobody is stopped for it.
+The files are those of `atoll keys`, or any PEM files. They are polled while a run is in progress: the next connection
+uses a renewed key, and no process needs a restart.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ CERTIFICATE_FILE, KEY_FILE, AUTHORITY_FILE, REVOKED_FILE = "certificate.pem", "k
 """The files in the directory of one key. The last is there for syncers only."""
 
 SYNCER_KEY_NAME = "syncer"
-"""The name of the syncer's key, and of its directory beside those of the islands."""
+"""Name of the syncer's key, and of its directory next to those of the islands."""
 
 NO_CHECK_TIME = 0x200000
-"""Of OpenSSL, which has no name for it in Python. An expired key is refused by name, one step later (`Peer.find_problem`):
-OpenSSL would end the handshake, and neither side would know whose key it was."""
+"""Flag of OpenSSL without a name in Python. `Peer.find_problem` refuses an expired key later, by name. OpenSSL would
+end the handshake, and neither side would know which key it was."""
 
 _END = "-----END CERTIFICATE-----"
 
@@ -29,7 +29,7 @@ FileStamps = tuple[tuple[int, int, int] | None, ...]
 
 
 class KeyFiles(NamedTuple):
-    """`authority`: whoever has a key that it signed may speak; None: keys are not asked for."""
+    """Files of one key. Without `authority`, clients need no keys. Otherwise it must have signed them."""
 
     certificate: Path
     key: Path
@@ -38,7 +38,7 @@ class KeyFiles(NamedTuple):
 
 
 def stamp_files(paths: tuple[Path | None, ...]) -> FileStamps:
-    """Other than before when one of these files is another one, or is there or gone."""
+    """Return a value that changes when one of these files is replaced, created or deleted."""
     return tuple(_stamp_file(path) if path is not None else None for path in paths)
 
 
@@ -51,7 +51,7 @@ def _stamp_file(path: Path) -> tuple[int, int, int] | None:
 
 
 def find_key_files(directory: Path, for_syncer: bool = False) -> KeyFiles:
-    """The files of one key. For a syncer the directory of the authority will do: its key is in there."""
+    """Find the files of one key. A syncer may also use the directory of the authority, which has its key."""
     if (
         for_syncer
         and not (directory / CERTIFICATE_FILE).exists()
@@ -84,8 +84,8 @@ def find_key_files(directory: Path, for_syncer: bool = False) -> KeyFiles:
 # The syncer's side
 
 TLS_ALERT_HANDLER: ContextVar[Callable[[bytes], None] | None] = ContextVar("TLS_ALERT_HANDLER", default=None)
-"""Told of the last word of a handshake that fails. asyncio closes such a connection without sending the alert that says
-why; whoever has this can."""
+"""Receiver of the alert of a failed handshake. asyncio closes such a connection without sending the alert, which tells
+the client why. The receiver can send it."""
 
 
 class _AlertingSslObject(ssl.SSLObject):
@@ -121,7 +121,7 @@ class _AlertingSslContext(ssl.SSLContext):
 
 
 class ServerTls:
-    """What a syncer shows to those who dial it, and whom it trusts. `reload_if_changed` takes up files that have changed."""
+    """Certificate and trusted authorities of a syncer. `reload_if_changed` loads changed files."""
 
     def __init__(self, files: KeyFiles) -> None:
         self.files = files
@@ -136,17 +136,17 @@ class ServerTls:
         return self.files.authority is not None
 
     def reload_if_changed(self) -> str | None:
-        """What has happened to the files since the last look; None: nothing. What cannot be used is not."""
+        """Load changed files, and describe the change for the log. None: no change. Unusable files are ignored."""
         stamp = stamp_files(self.files)
         if stamp == self._stamp and time.time() < self._reload_at:
             return None
         try:
             self.context = self._load()
-        except (OSError, ValueError) as wrong:
+        except (OSError, ValueError) as error:
             if stamp == self._refused:
                 return None
             self._refused = stamp
-            return f"the keys have changed and cannot be used, those before stay in use: {wrong}"
+            return f"the keys have changed and cannot be used, the previous ones stay in use: {error}"
         self._stamp, self._refused = stamp, ()
         return f"the keys have changed: new connections use them; {len(self.revoked)} keys are revoked"
 
@@ -161,7 +161,7 @@ class ServerTls:
             authorities = list(_read_valid_authorities(self.files.authority))
             context.load_verify_locations(cadata="\n".join(pem for pem, _ in authorities))
             self._reload_at = min(until for _, until in authorities)
-            # Who shows none is refused with a sentence instead of a broken handshake.
+            # Optional, so that a client without a key gets a refusal message and not a failed handshake.
             context.verify_mode = ssl.CERT_OPTIONAL
             context.verify_flags = ssl.VerifyFlags(context.verify_flags | NO_CHECK_TIME)
         self.revoked = revoked
@@ -170,16 +170,16 @@ class ServerTls:
 
 def _load_chain(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     def no_password() -> str:
-        raise ValueError(f"{key} is protected by a password, which nobody is there to give: store it without")
+        raise ValueError(f"{key} is protected by a password: store it without one, so that Atoll can read it")
 
     try:
         context.load_cert_chain(certificate, key, no_password)
-    except ssl.SSLError as wrong:
-        raise ValueError(f"{certificate} and {key} are no certificate and its key: {wrong.reason or wrong}") from None
+    except ssl.SSLError as error:
+        raise ValueError(f"{certificate} and {key} are no certificate and its key: {error.reason or error}") from None
 
 
 def _read_valid_authorities(path: Path) -> Iterator[tuple[str, float]]:
-    """The authorities in a file, and until when; expired ones are left out."""
+    """Yield the authorities in a file with their expiry times, without expired ones."""
     some = False
     for piece in path.read_text(encoding="ascii", errors="replace").split(_END)[:-1]:
         pem = piece[piece.find("-----BEGIN") :] + _END
@@ -197,20 +197,20 @@ def _read_valid_authorities(path: Path) -> Iterator[tuple[str, float]]:
 
 
 def read_revoked(path: Path | None) -> frozenset[str]:
-    """Fingerprints: the first word of each line."""
+    """Read the fingerprints of revoked keys: the first word of each line."""
     if path is None or not path.exists():
         return frozenset()
     return frozenset(line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The side of whoever dials
+# Clients
 
 
 class ClientTls(NamedTuple):
-    """How to know a syncer, and what to show it. Nothing given: by the authorities that this system trusts.
+    """How a client verifies a syncer, and the key that it presents. Without fields: the system's authorities.
 
-    `pinned`: this one certificate is the syncer's, whatever it is called; for commands on its own machine.
+    `pinned`: accept exactly this certificate under any name, for commands on the syncer's machine.
     """
 
     keys: Path | None = None
@@ -226,7 +226,7 @@ class ClientTls(NamedTuple):
         return stamp_files((*own, self.ca))
 
     def make_context(self) -> ssl.SSLContext:
-        """Made anew from the files as they are now; ValueError and OSError say what is wrong with them."""
+        """Build a context from the current files. Raise ValueError or OSError if they are unusable."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.set_alpn_protocols(["http/1.1"])
@@ -258,7 +258,7 @@ def _load_authorities(context: ssl.SSLContext, path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# In words
+# Error messages
 
 _UNTRUSTED_AUTHORITY = (
     "its certificate is of an authority that is not trusted here (wrong --keys or --ca, or another machine)"
@@ -275,13 +275,13 @@ _VERIFY_PROBLEMS = {
     62: _ADDRESS_NOT_NAMED,
     64: _ADDRESS_NOT_NAMED,
 }
-"""By the code of OpenSSL."""
+"""By error code of OpenSSL."""
 
 _PLAIN_TEXT_ANSWER = "what answers speaks plain text, not TLS: its syncer has no keys, or this is another port"
 _TLS_PROBLEMS = {
     "WRONG_VERSION_NUMBER": _PLAIN_TEXT_ANSWER,
     "PACKET_LENGTH_TOO_LONG": _PLAIN_TEXT_ANSWER,
-    "HTTP_REQUEST": "plain text came where TLS was due",
+    "HTTP_REQUEST": "plain text came, expected TLS",
     "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the authority of this key",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it says that this key has expired",
     "SSLV3_ALERT_CERTIFICATE_REVOKED": "it says that this key is revoked",
@@ -294,19 +294,19 @@ _TLS_PROBLEMS = {
 }
 
 
-def find_tls_problem(wrong: BaseException | None) -> str | None:
-    """What is wrong with somebody's keys, of whoever was dialled; None where it is something else."""
+def find_tls_problem(error: BaseException | None) -> str | None:
+    """Describe the TLS problem behind an error of a connection. None: it has another cause."""
     seen = 0
-    while wrong is not None and seen < 8:
-        inner = getattr(wrong, "certificate_error", None) or getattr(wrong, "reason", None)
+    while error is not None and seen < 8:
+        inner = getattr(error, "certificate_error", None) or getattr(error, "reason", None)
         if isinstance(inner, ssl.SSLError):
-            wrong = inner
-        if isinstance(wrong, ssl.SSLCertVerificationError):
-            return _VERIFY_PROBLEMS.get(wrong.verify_code, f"its certificate is refused: {wrong.verify_message}")
-        said = getattr(wrong, "reason", None) if isinstance(wrong, ssl.SSLError) else None
-        text = said if isinstance(said, str) else str(wrong)
+            error = inner
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return _VERIFY_PROBLEMS.get(error.verify_code, f"its certificate is refused: {error.verify_message}")
+        reason_field = getattr(error, "reason", None) if isinstance(error, ssl.SSLError) else None
+        text = reason_field if isinstance(reason_field, str) else str(error)
         for reason, sentence in _TLS_PROBLEMS.items():
             if reason in text:
                 return sentence
-        wrong, seen = getattr(wrong, "os_error", None) or wrong.__cause__ or wrong.__context__, seen + 1
+        error, seen = getattr(error, "os_error", None) or error.__cause__ or error.__context__, seen + 1
     return None

@@ -1,11 +1,11 @@
-"""What travels between a learner and the syncer, as bytes: control messages and bulk frames. No I/O here.
+"""Wire format between a learner and the syncer: control messages and bulk frames. No I/O here.
 
 A control message is one envelope and one binary WebSocket message. A bulk frame is the body of an HTTP request or
-answer: a head of 36 bytes, a header of a few, and a payload that is never copied together with them. The byte tables
+response: a head of 36 bytes, a short header, and a payload that is never copied together with them. The byte tables
 are in docs/wire.md, examples of every kind in tests/transport/vectors.
 
-Reading trusts nothing: a length is checked before memory is taken for it, and whatever does not fit is a `WireError`
-that says what was found and what was expected. It is the peer's fault, and costs the peer its connection.
+Input is not trusted. A length is checked before memory is allocated for it. Invalid input is a `WireError` that says
+what was found and what was expected. It closes the connection of the peer.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from atoll.core.protocol import Envelope, LearnerBody, SyncerBody
 from atoll.core.types import RoundId
 
 WIRE_VERSION = 4
-"""Of both formats. It rises when a reader of the old one would misunderstand the new one."""
+"""Version of both formats. It increases when a reader of the old one would misread the new one."""
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**40
-"""No fragment is this large. What a payload may have here and now is said by `accept` of a `FrameParser`."""
+"""Upper bound for any payload. `accept` of a `FrameParser` applies the limit of the request."""
 
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
-"""Whole numbers outside of this are refused: other languages cannot hold them, and floats would become infinite."""
+"""Limit of integers: other languages cannot represent larger ones, and as floats they would become infinite."""
 
 WireErrorCode: TypeAlias = Literal[
     "magic", "version", "size", "json", "type", "digest", "codec", "kind", "truncated", "trailing"
 ]
 
 Buffer: TypeAlias = Any
-"""Whatever has the buffer protocol in one contiguous piece, or a CPU tensor of a type that numpy knows."""
+"""Any contiguous object with the buffer protocol, or a CPU tensor of a type that numpy supports."""
 
 _MESSAGE_MAGIC = b"ATLL"
 _MESSAGE_HEAD = _MESSAGE_MAGIC + bytes([WIRE_VERSION])
@@ -50,11 +50,11 @@ _DIGEST_BYTES = 16
 FRAME_HEAD_BYTES = _FIELDS.size + _DIGEST_BYTES
 
 CODEC_NUMBERS: Mapping[str, int] = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3}
-"""The codecs of `atoll.tensors.codecs` as they are called in a frame's head. Bytes that are no tensor travel as 0."""
+"""Codec numbers in a frame's head, by name of `atoll.tensors.codecs`. Bytes that are not a tensor use 0."""
 
 
 class WireError(ValueError):
-    """Bytes that are not what they should be. `code` is one of `CODES`, for counting; the sentence is for people."""
+    """Invalid bytes. `code` is one of `CODES`, for counting. The message is for operators."""
 
     def __init__(self, message: str, code: WireErrorCode) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class WireError(ValueError):
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """Content of a frame."""
 
     CONTRIBUTION = 1
     FRAGMENT = 2
@@ -74,11 +74,11 @@ class FrameKind(IntEnum):
 
 STATE_BYTES_PER_PARAMETER = 64
 ENCODED_KINDS = frozenset({FrameKind.CONTRIBUTION, FrameKind.FRAGMENT})
-"""Kinds whose payload may have a codec. All others say 0."""
+"""Kinds whose payload may have a codec. All others use 0."""
 
 
 def max_state_bytes(parameters: int) -> int:
-    """Return the bound on inner state of a model of so many parameters, in bytes of an `OPTIMIZER_STATE` payload."""
+    """Return the limit of an `OPTIMIZER_STATE` payload for a model of this many parameters, in bytes."""
     return STATE_BYTES_PER_PARAMETER * parameters + 2**24
 
 
@@ -93,7 +93,7 @@ _BODIES: dict[str, frozenset[type]] = {
 
 
 def encode_message(envelope: Envelope) -> bytes:
-    """One envelope as the bytes of a WebSocket message.
+    """Encode one envelope as a WebSocket message.
 
     >>> encode_message(Envelope(1, 1, 1, 0, 7, 3, 0, Ping(5)))
     b'ATLL\\x04["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
@@ -111,7 +111,7 @@ def encode_message(envelope: Envelope) -> bytes:
 
 
 def decode_message(data: Buffer, sender: Sender) -> Envelope:
-    """The envelope that this side has sent."""
+    """Decode an envelope that this side has sent."""
     view = as_bytes(data)
     if view.nbytes > MAX_MESSAGE_BYTES:
         raise WireError(_too_large("a message", view.nbytes, MAX_MESSAGE_BYTES), "size")
@@ -134,7 +134,7 @@ def decode_message(data: Buffer, sender: Sender) -> Envelope:
 
 
 def parse_json(data: Buffer, max_bytes: int = MAX_MESSAGE_BYTES, is_value: bool = False) -> Any:
-    """JSON as it is written everywhere: UTF-8, no NaN, whole numbers of 64 bits, no half characters.
+    """Parse strict JSON: UTF-8, no NaN, integers of 64 bits, no lone surrogates.
 
     `is_value`: it is to be read by `codec.read`.
     """
@@ -146,15 +146,15 @@ def parse_json(data: Buffer, max_bytes: int = MAX_MESSAGE_BYTES, is_value: bool 
         raw = (_VALUE_JSON if is_value else _PLAIN_JSON).decode(text)
     except WireError:
         raise
-    except (ValueError, RecursionError) as wrong:
-        raise WireError(f"bad JSON: {wrong}", "json") from None
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"bad JSON: {error}", "json") from None
     if "\\u" in text:
         _refuse_lone_surrogates(raw)
     return raw
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """The header of a frame whose header is not a message: a JSON object."""
+    """Encode the header of a frame whose header is a JSON object."""
     data = json.dumps(header, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(data) > MAX_HEADER_BYTES:
         raise WireError(_too_large("a header", len(data), MAX_HEADER_BYTES), "size")
@@ -162,7 +162,7 @@ def encode_header(header: Mapping[str, Any]) -> bytes:
 
 
 def decode_header(data: Buffer, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """A JSON object with exactly these fields, each of one of these types (`type(None)` where null is allowed).
+    """Decode a JSON object with exactly these fields and their types (`type(None)` where null is allowed).
 
     >>> decode_header(b'{"fragment":7}', {"fragment": int})
     {'fragment': 7}
@@ -177,7 +177,7 @@ def decode_header(data: Buffer, fields: Mapping[str, type | tuple[type, ...]]) -
         if name not in raw:
             raise WireError(f"the header lacks its field {name!r}", "type")
         allowed = types if isinstance(types, tuple) else (types,)
-        if type(raw[name]) not in allowed:  # not isinstance: True is no number here
+        if type(raw[name]) not in allowed:  # not isinstance: True must not count as an integer
             names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
             raise WireError(f"the header's {name} is {_abbreviate(raw[name])}, expected {names}", "type")
     return raw
@@ -210,7 +210,7 @@ class FragmentHeader(NamedTuple):
 
 
 class SliceHeader(NamedTuple):
-    """The header of a `SLICE` frame: bytes from `begin` on of a contribution that has `total_bytes` of them."""
+    """The header of a `SLICE` frame: bytes from `begin` on of a contribution of `total_bytes`."""
 
     learner: int
     incarnation: int
@@ -263,7 +263,7 @@ _VALUE_JSON = json.JSONDecoder(object_hook=parse_float, parse_constant=_refuse_c
 
 
 def _refuse_lone_surrogates(raw: Any) -> None:
-    """Half of a surrogate pair is a string that cannot be printed nor written: it would fail far from here."""
+    """Refuse lone surrogates: such a string cannot be printed or written, and would fail far from here."""
     try:
         json.dumps(raw, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -285,7 +285,7 @@ class FrameHead(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A whole frame whose digest is right. `payload` is the memory that `accept` gave."""
+    """A complete frame with a valid digest. `payload` is the memory that `accept` returned."""
 
     head: FrameHead
     header: bytes
@@ -298,7 +298,7 @@ Accept: TypeAlias = Callable[[FrameHead, bytes], Buffer]
 def encode_frame_head(
     kind: FrameKind, codec: int, header: bytes, payload: Buffer | list[Buffer] | tuple[Buffer, ...]
 ) -> bytes:
-    """What is sent before header and payload; the payload may be in several pieces, and is only read here."""
+    """Encode the head of a frame, sent before header and payload. The payload may be in several pieces."""
     pieces = [as_bytes(piece) for piece in (payload if isinstance(payload, list | tuple) else [payload])]
     size = sum(piece.nbytes for piece in pieces)
     assert codec in CODEC_NUMBERS.values(), f"no codec has the number {codec}"
@@ -314,7 +314,7 @@ def encode_frame_head(
 def encode_streamed_frame_head(
     kind: FrameKind, header: bytes, size: int, flow: Callable[[Callable[[Buffer], None]], None]
 ) -> bytes:
-    """The same for a payload without a codec that is never in one place: `flow` shows all of it, piece by piece."""
+    """Encode the head of a frame whose payload is never in memory at once: `flow` produces all of it in pieces."""
     assert len(header) <= MAX_HEADER_BYTES and size <= MAX_PAYLOAD_BYTES, "it would not be read"
     fields = _FIELDS.pack(_FRAME_MAGIC, WIRE_VERSION, kind, 0, 0, len(header), size)
     state = xxh3_128(fields)
@@ -324,7 +324,7 @@ def encode_streamed_frame_head(
 
 
 def digest(*buffers: Buffer) -> bytes:
-    """XXH3, 128 bits, of these bytes one after the other, most significant byte first (as `xxhsum -H2` prints it)."""
+    """Return the XXH3 digest, 128 bits, of these buffers in order, most significant byte first (as `xxhsum -H2`)."""
     state = xxh3_128()
     for buffer in buffers:
         state.update(as_bytes(buffer))
@@ -332,8 +332,8 @@ def digest(*buffers: Buffer) -> bytes:
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The memory behind a buffer, as single bytes. Nothing is copied."""
-    if hasattr(buffer, "numpy"):  # a tensor has no buffer protocol, but shares its memory with an array
+    """Return the memory of a buffer as single bytes, without a copy."""
+    if hasattr(buffer, "numpy"):  # a tensor has no buffer protocol, but shares its memory with a numpy array
         buffer = (buffer.detach() if buffer.requires_grad else buffer).numpy()
     view = memoryview(buffer)
     if view.nbytes == 0:
@@ -342,7 +342,7 @@ def as_bytes(buffer: Buffer) -> memoryview:
 
 
 class FrameParser:
-    """Reads one frame from pieces that are cut anywhere.
+    """Parse one frame from chunks of any size.
 
     When head and header are in and every length in them is within its limit, `accept(head, header)` is called once: it
     raises `WireError` where it does not want this frame, and otherwise returns writable memory of exactly
@@ -353,7 +353,7 @@ class FrameParser:
     """
 
     def __init__(self, kind: FrameKind, accept: Accept, *, several: bool = False) -> None:
-        self.is_done = False  # the last byte is in; `finish` says whether all of them are right
+        self.is_done = False  # the last byte has arrived; `finish` verifies the digest
         self._kind = kind
         self._accept = accept
         self._several = several
@@ -361,7 +361,7 @@ class FrameParser:
         self._head: FrameHead | None = None
         self._header: bytes | None = None
         self._payload = memoryview(b"")
-        self._filled = 0  # bytes of the payload that are in
+        self._filled = 0  # bytes of the payload that have arrived
         self._hash = xxh3_128()
         self._rest = b""
         self._error: WireError | None = None
@@ -373,7 +373,7 @@ class FrameParser:
 
     @property
     def rest(self) -> bytes:
-        """What came after the frame. Who reads it takes care of it: `finish` does not complain any more."""
+        """Bytes after the frame. Reading them is the caller's consent: `finish` does not refuse them any more."""
         self._several = True
         return self._rest
 
@@ -388,12 +388,12 @@ class FrameParser:
                 view = self._fill(view)
             if view.nbytes:
                 self._store_rest(view)
-        except WireError as wrong:
-            self._error = wrong
+        except WireError as error:
+            self._error = error
             raise
 
     def finish(self) -> Frame:
-        """The frame. Raises when bytes are missing, when there are too many and when one of them is wrong."""
+        """Return the frame. Raise WireError if bytes are missing, invalid or too many."""
         if self._error is not None:
             raise self._error
         if self._head is None:
@@ -418,7 +418,7 @@ class FrameParser:
         return Frame(head, self._header, self._payload)
 
     def _start(self, view: memoryview) -> memoryview:
-        """Head and header; what is left of the view is payload."""
+        """Parse head and header, and return the rest of the view, which is payload."""
         if self._head is None:
             view = self._gather(view, FRAME_HEAD_BYTES)
             if len(self._gathered) < FRAME_HEAD_BYTES:
@@ -486,7 +486,7 @@ def _read_head(data: bytes, expected: FrameKind) -> FrameHead:
 
 
 def _check_start(head: bytes, magic: bytes, what: str) -> None:
-    """The magic and the version, as far as they are there."""
+    """Check the available bytes of the magic and the version."""
     start = head[: len(magic)]
     if start != magic[: len(start)]:
         raise WireError(f"{what} begins with {magic!r}, found {start!r}: this is not Atoll", "magic")
@@ -498,8 +498,8 @@ def _check_start(head: bytes, magic: bytes, what: str) -> None:
         )
 
 
-def _too_large(what: str, size: int, most: int) -> str:
-    return f"{what} of {size} bytes, the limit is {most}"
+def _too_large(what: str, size: int, max_bytes: int) -> str:
+    return f"{what} of {size} bytes, the limit is {max_bytes}"
 
 
 def _abbreviate(raw: Any) -> str:

@@ -1,4 +1,4 @@
-"""The link: dial, greet, notice that nobody answers, dial again. Training does not depend on any of it."""
+"""Connection to the syncer: dial, send a hello, detect a silent syncer and reconnect. Training never waits for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from atoll.core.states import ConnectionState, LearnerMode
 
 
 class Connection:
-    """Keep a link to the syncer."""
+    """Keep a connection to the syncer."""
 
     def __init__(self, state: LearnerState) -> None:
         self._state = state
@@ -58,9 +58,9 @@ class Connection:
         state.hellos = 0
         state.pings = 0
         state.count_reason(Reason("connection-handshake", (state.session,)))
-        self._greet(now)
+        self._send_hello(now)
 
-    def _greet(self, now: float) -> None:
+    def _send_hello(self, now: float) -> None:
         state = self._state
         state.hellos += 1
         received = tuple(state.received.values())
@@ -75,10 +75,10 @@ class Connection:
         if state.link is not ConnectionState.HANDSHAKE or session != state.session or state.mode is LearnerMode.STOPPED:
             return
         if state.hellos >= state.limits.max_hello_attempts:
-            state.round_trip.add(now - state.last_seen_at)  # it takes at least as long as we have waited in vain
+            state.round_trip.add(now - state.last_seen_at)  # lower bound, so that the next timeout is longer
             self._hang_up(now, Reason("hello-unanswered", (state.hellos,)))
         else:
-            self._greet(now)
+            self._send_hello(now)
 
     def on_refuse(self, now: float, envelope: Envelope, body: Refuse) -> None:
         state = self._state
@@ -95,18 +95,18 @@ class Connection:
         state.effects.append(Stop(state.reason))
 
     def is_current(self, envelope: Envelope) -> bool:
-        """Is this a message to this incarnation, on its current link, from the current syncer?"""
+        """Return whether a message is for this incarnation, on its current connection, from the current syncer."""
         state = self._state
         if envelope.incarnation != state.incarnation or envelope.session != state.session:
             return False
         if state.link is ConnectionState.UP:
             return envelope.epoch == state.epoch
         if state.link is not ConnectionState.HANDSHAKE:
-            return False  # what is still on its way on a link that is closed
-        return envelope.epoch >= state.epoch  # greeting: the answer may come from a newer syncer, never from an older
+            return False  # late message of a closed connection
+        return envelope.epoch >= state.epoch  # the reply to a hello may come from a newer syncer, never from an older
 
     def on_set_paused(self, now: float, envelope: Envelope, body: SetPaused) -> None:
-        """A word that was delayed or doubled on its way must not undo a newer one."""
+        """Pause or resume. A delayed or duplicate request must not undo a newer one."""
         state = self._state
         if body.serial > state.pause_serial:
             state.pause_serial = body.serial
@@ -117,9 +117,11 @@ class Connection:
         state.send(PausedAck(state.pause_serial, state.paused))
 
     def _idle_limit(self) -> float:
-        """While everybody stands still nothing is said, and a ping now and then tells both sides that the link is
-        there: often enough for the syncer, which does not count a silence below `initial_wait_s` then. Who leaves has
-        little time, and wants to know as soon."""
+        """Return how long the syncer may be silent before a ping.
+
+        In a paused run there are no other messages, and the syncer allows `initial_wait_s` of silence, so the learner
+        pings more often than that. A leaving learner has little time and pings as often.
+        """
         state = self._state
         usual = (
             retry_timeout(state.message_gap, 4, state.limits)
@@ -129,7 +131,7 @@ class Connection:
         return min(usual, state.limits.initial_wait_s / 4) if state.paused or state.leaving else usual
 
     def watch_idle(self, now: float) -> None:
-        """Check for silence of the syncer after the time that is usual for it."""
+        """Start to watch the syncer for silence."""
         self._watch_quiet_at(now + self._idle_limit())
 
     def _watch_quiet_at(self, at: float) -> None:
@@ -138,7 +140,7 @@ class Connection:
         state.arm_timer(at, "quiet", state.session)
 
     def on_quiet_timer(self, now: float, session: int) -> None:
-        """Nothing was heard for long: ask whether the syncer is there, and give the link up when it does not say."""
+        """Ping a silent syncer. Close the connection if it does not answer."""
         state = self._state
         if (
             state.link is not ConnectionState.UP
@@ -150,7 +152,7 @@ class Connection:
         quiet_s = now - state.last_seen_at
         limit = self._idle_limit()
         if quiet_s < limit:
-            # Never at once: a sum that rounds down to now would fire for ever.
+            # Never immediately: a sum that rounds down to `now` would fire forever.
             self._watch_quiet_at(max(state.last_seen_at + limit, now + state.limits.min_wait_s))
         elif state.pings >= state.limits.max_ping_attempts:
             state.round_trip.add(now - state.ping_sent_at)

@@ -1,4 +1,4 @@
-"""The learner: trains without ever waiting, answers pulls and adopts at step boundaries, and redials by itself."""
+"""Core of a learner: `handle(now, event) -> effects`. It answers pulls and adopts at step boundaries."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LearnerCore:
 
     >>> core = LearnerCore(RunConfig(fragments=2, every_steps=2), learner=1, incarnation=1)
     >>> core.handle(0.0, Started())
-    [Dial(after_s=0.0, attempt=1)]
+    [Dial(delay_s=0.0, attempt=1)]
     """
 
     def __init__(
@@ -149,15 +149,16 @@ class LearnerCore:
             "leaving": leaving.on_timer,
         }
 
-    # ---------------------------------------------------------------------------------------------------- the door
+    # ---------------------------------------------------------------------------------------------------- events
 
     def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
+        """Handle an event, after all timers that are due, and return the effects in order."""
         state = self.state
         state.tick += 1
         effects: list[LearnerEffect] = []
         state.effects = effects
         if now < state.now:
-            now = state.now  # a clock that went back
+            now = state.now  # the clock went back
         state.now = now
         timers = state.timers
         while timers and timers[0][0] <= now:
@@ -167,14 +168,15 @@ class LearnerCore:
         return effects
 
     def next_deadline(self) -> float | None:
+        """Return when the driver must send `TimerFired`, or None."""
         timers = self.state.timers
         return timers[0][0] if timers else None
 
     def _on_step(self, now: float, event: StepTaken) -> None:
-        """The step boundary, in the order of the published algorithm: count, report, answer pulls, adopt.
+        """Handle a step boundary in the order of the published algorithm: count, report, answer pulls, adopt.
 
-        A due cut comes before everything that changes or shows the state: what was adopted or sent after the marker was
-        seen must not be in the saved part.
+        A due snapshot comes before everything that changes or sends state: the saved part must not contain anything
+        that was adopted or sent after the marker arrived.
         """
         state = self.state
         assert state.mode is LearnerMode.TRAINING or state.mode is LearnerMode.FINISHING, (
@@ -191,7 +193,7 @@ class LearnerCore:
         if state.link is ConnectionState.UP and event.steps:
             state.send(Report(state.step, state.trained, event.step_time_s, state.consumed_samples))
         if state.pulls and state.link is ConnectionState.UP:
-            self.rounds.answer_pulls()  # without a link a copy would be kept that nobody ever sees
+            self.rounds.answer_pulls()  # without a connection the copy would never be received
         adopts = bool(state.arrivals)
         if adopts:
             self.rounds.adopt_arrived()
@@ -199,7 +201,7 @@ class LearnerCore:
             self.joining.send_state(now)
         if adopts and state.leaving:
             self.leaving.check_drained()
-            self.leaving.announce(now)  # what is left of it
+            self.leaving.announce(now)  # with the fragments that are still unmerged
 
     def _on_message(self, now: float, event: MessageArrived) -> None:
         state = self.state
@@ -216,7 +218,7 @@ class LearnerCore:
         if envelope.marker > state.seen_marker:
             self.rounds.on_new_marker(envelope)
         if state.link is ConnectionState.HANDSHAKE and type(envelope.body) not in (Welcome, Refuse):
-            state.ignore("before-welcome")  # which was lost; a later hello gets another, and everything again
+            state.ignore("before-welcome")  # the welcome was lost; the next hello gets everything again
             return
         handler = self._message_handlers.get(type(envelope.body))
         if handler is None:
@@ -237,14 +239,13 @@ class LearnerCore:
             self.joining.check_ready(now)
 
     def _on_timer(self, now: float, event: TimerFired) -> None:
-        """Due timers were handled at the door."""
+        """Do nothing: `handle` has already fired the timers that are due."""
 
     # ---------------------------------------------------------------------------------------------------- reading
 
     @property
     def training(self) -> bool:
-        """The driver takes inner steps exactly while this holds, and begins none while it `rests`: that wait somebody
-        has asked for. Nothing else that the network does may keep it from a step."""
+        """Whether the driver takes inner steps. It starts none while `is_standing_by`, which is the only wait."""
         state = self.state
         return state.mode is LearnerMode.TRAINING or (
             state.mode is LearnerMode.FINISHING and state.step > 0 and not self.shutdown.has_final_versions()
@@ -252,13 +253,15 @@ class LearnerCore:
 
     @property
     def has_boundary_work(self) -> bool:
-        """Something has come that is answered, adopted, given or saved at a step boundary. A driver that stands still
-        is at one: it tells of no steps, once for each time that something came."""
+        """Whether there are pulls, versions, snapshots or state transfers to handle at a step boundary.
+
+        A paused driver is at a step boundary: it reports zero steps whenever this becomes true.
+        """
         state = self.state
         return bool(state.pulls or state.arrivals or state.snapshot_due or state.state_transfers)
 
     def hears(self, envelope: Envelope) -> bool:
-        """Would this message be taken in now? A driver keeps no values that its core does not know of."""
+        """Return whether the core would accept this message now. The driver drops the values of other messages."""
         return self.state.link is ConnectionState.UP and self.connection.is_current(envelope)
 
     # ---------------------------------------------------------------------------------------------------- showing
@@ -292,16 +295,18 @@ class LearnerCore:
         state = self.state
         for p in state.fragments:
             assert state.received[p] >= state.versions[p] >= NO_VERSION, f"fragment {p}: adopted before it arrived"
-            assert (p in state.arrivals) == (state.received[p] > state.versions[p]), f"fragment {p}: arrivals are wrong"
+            assert (p in state.arrivals) == (state.received[p] > state.versions[p]), (
+                f"fragment {p}: arrivals do not match"
+            )
             assert self.line(p).is_balanced(), f"fragment {p}: ledger out of balance, {self.line(p)}"
             assert state.base_step[p] <= state.step
             copy = state.copies.get(p)
             if copy is not None:
                 assert copy.round.base <= state.versions[p] or state.mode is not LearnerMode.TRAINING
-                assert copy.trained >= state.settled[p], f"fragment {p}: a copy of settled work is kept"
+                assert copy.trained >= state.settled[p], f"fragment {p}: the copy has only settled work"
         assert len(state.state_transfers) <= MAX_STATE_TRANSFERS
         assert set(state.pulls) <= set(state.fragments)
         assert 0 <= state.consumed_samples <= state.leased_samples, (
-            f"{state.consumed_samples} samples taken of {state.leased_samples}"
+            f"{state.consumed_samples} samples consumed of {state.leased_samples}"
         )
         assert list(state.leases) == list(range(state.lease_first, state.lease_count))

@@ -1,4 +1,4 @@
-"""Joining: every fragment from the syncer, inner state from a peer; and giving inner state to others who join."""
+"""Join the run: download all fragments from the syncer and the optimizer state from a peer, or send it as a peer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from atoll.core.reasons import Reason
 from atoll.core.states import ConnectionState, LearnerMode
 
 MAX_STATE_TRANSFERS = 16
-"""Joining learners that one peer serves at a time; the next one replaces the oldest, which asks another peer."""
+"""Joining learners that one peer serves at a time. The next one replaces the oldest, which then tries another peer."""
 
 
 @dataclass(eq=False)
 class Joining:
-    """Join the run, and give inner state to learners that join later."""
+    """Join the run, and send optimizer state to learners that join later."""
 
     _state: LearnerState
     _connection: Connection
@@ -50,13 +50,13 @@ class Joining:
         state.progress = max(state.progress, body.progress)
         if envelope.epoch > state.epoch:
             state.epoch = envelope.epoch
-            state.seen_tick = envelope.tick  # another process, another count
+            state.seen_tick = envelope.tick  # ticks count per process
             state.pause_serial = 0
-            state.pulls.clear()  # its rounds ended with the syncer that opened them
+            state.pulls.clear()  # open rounds end with the syncer that opened them
         self._connection.watch_idle(now)
         if state.mode is LearnerMode.NEW:
             state.transition_mode("welcomed")
-            state.wanted = body.versions
+            state.required = body.versions
             state.state_wait_s = state_timeout_s(state.config, body.step_time_s)
         if state.mode is LearnerMode.JOINING and state.state_source is None:
             self._resume_state_request(now)
@@ -67,17 +67,19 @@ class Joining:
         self._leaving.announce(now)
 
     def _resume_state_request(self, now: float) -> None:
-        """On a new link the request may have been lost, but the wait goes on: links that break often must not keep a
-        learner from ever starting."""
+        """Repeat a request that may be lost, without a new timeout.
+
+        If the timeout restarted, a learner on a link that breaks often would never start to train.
+        """
         state = self._state
         if state.state_due == 0.0:
-            self._ask_state(now)
+            self._request_state(now)
         elif now >= state.state_due:
             self.on_state_timer(now, 0)
         else:
             state.send(StateRequest(state.tried_peers))
 
-    def _ask_state(self, now: float) -> None:
+    def _request_state(self, now: float) -> None:
         state = self._state
         state.peer = 0
         state.state_due = now + state.state_wait_s
@@ -89,14 +91,14 @@ class Joining:
         if state.mode is not LearnerMode.JOINING or state.state_source is not None or now < state.state_due:
             return
         if state.link is not ConnectionState.UP:
-            return  # asked again with the next welcome
+            return  # requested again after the next welcome
         state.log("state-timeout", f"learner {state.peer}" if state.peer else "any peer", state.state_wait_s)
         if state.peer:
             state.tried_peers = (*state.tried_peers, state.peer)
         self._request_from_next_peer(now)
 
     def on_state_rejected(self, now: float, event: StateRejected) -> None:
-        """Ask the next peer at once. An answer of a peer that was too late does not end the wait for the next one."""
+        """Try the next peer immediately. A late rejection of an earlier peer does not end the current wait."""
         state = self._state
         if state.mode is not LearnerMode.JOINING or state.state_source is not None or event.source in state.tried_peers:
             return
@@ -110,9 +112,9 @@ class Joining:
         if state.requested_peers >= state.limits.max_state_peers:
             self._start_fresh(now, state.count_reason(Reason("state-peers-exhausted", (state.requested_peers,))))
         elif state.link is ConnectionState.UP:
-            self._ask_state(now)
+            self._request_state(now)
         else:
-            state.state_due = 0.0  # asked with the next welcome
+            state.state_due = 0.0  # requested after the next welcome
 
     def on_peer_chosen(self, now: float, envelope: Envelope, body: PeerChosen) -> None:
         self._state.peer = body.peer
@@ -129,13 +131,13 @@ class Joining:
     def on_saved_state_found(self, now: float, event: SavedStateFound) -> None:
         self._state.saved_state_source = Reason("state-from-snapshot", (event.learner, event.snapshot))
 
-    def _start_fresh(self, now: float, why: Reason) -> None:
-        """Nobody gives any: what was saved, and only then fresh ones."""
+    def _start_fresh(self, now: float, cause: Reason) -> None:
+        """Use the saved optimizer state, or a fresh one if none was saved."""
         state = self._state
         state.state_source = state.saved_state_source
         if state.state_source is None:
             state.warmup_steps = state.config.warmup_steps
-            state.state_source = Reason("state-fresh", (state.warmup_steps, str(why)))
+            state.state_source = Reason("state-fresh", (state.warmup_steps, str(cause)))
         self.check_ready(now)
 
     def on_optimizer_state(self, now: float, envelope: Envelope, body: OptimizerState) -> None:
@@ -149,15 +151,15 @@ class Joining:
             self.check_ready(now)
 
     def check_ready(self, now: float) -> None:
-        """Training starts when every fragment is here, it is known where inner state comes from, and there is a lease.
+        """Start training once all fragments, the source of the optimizer state and a lease are there.
 
-        Versions that arrived meanwhile were buffered, one per fragment; they are replayed now.
+        Versions that arrived meanwhile are buffered, one per fragment, and adopted now.
         """
         state = self._state
         if state.lease_samples and not state.lease_count:
             return
         if state.state_source is None or any(
-            state.received[p] < v for p, v in zip(state.fragments, state.wanted, strict=True)
+            state.received[p] < v for p, v in zip(state.fragments, state.required, strict=True)
         ):
             return
         state.transition_mode("ready")
@@ -175,19 +177,20 @@ class Joining:
         if len(state.state_transfers) >= MAX_STATE_TRANSFERS:
             del state.state_transfers[next(iter(state.state_transfers))]
             state.ignore("too-many-state-transfers")
-        # As long as the other one waits, and not for so many steps: versions come at the pace of the link.
+        # The joining learner's timeout, not a number of steps: versions arrive at the pace of the link.
         state.state_transfers[body.target] = StateTransfer(
             body, now + state_timeout_s(state.config, state.step_time.mean)
         )
 
     def send_state(self, now: float) -> None:
-        """Copied at a step boundary once we have adopted all that the joining learner will start from."""
+        """Send optimizer state at a step boundary, once the versions that the joining learner needs are adopted."""
         state = self._state
-        for to, giving in list(state.state_transfers.items()):
+        for target, transfer in list(state.state_transfers.items()):
+            request = transfer.request
             versions = tuple(state.versions.values())
-            if all(have >= want for have, want in zip(versions, giving.wanted.versions, strict=True)):
-                del state.state_transfers[to]
+            if all(own >= required for own, required in zip(versions, request.versions, strict=True)):
+                del state.state_transfers[target]
                 if state.link is ConnectionState.UP:
-                    state.send(OptimizerState(state.id, to, giving.wanted.target_incarnation, state.step, versions))
-            elif now > giving.due:
-                del state.state_transfers[to]
+                    state.send(OptimizerState(state.id, target, request.target_incarnation, state.step, versions))
+            elif now > transfer.due:
+                del state.state_transfers[target]

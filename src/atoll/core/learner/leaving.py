@@ -1,9 +1,8 @@
-"""The end at a learner: it leaves, at once or after a last push, or it stops with the final versions of the run.
+"""Stop a learner: at once, after a drain, or with the final versions of the run.
 
-In a push everything that this learner has trained reaches a version. A learner that pushes takes no further step. It
-stands at its boundary as in a paused run, names the fragments of which something is in no version yet, answers the
-pulls that follow, and leaves when it has adopted versions that hold all of it. How long it
-may take is its driver's business: a second wish to leave, without a push, ends it at once.
+A draining learner takes no further step. It waits at its step boundary as in a paused run, sends the fragments that
+have unmerged work, answers the pulls that follow, and leaves when it has adopted versions with all of its work. The
+driver limits the time: `LeaveRequested` without `drain` stops the learner at once.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ class Departure:
         self._state = state
 
     def can_answer(self) -> bool:
-        """While it leaves: a pull that had to wait for the version that it builds on has to wait no longer."""
+        """Return whether a draining learner can answer a pull, now that the base version of the pull has arrived."""
         state = self._state
         return (state.leaving and state.link is ConnectionState.UP) and any(
-            state.versions[p] > asked.base or (state.versions[p] == asked.base and state.step > state.base_step[p])
-            for p, asked in state.pulls.items()
+            state.versions[p] > pull.base or (state.versions[p] == pull.base and state.step > state.base_step[p])
+            for p, pull in state.pulls.items()
         )
 
     def unmerged(self) -> tuple[FragmentId, ...]:
-        """Fragments of which it has trained something that is in no version, as far as it knows."""
+        """Return the fragments with work that is in no version, as far as the learner knows."""
         state = self._state
         return tuple(p for p in state.fragments if state.trained > state.settled[p])
 
     def unmerged_tokens(self) -> int:
-        """Tokens that at least one fragment would lose if it left now."""
+        """Return the tokens that at least one fragment would lose if the learner left now."""
         state = self._state
         return state.trained - min(state.settled.values())
 
@@ -45,20 +44,23 @@ class Departure:
         state = self._state
         if state.mode is LearnerMode.STOPPED or (event.drain and state.leaving):
             return
-        if not event.drain or state.mode in (LearnerMode.NEW, LearnerMode.JOINING):  # who joins has trained nothing
+        if not event.drain or state.mode in (
+            LearnerMode.NEW,
+            LearnerMode.JOINING,
+        ):  # joining: no work yet
             if state.leaving:
                 self._leave("learner-left-early", event.cause, self.unmerged_tokens())
             else:
                 self._leave("learner-left", event.cause)
             return
         state.leaving = True
-        state.leave_why = event.cause
+        state.leave_cause = event.cause
         state.log("learner-draining", self.unmerged_tokens(), event.cause)
         self.announce(now)
         self.check_drained()
 
     def announce(self, now: float) -> None:
-        """Again and again: what was said may be lost, and the syncer is to know that it is still here."""
+        """Send the drain request, and repeat it: it may be lost, and it shows the syncer that the learner is alive."""
         state = self._state
         if not state.leaving or state.mode is not LearnerMode.TRAINING or state.link is not ConnectionState.UP:
             return
@@ -74,26 +76,26 @@ class Departure:
     def check_drained(self) -> None:
         state = self._state
         if state.mode is LearnerMode.TRAINING and not self.unmerged():
-            self._leave("learner-drained", state.leave_why)
+            self._leave("learner-drained", state.leave_cause)
 
     def on_drain(self, now: float, envelope: Envelope, body: Drain) -> None:
         state = self._state
         if state.mode in (LearnerMode.JOINING, LearnerMode.TRAINING):
             self._leave("learner-left-on-request", body.cause)
         elif state.reason.code == "learner-left-on-request":
-            state.send(Left(body.cause))  # what it said was lost
+            state.send(Left(body.cause))  # the first one was lost
 
-    def _leave(self, code: str, why: str, *lost: int) -> None:
+    def _leave(self, code: str, cause: str, *lost_tokens: int) -> None:
         state = self._state
         if state.link is ConnectionState.UP:
-            state.send(Left(why))
+            state.send(Left(cause))
         state.transition_mode("stopped")
-        state.reason = state.count_reason(Reason(code, (why, *lost)))
+        state.reason = state.count_reason(Reason(code, (cause, *lost_tokens)))
         state.effects.append(Stop(state.reason))
 
 
 class LearnerShutdown:
-    """Stop once the final versions are here."""
+    """Stop once the final versions have arrived."""
 
     def __init__(self, state: LearnerState, rounds: LearnerRounds) -> None:
         self._state = state

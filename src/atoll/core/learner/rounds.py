@@ -1,5 +1,4 @@
-"""A learner's part in rounds and snapshots: copy, contribute, adopt, and save before adopting what is newer; and the
-leases of samples that it trains on."""
+"""Rounds, snapshots and leases at a learner: copy, contribute and adopt fragments, save parts, request leases."""
 
 from __future__ import annotations
 
@@ -47,29 +46,29 @@ class LearnerRounds:
             return
         copy = state.copies.get(p)
         if copy is not None and copy.round == body.round:
-            self.send_copy(copy)  # the answer was lost; the same copy again, or nobody could tell which was merged
+            self.send_copy(copy)  # the contribution was lost; send the same copy, so that it is clear what was merged
             return
-        # A pull that was delayed or doubled on its way must not replace a newer one: (1) attempt 2 is answered and
-        # merged, (2) an old pull of attempt 1 arrives and its answer takes the place of the copy, (3) the published
-        # mark names a copy that is gone, and merged work is taken for lost.
+        # A delayed or duplicate pull must not replace a newer one: (1) attempt 2 is answered and merged, (2) an old
+        # pull of attempt 1 arrives and its answer replaces the copy, (3) `merged_up_to` names a copy that no longer
+        # exists, and merged work is treated as unmerged.
         known = (state.pulls.get(p), copy.round if copy is not None else None)
         if all(body.round.is_newer_than(each) for each in known):
             state.pulls[p] = body.round
 
     def on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:
-        """Nothing to undo: the copy is kept until the next adoption says whether it is in (a syncer that was restarted
-        refuses what its predecessor had made durable)."""
+        """Count the refusal and keep the copy. The next version shows whether it was merged: a restarted syncer refuses
+        contributions that its predecessor had made durable."""
         self._state.count_reason(body.reason)
 
     def answer_pulls(self) -> None:
         state = self._state
         for p, round_id in list(state.pulls.items()):
             if state.versions[p] > round_id.base:
-                del state.pulls[p]  # the round is history
+                del state.pulls[p]  # the round is over
             elif state.versions[p] == round_id.base and state.step > state.base_step[p]:
                 del state.pulls[p]
                 self._contribute(p, round_id)
-            # Otherwise the version that it builds on is still on its way; it is answered after that is adopted.
+            # Otherwise the base version has not arrived; the pull is answered after its adoption.
 
     def _contribute(self, p: FragmentId, round_id: RoundId) -> None:
         state = self._state
@@ -91,7 +90,7 @@ class LearnerRounds:
         self._state.send(Contribution(copy.round, *counters, None, copy.consumed_samples))
 
     def record_arrival(self, body: Published) -> bool:
-        """Record and acknowledge a published version. Return False if it is of no use here."""
+        """Record and acknowledge a published version. Return False if it cannot be used."""
         state = self._state
         p = body.fragment
         if p not in state.received:
@@ -127,7 +126,7 @@ class LearnerRounds:
         state.arrivals.clear()
 
     def _adopt(self, p: FragmentId) -> None:
-        """Counters keep exactly the steps that are not yet merged (carry), or start anew (overwrite, blend)."""
+        """Adopt a version. The counters keep the unmerged steps (carry) or restart at 0 (overwrite, blend)."""
         state = self._state
         copy = state.copies.pop(p, None)
         merged = self._was_merged(p, copy)
@@ -143,26 +142,28 @@ class LearnerRounds:
             state.base_step[p] = state.step
         state.versions[p] = state.received[p]
         pending = state.trained - state.settled[p]
-        how = state.config.adopt if state.step else "overwrite"  # nothing of our own to keep before the first step
-        state.effects.append(AdoptFragment(p, state.versions[p], how, merged, merged_tokens, dropped_tokens, pending))
+        mode = state.config.adopt if state.step else "overwrite"  # there is no own work before the first step
+        state.effects.append(AdoptFragment(p, state.versions[p], mode, merged, merged_tokens, dropped_tokens, pending))
 
     def _was_merged(self, p: FragmentId, copy: ContributionCopy | None) -> bool:
-        """Is our copy in the version that arrived, or in one before it that we missed?"""
+        """Return whether our copy is in the version that arrived, or in an earlier one that we missed."""
         state = self._state
-        mark = state.merged_up_to[p]
+        last = state.merged_up_to[p]
         return (
-            mark is not None
+            last is not None
             and copy is not None
-            and mark.incarnation == state.incarnation
-            and mark.base == state.versions[p]
-            and mark.copied_at == copy.step
+            and last.incarnation == state.incarnation
+            and last.base == state.versions[p]
+            and last.copied_at == copy.step
         )
 
-    # ---------------------------------------------------------------------------------------------------- choices
+    # ---------------------------------------------------------------------------------------------------- codecs
 
     def on_link_measured(self, now: float, event: LinkMeasured) -> None:
-        """Up, the next copies travel in what is chosen here; one that is made stays as it is: bytes of it are there.
-        Down, the syncer chooses, for all."""
+        """Choose the codec of uploads, or report the download time to the syncer, which chooses for all learners.
+
+        An existing copy keeps its codec: the syncer may already have some of its bytes.
+        """
         state = self._state
         if state.mode is not LearnerMode.TRAINING or not (event.transferred_bytes > 0 and event.seconds > 0):
             return
@@ -179,13 +180,16 @@ class LearnerRounds:
         )
         if chosen.reason is not None:
             state.codec = chosen.codec
-            state.upload_rates = ()  # what comes next is another load
+            state.upload_rates = ()  # another codec is another load on the link
             state.log(chosen.reason.code, *chosen.reason.args)
 
     # ---------------------------------------------------------------------------------------------------- snapshots
 
     def on_new_marker(self, envelope: Envelope) -> None:
-        """Where a new syncer begins to count is no snapshot, and one that it began before we came is without us."""
+        """Schedule a part for a new snapshot.
+
+        The first marker of a new syncer is not a snapshot, and a joining learner is not part of one.
+        """
         state = self._state
         marker = envelope.marker
         state.seen_marker = marker
@@ -198,7 +202,7 @@ class LearnerRounds:
     def save_part(self) -> None:
         state = self._state
         versions = tuple(state.versions.values())
-        # A copy for a syncer that is gone is not on its way to anybody.
+        # A copy for an earlier syncer is not in flight.
         outstanding = tuple(
             c.round
             for p, c in state.copies.items()
@@ -227,7 +231,7 @@ class LearnerRounds:
                 state.send(state.part)
 
     def on_marker(self, now: float, envelope: Envelope, body: Marker) -> None:
-        """The envelope has said it; here a part that was lost on the way is sent again."""
+        """Send a saved part again, which may be lost. The envelope has already announced the snapshot."""
         state = self._state
         if state.part is not None and state.part.snapshot == body.snapshot and state.part_saved:
             state.send(state.part)
@@ -240,8 +244,7 @@ class LearnerLeases:
         self._state = state
 
     def add(self, now: float, body: Lease) -> bool:
-        """Add a lease. Return False for one that comes again, or before another: leases count from 0 within the
-        incarnation."""
+        """Add a lease. Return False if it is a duplicate or not the next one."""
         state = self._state
         if body.number != state.lease_count or not state.lease_samples or not 0 <= body.begin < body.end:
             state.ignore("lease-out-of-order")
@@ -256,12 +259,15 @@ class LearnerLeases:
         return True
 
     def count_samples(self, now: float, event: StepTaken) -> None:
-        """Steps on samples that it has had already are told with none: training never waits for a lease. Whoever never
-        takes any brings data of its own."""
+        """Count the new samples of steps, and request leases if few are left.
+
+        Training never waits for a lease: steps without new samples repeat earlier ones. A learner that never takes a
+        leased sample uses its own data.
+        """
         state = self._state
         samples = event.new_samples
         assert 0 <= samples <= state.leased_samples - state.consumed_samples, (
-            f"took {samples} samples of {state.leased_samples - state.consumed_samples} that it has"
+            f"consumed {samples} samples, but only {state.leased_samples - state.consumed_samples} are leased"
         )
         if samples:
             state.consumed_samples += samples
@@ -302,7 +308,7 @@ class LearnerLeases:
         state.arm_timer(state.lease_due, "lease")
 
     def renew_request(self, now: float) -> None:
-        """On a new link: what was asked for on the old one may be lost."""
+        """Repeat a request on a new connection: the earlier one may be lost."""
         self._state.lease_attempts = 0
         if self._are_low():
             self._send_request(now)
@@ -312,6 +318,6 @@ class LearnerLeases:
         if not state.lease_attempts or now < state.lease_due:
             return
         if state.link is not ConnectionState.UP:
-            state.lease_attempts = 0  # asked again with the next welcome
+            state.lease_attempts = 0  # requested again after the next welcome
             return
         self._send_request(now)

@@ -1,4 +1,4 @@
 """The syncer's half of the protocol: membership, rounds, leases, snapshots, shutdown.
 
-Knows neither a learner's state nor any I/O.
+It knows neither a learner's state nor any I/O.
 """

@@ -1,8 +1,7 @@
-"""What an operator asks of a run that trains: pause, resume, another quorum, another grace margin, one learner less,
-the end; and the budget, which ends the run by itself.
+"""Operator requests: pause, resume, change the quorum or the grace margin, drain a learner, finish. Also the budget.
 
-A learner is told with `Hold` and `Drain` until it has answered, and of the pause again after every welcome. What has no
-answer after `max_publish_attempts` sendings costs the learner its link, as with a version that it does not acknowledge.
+`SetPaused` and `Drain` are sent until the learner answers, and `SetPaused` again after every welcome. After
+`max_publish_attempts` transmissions without an answer the connection is closed, as for an unacknowledged version.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ GONE_STATES = (MemberState.LEFT, MemberState.LOST, MemberState.QUARANTINED)
 
 
 class Controls:
-    """Carry out what an operator requests."""
+    """Carry out operator requests."""
 
     def __init__(self, state: SyncerState, rounds: Rounds) -> None:
         self._state = state
@@ -48,13 +47,13 @@ class Controls:
 
     # ---------------------------------------------------------------------------------------------------- the run
 
-    def _pause(self, now: float, paused: bool, who: str) -> None:
-        """Rounds that are open end as they would: whoever stands still answers, at the boundary where it stands."""
+    def _pause(self, now: float, paused: bool, requested_by: str) -> None:
+        """Pause or resume. Open rounds continue: paused learners answer pulls at their step boundary."""
         state = self._state
         if state.stage is not RunStage.RUNNING or (state.paused is paused and state.pause_serial):
             state.ignore("pause-without-effect")
             return
-        state.log("run", 0, "control-paused" if paused else "control-resumed", who)
+        state.log("run", 0, "control-paused" if paused else "control-resumed", requested_by)
         self._send_pause(now, paused)
         self._rounds.open_due_rounds(now)
 
@@ -68,39 +67,39 @@ class Controls:
                 self._send_request(now, member)
 
     def end_pause(self, now: float) -> None:
-        """The last merges want steps: a run that ends is not paused any more."""
+        """Resume a run that ends, because the last merges need steps."""
         state = self._state
         if state.paused:
             state.log("run", 0, "control-pause-ended")
             self._send_pause(now, False)
 
-    def _change_quorum(self, now: float, quorum: int, who: str) -> None:
-        """A round whose quorum is in has had it; one that still waits for its quorum waits for the new one."""
+    def _change_quorum(self, now: float, quorum: int, requested_by: str) -> None:
+        """Change the quorum, also of open rounds that have not reached theirs."""
         state = self._state
         before = state.config.quorum
         state.config = replace(state.config, quorum=quorum)
-        state.log("run", 0, "control-quorum-changed", quorum, before, who)
+        state.log("run", 0, "control-quorum-changed", quorum, before, requested_by)
         for f in list(state.pulling.values()):
             self._rounds.check_round(now, f)
         self._rounds.open_due_rounds(now)
 
     # ---------------------------------------------------------------------------------------------------- learners
 
-    def _drain(self, now: float, learner: LearnerId, who: str) -> None:
-        """The wish is about the learner, whichever process of it comes to hear of it, until one has left."""
+    def _drain(self, now: float, learner: LearnerId, requested_by: str) -> None:
+        """Drain a learner: the request applies to every process of it, until one has left."""
         state = self._state
         member = state.members.get(learner)
         if member is None or member.state in GONE_STATES or state.stage not in (RunStage.RUNNING, RunStage.FINISHING):
             state.ignore("drain-of-non-member")
             return
-        member.drained_by = who
-        state.log("learner", member.id, "control-drain-requested", who)
+        member.drained_by = requested_by
+        state.log("learner", member.id, "control-drain-requested", requested_by)
         if member.state in CONNECTED:
             member.control_attempts = 0
             self._send_request(now, member)
 
     def _pending_request(self, member: Member) -> Body | None:
-        """Return the request that the learner has not answered; None if it has answered all."""
+        """Return the request that the learner has not answered, or None."""
         state = self._state
         if member.drained_by and state.stage in (RunStage.RUNNING, RunStage.FINISHING):
             return Drain(f"drained by {member.drained_by}")
@@ -120,7 +119,7 @@ class Controls:
         state.arm_timer(member.control_resend_at, "control", member.id)
 
     def resend_request(self, now: float, member: Member) -> None:
-        """On a new link nobody knows what it has heard on the old one."""
+        """Send unanswered requests on a new connection: it is unknown what arrived on the old one."""
         member.acked_pause_serial = 0
         member.control_attempts = 0
         self._send_request(now, member)
@@ -140,7 +139,7 @@ class Controls:
         return None
 
     def on_paused_ack(self, now: float, member: Member, envelope: Envelope, body: PausedAck) -> None:
-        """It may answer an older word; the newest is said again when its time is over."""
+        """Record an acknowledgement. If it is for an older request, the timer sends the newest one again."""
         state = self._state
         if not member.acked_pause_serial < body.serial <= state.pause_serial:
             state.ignore("stale-paused-ack")
@@ -152,7 +151,7 @@ class Controls:
 
 @dataclass(eq=False)
 class Finishing:
-    """Begin the end of the run and bound its last merges."""
+    """Start the end of the run and limit the time of its last merges."""
 
     _state: SyncerState
     _rounds: Rounds
@@ -191,7 +190,7 @@ class Finishing:
         self._shutdown.check_end(now)
 
     def _arm_finals_timer(self, now: float) -> None:
-        """Without a quorum the last merges are given up after the time that a whole round may take."""
+        """Limit the time of the last merges to that of a whole round, in case no quorum comes together."""
         state = self._state
         waits = [state.pull_timeout(m) for m in state.members.values()]
         tries = state.limits.max_pull_attempts
@@ -210,5 +209,5 @@ class Finishing:
                 live, quorum = len(self._rounds.pullable_learners(f)), state.config.quorum
                 self._shutdown.skip_final(f, str(state.count_reason(Reason("round-quorum-missing", (live, quorum)))))
         if any(not f.final for f in state.fragments.values()):
-            self._arm_finals_timer(now)  # rounds are still open; they end by themselves
+            self._arm_finals_timer(now)  # rounds are still open and have their own timeouts
         self._shutdown.check_end(now)

@@ -1,4 +1,4 @@
-"""The syncer: `handle(now, event) -> effects`, without sockets, files, clock or tensors."""
+"""Core of the syncer: `handle(now, event) -> effects`, without sockets, files, clock or tensors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FragmentView(NamedTuple):
     waiting_for: tuple[int, ...]
     last_contributors: tuple[int, ...]
     reason: str
-    away: bool  # the shard that holds it cannot be reached: nothing is merged, whatever the phase
+    away: bool  # its shard is unavailable: nothing is merged, whatever the phase
 
 
 class MemberView(NamedTuple):
@@ -81,12 +81,12 @@ class MemberView(NamedTuple):
 
 
 class SyncerView(NamedTuple):
-    """What the syncer shows of itself. `alive`, `asked` and `merged` are three different counts."""
+    """State of the syncer for display. `alive`, `asked` (pulled) and `merged` are three different counts."""
 
     epoch: int
     stage: str
     paused: bool
-    quorum: int  # K and gamma as they are in force
+    quorum: int  # K and gamma as an operator last set them
     grace_margin: float
     merges: int
     trained: int
@@ -94,7 +94,7 @@ class SyncerView(NamedTuple):
     rounds_in_flight: int
     flight_limit: int
     alive: int
-    asked: int
+    pulled: int
     merged: int
     step_s: float
     quorum_s: float
@@ -127,7 +127,7 @@ DEFAULT_COMPONENTS = SyncerComponents()
 
 
 class SyncerCore:
-    """One syncer process.
+    """State machine of one syncer process.
 
     Components share `state` and call only components that were built before them. A component that detects a fault of
     a learner returns it, and `Membership` acts on it.
@@ -209,25 +209,29 @@ class SyncerCore:
         }
 
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
-        """The one door. Timers that are due are handled first, so a late event never finds an expired deadline open."""
+        """Handle an event and return the effects in order.
+
+        Timers that are due are handled first, so that a late event never meets an expired deadline.
+        """
         state = self.state
         state.tick += 1
         effects: list[SyncerEffect] = []
         state.effects = effects
         before = state.now
         if now < before:
-            now = before  # a clock that went back
+            now = before  # the clock went back
         state.now = now
         timers = state.timers
         if timers and timers[0][0] <= now:
             if now - timers[0][0] > state.limits.stall_threshold_s:
-                self.membership.excuse_silence(now - before)  # since when, nobody knows: perhaps since the event before
+                self.membership.excuse_silence(now - before)  # the stall may have begun right after the last event
             self._fire(now)
         if state.stage is not RunStage.SUPERSEDED:
             self._event_handlers[type(event)](now, event)
         return effects
 
     def next_deadline(self) -> float | None:
+        """Return when the driver must send `TimerFired`, or None."""
         timers = self.state.timers
         return timers[0][0] if timers else None
 
@@ -246,11 +250,11 @@ class SyncerCore:
         if self.state.stage is RunStage.RUNNING:
             self.finishing.check_budget(now)
         elif self.state.stage is RunStage.FINISHED:
-            # Restarted after the end: learners that missed it may come back; if none does, there is nothing to do.
+            # Restarted after the end: learners that missed it may reconnect.
             self.state.arm_timer(now + self.state.limits.initial_wait_s, "finish")
 
     def _on_timer(self, now: float, event: TimerFired) -> None:
-        """Due timers were handled at the door."""
+        """Do nothing: `handle` has already fired the timers that are due."""
 
     def _on_message(self, now: float, event: MessageArrived) -> None:
         envelope = event.envelope
@@ -315,7 +319,7 @@ class SyncerCore:
                 self.shutdown.send_finish(now, member)
         self.shutdown.check_acks()
 
-    # ---------------------------------------------------------------------------------------------------- showing
+    # ---------------------------------------------------------------------------------------------------- display
 
     def view(self) -> SyncerView:
         state = self.state
@@ -332,7 +336,7 @@ class SyncerCore:
             rounds_in_flight=state.in_flight,
             flight_limit=state.flight_limit,
             alive=len(state.live),
-            asked=max((len(f.pulled) for f in open_rounds), default=0),
+            pulled=max((len(f.pulled) for f in open_rounds), default=0),
             merged=max((len(f.last_contributors) for f in state.fragments.values()), default=0),
             step_s=state.step_s(),
             quorum_s=state.quorum_time.mean,
@@ -362,7 +366,7 @@ class SyncerCore:
         )
 
     def explain(self, f: Fragment) -> Reason:
-        """Why the fragment is where it is, for people."""
+        """Return why the fragment is in its phase."""
         state = self.state
         quorum = state.config.quorum
         if f.unavailable:
@@ -397,14 +401,14 @@ class SyncerCore:
             reason = Reason("member-admitting", (m.incarnation,))
         text = str(reason)
         if m.state in (MemberState.DISCONNECTED, MemberState.LEFT, MemberState.LOST, MemberState.QUARANTINED):
-            unsaid = "has left" if m.state is MemberState.LEFT else "known from before a restart"
-            text = str(m.reason) if m.reason is not None else unsaid
+            default = "has left" if m.state is MemberState.LEFT else "known from before a restart"
+            text = str(m.reason) if m.reason is not None else default
         return MemberView(m.id, m.incarnation, m.state.value, m.step, len(m.unacked), m.strikes, text)
 
     # ---------------------------------------------------------------------------------------------------- checking
 
     def check_invariants(self) -> None:
-        """Everything that must hold between two events; raises AssertionError with what does not."""
+        """Raise AssertionError if an invariant that holds between two events is violated."""
         state = self.state
         not_idle = sum(1 for f in state.fragments.values() if f.phase is not RoundPhase.IDLE)
         assert state.in_flight == not_idle, f"{state.in_flight} rounds counted, {not_idle} open"
@@ -415,17 +419,17 @@ class SyncerCore:
         assert len(state.members) <= state.limits.max_learners
         for f in state.fragments.values():
             assert (f.round is None) == (f.phase is RoundPhase.IDLE), f"fragment {f.id}: {f.phase} with round {f.round}"
-            assert set(f.contributions) <= set(f.pulled), f"fragment {f.id}: contributions of learners not asked"
+            assert set(f.contributions) <= set(f.pulled), f"fragment {f.id}: contributions without a pull"
             if f.phase in (RoundPhase.GRACE, RoundPhase.MERGING):
                 assert len(f.contributions) >= f.quorum, f"fragment {f.id}: {f.phase} below quorum"
             durability_unknown = f.unavailable and f.phase is RoundPhase.MERGING
             assert (f.id in state.durability_unknown) == durability_unknown, (
-                f"fragment {f.id}: {f.phase}, and its shard's word is awaited"
+                f"fragment {f.id}: {f.phase} while its durability is unknown"
             )
             assert not f.unavailable or f.phase is RoundPhase.IDLE or f.merged, (
                 f"fragment {f.id}: {f.phase} without its shard"
             )
-            assert not f.unavailable or f.id not in state.unsaved, f"fragment {f.id}: to be saved without its shard"
+            assert not f.unavailable or f.id not in state.unsaved, f"fragment {f.id}: unsaved without its shard"
             if f.round is not None:
                 assert f.round.base == f.version, f"fragment {f.id}: round on {f.round.base}, version {f.version}"
             line = state.ledger.line(f.id)
@@ -434,6 +438,6 @@ class SyncerCore:
             assert set(m.unacked) <= set(state.fragments)
             assert m.state in (MemberState.JOINING, MemberState.LIVE, MemberState.SUSPECT) or not m.unacked
         for learner, m in state.draining.items():
-            assert state.members.get(learner) is m and m.is_draining and m.unmerged, f"learner {learner} does not leave"
+            assert state.members.get(learner) is m and m.is_draining and m.unmerged, f"learner {learner} does not drain"
         state.leases.check()
         assert set(state.lease_closing) <= set(state.leases.holders)

@@ -1,5 +1,5 @@
-"""The learners of a run: admission, links, silence, loss and return; what they report of their training; and a peer's
-inner state for one that joins."""
+"""Members of a run: admission, connections, silence, loss and return, reports, and the choice of peers that send
+optimizer state."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from atoll.core.types import (
 
 FOREIGN_RUN_CODES = ("refused-id", "refused-run", "refused-fingerprint")
 MIN_GAP_SAMPLES = 4
-"""Between messages of a learner, before its silence is judged by them."""
+"""Measured gaps between messages of a learner before its silence limit is derived from them."""
 
 
 @dataclass(eq=False)
 class Membership:
-    """Admit learners, record what they report, notice when they are gone, and let them return."""
+    """Admit learners, record their reports, detect their loss, and let them return."""
 
     _state: SyncerState
     _rounds: Rounds
@@ -73,14 +73,14 @@ class Membership:
         member = state.members.get(envelope.learner)
         refusal = self._find_hello_refusal(envelope, body, member)
         if envelope.epoch > state.epoch and (refusal is None or refusal.code not in FOREIGN_RUN_CODES):
-            self._superseded(envelope.epoch)  # the epochs of another run say nothing about this one
+            self._superseded(envelope.epoch)  # epochs of other runs are ignored
             return
         if refusal is not None:
             current = member.incarnation if member is not None else 0
-            stranger = Member(envelope.learner, envelope.incarnation, envelope.session)
-            stranger.seen_tick = envelope.tick
+            sender = Member(envelope.learner, envelope.incarnation, envelope.session)
+            sender.seen_tick = envelope.tick
             final = refusal.code != "refused-full"
-            state.send(stranger, Refuse(state.count_reason(refusal), current, final))
+            state.send(sender, Refuse(state.count_reason(refusal), current, final))
             return
         if member is not None and member.incarnation == envelope.incarnation:
             self._welcome_back(now, member, envelope, body)
@@ -117,10 +117,10 @@ class Membership:
         return f"{len(body.received)} fragments where the run has {len(state.fragments)}"
 
     def _admit(self, now: float, old: Member | None, envelope: Envelope, body: Hello) -> None:
-        """A new incarnation. Its predecessor is out from this moment; it is in once that is durable.
+        """Admit a new incarnation once the record is durable. Its predecessor is out immediately.
 
-        Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, cut off until
-        now, says hello to the restarted syncer and is taken for current, (4) both train as one learner.
+        Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, which was
+        disconnected, sends a hello to the restarted syncer and counts as current, (4) both train as one learner.
         """
         state = self._state
         member = Member(envelope.learner, envelope.incarnation, envelope.session)
@@ -131,7 +131,7 @@ class Membership:
             state.log("learner", old.id, "member-superseded", old.incarnation, envelope.incarnation)
             state.transition_member(old, "superseded")
             member.state = old.state
-            # Timers belong to the id: those that are armed go on for the new process, or each start would add one.
+            # Armed timers belong to the id and continue for the new process. Otherwise each restart would add timers.
             member.silence_check_at = old.silence_check_at
             member.publish_timer_armed = old.publish_timer_armed
             member.absence_timer_armed = old.absence_timer_armed
@@ -143,21 +143,21 @@ class Membership:
         state.ledger.open(member.id, member.incarnation)
         state.log("learner", member.id, "member-admitting", member.incarnation)
         for f in state.fragments.values():
-            f.baseline_steps.pop(member.id, None)  # they count the steps of another process
+            f.baseline_steps.pop(member.id, None)  # they refer to steps of another process
         self._save(now)
         member.members_record_serial = self._next_serial()
         if old is not None:
             self._leases.close(old, member.members_record_serial)
 
-    def _retire(self, now: float, member: Member, why: str) -> None:
-        """Close the books of an incarnation that is no longer live and forget it in everything that is under way."""
+    def _retire(self, now: float, member: Member, cause: str) -> None:
+        """Close the ledger account of an ended incarnation and remove it from everything in progress."""
         state = self._state
         if member.id in state.ledger.accounts:
-            state.ledger.close(member.id, why)
+            state.ledger.close(member.id, cause)
         self._forget(now, member)
 
     def _forget(self, now: float, member: Member) -> None:
-        """What it has contributed stays in its round: at the time it was current, and sums cannot be undone."""
+        """Remove an incarnation from everything in progress, except accepted contributions: sums cannot be undone."""
         state = self._state
         member.unacked.clear()
         state.draining.pop(member.id, None)
@@ -169,7 +169,7 @@ class Membership:
                 self._rounds.check_round(now, f)
 
     def _save(self, now: float) -> None:
-        """One record at a time; whoever comes meanwhile is in the next one."""
+        """Save the members, one record at a time. Changes during a write go into the next record."""
         state = self._state
         if state.members_saving:
             state.members_dirty = True
@@ -185,7 +185,7 @@ class Membership:
         state.effects.append(Persist(MembersRecord(state.members_serial, incarnations, left, retired, lost)))
 
     def _next_serial(self) -> int:
-        """Of the record that will hold what is known now."""
+        """Return the serial of the record that will contain the current members."""
         state = self._state
         return state.members_serial + (1 if state.members_dirty else 0)
 
@@ -197,11 +197,11 @@ class Membership:
         if state.lease_closing:
             self._leases.settle()
         for member in list(state.members.values()):
-            # Whoever said hello after the record was written waits for the next one.
+            # A member whose hello arrived after the record was written waits for the next record.
             if member.state is not MemberState.ADMITTING or member.members_record_serial > serial:
                 continue
             if member.hello is None:
-                state.transition_member(member, "disconnected")  # its link broke meanwhile
+                state.transition_member(member, "disconnected")  # its connection closed meanwhile
                 self._watch_absence(now, member)
             else:
                 state.transition_member(member, "admitted-training" if member.hello.training else "admitted")
@@ -209,12 +209,12 @@ class Membership:
         if state.members_dirty:
             self._save(now)
 
-    def on_not_saved(self, now: float, why: str) -> None:
+    def on_not_saved(self, now: float, cause: str) -> None:
         state = self._state
         state.members_saving = False
         delay = backoff_s(state.members_attempts, 0, state.limits)
         state.members_attempts += 1
-        state.log("run", 0, "admission-failed", why, delay)
+        state.log("run", 0, "admission-failed", cause, delay)
         state.arm_timer(now + delay, "members")
 
     def on_save_timer(self, now: float, key: int) -> None:
@@ -222,7 +222,7 @@ class Membership:
             self._save(now)
 
     def _welcome_back(self, now: float, member: Member, envelope: Envelope, body: Hello) -> None:
-        """The same process on a new link, or its hello once more because the welcome was lost."""
+        """Welcome the same process on a new connection, or again because the first welcome was lost."""
         state = self._state
         if envelope.session < member.session:
             state.ignore("stale-session")
@@ -233,15 +233,15 @@ class Membership:
             state.ignore("hello-after-left")
             return
         if member.state is MemberState.LOST:
-            state.ignore("hello-before-loss-durable")  # it says it again, and is refused then
+            state.ignore("hello-before-loss-durable")  # its next hello is refused
             return
         if member.state is MemberState.ADMITTING:
             member.session = envelope.session
             member.hello = body
             return
         if fresh_link and member.state is not MemberState.DISCONNECTED:
-            # It noticed the broken link before we did.
-            self._gone(now, member, Reason("member-disconnected", ("a newer link took its place",)))
+            # The learner detected the broken connection before the syncer did.
+            self._disconnect(now, member, Reason("member-disconnected", ("replaced by a newer connection",)))
         if not fresh_link and member.state is MemberState.DISCONNECTED:
             state.ignore("hello-on-closed-connection")
             return
@@ -259,7 +259,7 @@ class Membership:
         self._reset_step_counts(member)
         member.training = body.training
         member.finish_attempts = 0
-        state.ledger.tell(member.id, body.trained)
+        state.ledger.record_trained(member.id, body.trained)
         member.received = {p: v for p, v in zip(state.fragments, body.received, strict=True) if v != NO_VERSION}
         member.unacked.clear()
         state.send(member, Welcome(state.versions(), state.progress(), state.step_s()))
@@ -267,8 +267,8 @@ class Membership:
         if member.state is MemberState.JOINING:
             state.log("learner", member.id, "member-joining", member.incarnation)
         for f in state.fragments.values():
-            self._delivery.owe(now, member, f)
-            # A round that opened before the link broke still wants its answer.
+            self._delivery.deliver(now, member, f)
+            # A round that opened before the connection broke still waits for a contribution.
             if f.phase in (RoundPhase.PULLING, RoundPhase.GRACE) and member in self._rounds.waiting(f):
                 assert f.round is not None
                 state.send(member, Pull(f.round))
@@ -276,9 +276,11 @@ class Membership:
         self._watch_silence(now + self.silence_limit(member), member)
 
     def _reset_step_counts(self, member: Member) -> None:
-        """Steps that it took while it was away are not counted for fragments that were opened meanwhile: nobody knows
-        which of them came after the opening. For all others its count goes on; if each new link began it anew, links
-        that break more often than every H steps would keep the last fragments from ever being ripe."""
+        """Reset the step counts for fragments that were opened while the learner was disconnected.
+
+        It is unknown which of its steps came after those openings. For all other fragments the count continues:
+        otherwise, on a link that breaks more often than every H steps, the last fragments would never be due.
+        """
         if not member.was_welcomed:
             member.was_welcomed = True
             member.first_step = member.step
@@ -287,10 +289,10 @@ class Membership:
             if f.scheduled_at >= member.disconnected_at:
                 f.baseline_steps[member.id] = member.step
 
-    # ---------------------------------------------------------------------------------------------------- hearing
+    # ---------------------------------------------------------------------------------------------------- messages
 
     def find_sender(self, envelope: Envelope) -> Member | None:
-        """The member that this message speaks for; None if it comes from another process, link or time."""
+        """Return the member that sent this message, or None if it is of another process, connection or epoch."""
         state = self._state
         if envelope.epoch > state.epoch:
             self._superseded(envelope.epoch)
@@ -320,7 +322,7 @@ class Membership:
             member.message_gap.add(silent_s)
         member.last_seen_at = now
         if member.message_gap.count == MIN_GAP_SAMPLES:
-            self._watch_silence(now + self.silence_limit(member), member)  # until now its limit was a guess
+            self._watch_silence(now + self.silence_limit(member), member)  # until now its limit was the initial one
         if member.state is MemberState.SUSPECT:
             member.reconnected_at = now
             state.transition_member(member, "recovered")
@@ -332,23 +334,25 @@ class Membership:
     # ---------------------------------------------------------------------------------------------------- silence
 
     def silence_limit(self, member: Member) -> float:
-        """Four times the high value of the gaps between its messages: a stutter is no silence.
+        """Return the silence after which a member is suspected: four times the high value of its message gaps.
 
-        Never below four of its steps: messages that were held up come in one burst and make the gaps look short. And
-        never below four of the shortest waits: a busy machine holds up a learner of quick steps for longer than these.
-        And never below four of its answers: on a long and lossy link a message is sent again after more than a round
-        trip, and once more after twice as long; who needs a second for an answer is not gone after a second.
+        It is at least four times each of these:
+
+        - its step time: delayed messages arrive in a burst, which makes the gaps look short;
+        - `min_wait_s`: a busy machine can delay a learner with short steps for longer than its steps;
+        - its answer time: on a long and lossy link a message is retransmitted after more than a round trip, and again
+          after twice as long.
         """
         state = self._state
         if member.message_gap.count < MIN_GAP_SAMPLES:
             return state.limits.initial_wait_s
-        least = 4 * max(member.step_time.mean, member.answer_time.mean, state.limits.min_wait_s)
-        least = min(least, state.limits.max_wait_s)
-        limit = max(retry_timeout(member.message_gap, 4, state.limits), least)
+        lower_bound = 4 * max(member.step_time.mean, member.answer_time.mean, state.limits.min_wait_s)
+        lower_bound = min(lower_bound, state.limits.max_wait_s)
+        limit = max(retry_timeout(member.message_gap, 4, state.limits), lower_bound)
         return max(limit, state.limits.initial_wait_s) if state.may_be_paused(member) else limit
 
     def _watch_silence(self, at: float, member: Member) -> None:
-        """Look at its silence then, or earlier if that is due anyway. A later look that was due becomes stale."""
+        """Schedule a check of its silence, unless an earlier one is scheduled. A later one becomes stale."""
         if member.silence_check_at is None or at < member.silence_check_at:
             member.silence_check_at = at
             self._state.arm_timer(at, "silence", member.id)
@@ -362,7 +366,7 @@ class Membership:
         if member.state not in CONNECTED:
             return
         limit = self.silence_limit(member)
-        # A joining learner fetches a whole model and says little; its link, not its silence, tells of its end.
+        # A joining learner downloads a whole model and sends few messages, so only a very long silence counts.
         if member.state is MemberState.JOINING:
             limit = state.limits.max_wait_s
         silent_s = now - member.last_seen_at
@@ -376,24 +380,24 @@ class Membership:
                 return
         due = member.last_seen_at + limit if silent_s < limit else now + limit
         if member.state is MemberState.JOINING:
-            due = min(due, now + state.limits.initial_wait_s)  # it may train at any moment, and then has another limit
+            due = min(due, now + state.limits.initial_wait_s)  # it may start to train at any moment, with another limit
         self._watch_silence(max(due, now + state.limits.min_wait_s), member)
 
     def _stop_waiting_for(self, now: float, member: Member) -> None:
-        """Nobody waits for a learner that is not live; it stays asked, in case it is heard again in time."""
+        """Stop rounds from waiting for a learner that is not live. It stays pulled, in case it recovers in time."""
         for f in list(self._state.fragments.values()):
             if member.id in f.pulled and f.phase in (RoundPhase.PULLING, RoundPhase.GRACE):
                 self._rounds.check_round(now, f)
 
-    def excuse_silence(self, stood_s: float) -> None:
-        """This process stood still, so it heard nobody: no learner's silence is counted against it."""
+    def excuse_silence(self, stalled_s: float) -> None:
+        """Exclude a stall of the syncer process from the silence of all learners."""
         state = self._state
-        state.log("run", 0, "syncer-stalled", stood_s)
+        state.log("run", 0, "syncer-stalled", stalled_s)
         for member in state.members.values():
-            member.last_seen_at += stood_s
-            member.absent_since += stood_s
+            member.last_seen_at += stalled_s
+            member.absent_since += stalled_s
 
-    # ---------------------------------------------------------------------------------------------------- going
+    # ---------------------------------------------------------------------------------------------------- loss
 
     def on_disconnected(self, now: float, event: LearnerDisconnected) -> None:
         state = self._state
@@ -402,9 +406,9 @@ class Membership:
             state.ignore("stale-session")
             return
         if member.state is MemberState.ADMITTING:
-            member.hello = None  # its admission goes on; it will dial again
+            member.hello = None  # its admission continues; it will reconnect
         elif member.state in CONNECTED:
-            self._gone(now, member, Reason("member-disconnected", (event.cause,)))
+            self._disconnect(now, member, Reason("member-disconnected", (event.cause,)))
 
     def handle_fault(self, now: float, fault: LearnerFault) -> None:
         if fault.closes_connection:
@@ -413,11 +417,11 @@ class Membership:
             self._strike(now, fault.member, fault.reason)
 
     def _close_connection(self, now: float, member: Member, reason: Reason) -> None:
-        """We give the link up; the learner dials again, as the same incarnation, when it can."""
+        """Close a connection. The learner reconnects as the same incarnation when it can."""
         self._state.effects.append(CloseConnection(member.id, member.incarnation, member.session, reason))
-        self._gone(now, member, reason)
+        self._disconnect(now, member, reason)
 
-    def _gone(self, now: float, member: Member, reason: Reason) -> None:
+    def _disconnect(self, now: float, member: Member, reason: Reason) -> None:
         state = self._state
         member.reason = state.log("learner", member.id, reason.code, *reason.args)
         state.transition_member(member, "disconnected")
@@ -446,11 +450,11 @@ class Membership:
             state.transition_member(member, "quarantined")
             self._forget(now, member)
             self._watch_absence(now, member)
-            # It hears why when it dials again.
+            # It receives the reason when it reconnects.
             state.effects.append(CloseConnection(member.id, member.incarnation, member.session, reason))
 
     def _watch_absence(self, now: float, member: Member) -> None:
-        """From now on it is away. One timer per id, however often it comes and goes."""
+        """Watch for how long a member is disconnected. There is one timer per id."""
         state = self._state
         member.absent_since = now
         if not member.absence_timer_armed:
@@ -458,7 +462,7 @@ class Membership:
             state.arm_timer(now + state.limits.lost_after_s, "gone", member.id)
 
     def watch_absences(self, now: float) -> None:
-        """A syncer that starts again does not know for how long they have been away: it counts from here."""
+        """Watch all disconnected members from now on: a restarted syncer does not know since when they are."""
         for member in self._state.members.values():
             if member.state is MemberState.DISCONNECTED:
                 self._watch_absence(now, member)
@@ -469,7 +473,7 @@ class Membership:
         if member is None or not member.absence_timer_armed:
             return
         member.absence_timer_armed = False
-        # At the end nothing is leased any more, and whoever returns is told that the run is over.
+        # At the end of a run nothing is leased any more, and a returning learner receives `Finish`.
         if (
             member.state not in (MemberState.DISCONNECTED, MemberState.QUARANTINED)
             or state.stage is not RunStage.RUNNING
@@ -480,19 +484,20 @@ class Membership:
             member.absence_timer_armed = True
             state.arm_timer(due, "gone", member.id)
             return
-        self._give_up(now, member, now - member.absent_since)
+        self._expire(now, member, now - member.absent_since)
 
-    def _give_up(self, now: float, member: Member, away_s: float) -> None:
-        """Dead without a word, most likely. Its books are closed, and what it had not merged is leased again once the
-        record that says so is durable; so it must not come back as what it was:
+    def _expire(self, now: float, member: Member, disconnected_s: float) -> None:
+        """Mark an incarnation as lost, close its account, and return its leases once the record is durable.
 
-        1. Learner 1 was frozen; its samples are leased to learner 2, which is merged with them.
-        2. Learner 1 wakes and goes on as the same incarnation.
-        3. Its next contribution holds the same samples: they are merged twice.
+        The incarnation must not come back:
+
+        1. Learner 1 is frozen. Its samples are leased to learner 2 and merged.
+        2. Learner 1 wakes up and continues as the same incarnation.
+        3. Its next contribution contains the same samples, which are merged twice.
         """
         state = self._state
         member.drained_by = ""
-        args = (away_s, state.limits.lost_after_s, member.incarnation)
+        args = (disconnected_s, state.limits.lost_after_s, member.incarnation)
         member.reason = state.log("learner", member.id, "member-expired", *args)
         state.transition_member(member, "expired")
         self._retire(now, member, "lost")
@@ -504,7 +509,7 @@ class Membership:
         return member.members_record_serial <= self._state.members_durable
 
     def _superseded(self, epoch: int) -> None:
-        """A learner has met a syncer of a later epoch: this process is the past and must not write another version."""
+        """Stop this process: a syncer of a later epoch has taken over, so it must not write another version."""
         state = self._state
         if state.stage is not RunStage.SUPERSEDED:
             state.transition_run("superseded")
@@ -531,13 +536,13 @@ class Membership:
                 member, state.count_reason(Reason("report-implausible", (steps, body.trained, body.step_time_s)))
             )
         if member.state is MemberState.JOINING:
-            self._start_training(member, state.count_reason(Reason("state-kept")))  # its word that it is ready was lost
+            self._start_training(member, state.count_reason(Reason("state-kept")))  # its `Ready` was lost
         member.step = body.step
         member.reported_at = now
         member.min_step_s = (
             min(body.step_time_s, 1.1 * member.min_step_s) if member.step_time.count else body.step_time_s
         )
-        state.ledger.tell(member.id, body.trained)
+        state.ledger.record_trained(member.id, body.trained)
         member.step_time.add(body.step_time_s)
         if member.state is MemberState.LIVE:
             if state.stage is RunStage.RUNNING:
@@ -554,8 +559,8 @@ class Membership:
         self._rounds.open_due_rounds(now)
 
     def on_leaving(self, now: float, member: Member, envelope: Envelope, body: DrainRequest) -> LearnerFault | None:
-        """Its newest word counts: one that was delayed or doubled must not bring back what is merged. Neither must one
-        that was said before it heard of a version that holds the rest."""
+        """Handle a drain request. A delayed or duplicate request must not list merged work again, and neither must one
+        that was sent before the newest version arrived."""
         state = self._state
         if envelope.tick <= member.drain_tick:
             state.ignore("stale-drain-request")
@@ -565,25 +570,25 @@ class Membership:
             return LearnerFault(member, state.count_reason(Reason("report-implausible", (steps, body.trained, 0.0))))
         member.drain_tick = envelope.tick
         member.step = max(member.step, body.step)
-        state.ledger.tell(member.id, body.trained)
+        state.ledger.record_trained(member.id, body.trained)
         if member.state is MemberState.JOINING:
-            self._start_training(member, state.count_reason(Reason("state-kept")))  # its word that it is ready was lost
+            self._start_training(member, state.count_reason(Reason("state-kept")))  # its `Ready` was lost
         self._draining.record(member, body.unmerged)
         self._rounds.pull_late_learner(now, member)
         for f in list(state.pulling.values()):
             if member.id in f.pulled:
-                self._rounds.check_round(now, f)  # it waits no longer for what is not named any more
+                self._rounds.check_round(now, f)  # it need not wait for a fragment that is no longer listed
         self._rounds.open_due_rounds(now)
         return None
 
-    def _start_training(self, member: Member, moments: Reason) -> None:
+    def _start_training(self, member: Member, state_source: Reason) -> None:
         state = self._state
         state.transition_member(member, "ready")
         member.training = True
-        member.message_gap = Estimate()  # the pace of joining says nothing about the pace of training
-        state.log("learner", member.id, "member-ready", member.incarnation, str(moments))
+        member.message_gap = Estimate()  # gaps while joining do not predict gaps while training
+        state.log("learner", member.id, "member-ready", member.incarnation, str(state_source))
 
-    # ---------------------------------------------------------------------------------------------------- inner state
+    # ---------------------------------------------------------------------------------------------------- peers
 
     def on_state_request(self, now: float, member: Member, envelope: Envelope, body: StateRequest) -> None:
         state = self._state
@@ -598,8 +603,8 @@ class Membership:
         state.send(peer, ProvideState(member.id, member.incarnation, state.versions()))
 
     def _choose_peer(self, member: Member, tried: tuple[LearnerId, ...]) -> Member | None:
-        """A live learner that trains, and rather one that stays; of those the one that lags least behind what is
-        published, then the lowest id."""
+        """Choose a live learner that trains: preferably one that is not draining, then with the fewest outdated
+        fragments, then with the lowest id."""
         candidates = [m for m in self._state.live.values() if m.id != member.id and m.id not in tried and m.step > 0]
         return min(candidates, key=self._lag, default=None)
 
@@ -609,8 +614,8 @@ class Membership:
 
     def on_optimizer_state(self, now: float, member: Member, envelope: Envelope, body: OptimizerState) -> None:
         state = self._state
-        to = state.members.get(body.target)
-        if to is None or to.incarnation != body.target_incarnation or to.state is not MemberState.JOINING:
+        target = state.members.get(body.target)
+        if target is None or target.incarnation != body.target_incarnation or target.state is not MemberState.JOINING:
             state.ignore("optimizer-state-without-target")
             return
-        state.send(to, body)
+        state.send(target, body)

@@ -1,5 +1,8 @@
-"""Rounds and delivery: a fragment goes from version v to v + 1, or nothing happens at all; every connected learner then
-receives the newest version, or loses its link."""
+"""Rounds and delivery.
+
+A round takes a fragment from version v to v + 1, or changes nothing. Then every connected learner receives the newest
+version, or its connection is closed.
+"""
 
 from __future__ import annotations
 
@@ -52,23 +55,24 @@ class Delivery:
     def publish(self, now: float, f: Fragment) -> None:
         for m in self._state.members.values():
             if m.state in CONNECTED:
-                self.owe(now, m, f)
+                self.deliver(now, m, f)
 
-    def owe(self, now: float, member: Member, f: Fragment) -> None:
-        """Send the newest version of a fragment to a learner that does not hold it.
+    def deliver(self, now: float, member: Member, f: Fragment) -> None:
+        """Send the newest version of a fragment to a learner that does not have it.
 
-        A newer version replaces an older one that is still owed, so what is owed to a learner is bounded by P.
+        A newer version replaces an unacknowledged older one, so a learner has at most P unacknowledged versions.
         """
-        held = self._state.received_version(member, f.id)
-        if held >= f.version:
+        received = self._state.received_version(member, f.id)
+        if received >= f.version:
             return
-        owed = member.unacked.get(f.id)
+        unacked = member.unacked.get(f.id)
         if f.unavailable:
             member.unacked[f.id] = UnackedPublish(f.version, now, 0)
             return
-        tries = max(1, owed.tries) if owed is not None and owed.version != f.version else 1
+        tries = max(1, unacked.tries) if unacked is not None and unacked.version != f.version else 1
         member.unacked[f.id] = UnackedPublish(f.version, now, tries)
-        self._send_version(member, f, base=held if held == f.version - 1 and held >= 0 and owed is None else None)
+        is_update = received == f.version - 1 and received >= 0 and unacked is None
+        self._send_version(member, f, base=received if is_update else None)
         self._watch_delivery(now, member)
 
     def _watch_delivery(self, now: float, member: Member) -> None:
@@ -88,16 +92,16 @@ class Delivery:
             return None
         member.publish_timer_armed = False
         wait = state.ack_timeout(member)
-        for p, owed in list(member.unacked.items()):
-            if state.fragments[p].unavailable or now < owed.sent_at + wait * 2.0 ** (owed.tries - 1):
+        for p, unacked in list(member.unacked.items()):
+            if state.fragments[p].unavailable or now < unacked.sent_at + wait * 2.0 ** (unacked.tries - 1):
                 continue
-            if owed.tries >= state.limits.max_publish_attempts:
-                member.ack_time.add(now - owed.sent_at)  # at least: see the same in `Rounds.on_pull_timer`
-                reason = Reason("member-publish-unacked", (owed.version, p, owed.tries))
+            if unacked.tries >= state.limits.max_publish_attempts:
+                member.ack_time.add(now - unacked.sent_at)  # lower bound: see `Rounds.on_pull_timer`
+                reason = Reason("member-publish-unacked", (unacked.version, p, unacked.tries))
                 return LearnerFault(member, reason, closes_connection=True)
-            member.unacked[p] = UnackedPublish(owed.version, now, owed.tries + 1)
+            member.unacked[p] = UnackedPublish(unacked.version, now, unacked.tries + 1)
             self._send_version(member, state.fragments[p], base=None)
-        sent = [owed for p, owed in member.unacked.items() if not state.fragments[p].unavailable]
+        sent = [unacked for p, unacked in member.unacked.items() if not state.fragments[p].unavailable]
         if sent:
             member.publish_timer_armed = True
             due = min(o.sent_at + wait * 2.0 ** (o.tries - 1) for o in sent)
@@ -110,17 +114,17 @@ class Delivery:
         if f is None or body.version > f.version:
             state.ignore("ack-of-unpublished-version")
             return
-        news = body.version > state.received_version(member, f.id)
-        if news:
+        is_new = body.version > state.received_version(member, f.id)
+        if is_new:
             member.received[f.id] = body.version
-        owed = member.unacked.get(f.id)
-        if owed is None or owed.version > body.version:
+        unacked = member.unacked.get(f.id)
+        if unacked is None or unacked.version > body.version:
             return
         del member.unacked[f.id]
-        if news and owed.tries == 1:
-            # A version that was sent twice says nothing about the time of either sending.
-            member.ack_time.add(now - owed.sent_at)
-            newest = body.version == f.version and owed.sent_at == f.published_at
+        if is_new and unacked.tries == 1:
+            # After a retry it is unknown which transmission was acknowledged.
+            member.ack_time.add(now - unacked.sent_at)
+            newest = body.version == f.version and unacked.sent_at == f.published_at
             if newest and not state.was_disconnected_since(member.id, f.published_at):
                 member.sync_time.add(now - f.published_at + f.merge_s)
 
@@ -130,10 +134,10 @@ class Delivery:
         if f is None or body.received_version >= f.version or state.received_version(member, f.id) >= f.version:
             state.ignore("resync-not-needed")
             return None
-        owed = member.unacked.get(f.id)
-        tries = 2 if owed is None else owed.tries + 1
+        unacked = member.unacked.get(f.id)
+        tries = 2 if unacked is None else unacked.tries + 1
         if f.unavailable:
-            member.unacked.setdefault(f.id, UnackedPublish(f.version, now, 1))  # sent again when its shard is back
+            member.unacked.setdefault(f.id, UnackedPublish(f.version, now, 1))  # sent again when its shard reconnects
             return None
         if tries > state.limits.max_publish_attempts:
             reason = Reason("member-publish-unacked", (f.version, f.id, tries - 1))
@@ -144,36 +148,37 @@ class Delivery:
         return None
 
     def send_unacked(self, now: float, f: Fragment) -> None:
-        """Send a fragment whose shard is back to every learner that waits for it."""
+        """Send a fragment whose shard has reconnected to every learner that waits for it."""
         for member in self._state.members.values():
-            owed = member.unacked.get(f.id)
-            if owed is not None:
-                # One that was sent before counts as sent twice: its acknowledgement may be of either.
-                member.unacked[f.id] = UnackedPublish(f.version, now, 2 if owed.tries else 1)
+            unacked = member.unacked.get(f.id)
+            if unacked is not None:
+                # An earlier transmission counts: an acknowledgement may be for either.
+                member.unacked[f.id] = UnackedPublish(f.version, now, 2 if unacked.tries else 1)
                 self._send_version(member, f, base=None)
                 self._watch_delivery(now, member)
 
 
 MAX_DRAIN_ROUNDS = 8
-"""Rounds of one fragment that are opened out of turn for one leaver, and wait for it. Two are enough where nothing is
-lost: the copy that was on its way, and what came after it. One that names fragments and gives nothing holds up nobody
-for longer."""
+"""Unscheduled rounds of one fragment that are opened for one draining learner and wait for it.
+
+Two are enough if no message is lost: one for the copy in flight and one for the work after it. The limit stops a
+learner that requests rounds and contributes nothing from delaying the others.
+"""
 
 
 class DrainingLearners:
-    """Track which work of leaving learners is in no version yet.
+    """Track the unmerged work of draining learners.
 
-    A leaver takes no more steps, so its fragments would be ripe only by the steps of others, and in a run of its own
-    never. A round is opened at once for every fragment of which it names something, as at the end of a run, with
-    everybody who has anything to give; the quorum is what it always is, and the round waits for the leaver as long as
-    asking goes on.
+    A draining learner takes no more steps, so its fragments would become due only by the steps of others, and without
+    others never. A round opens immediately for every fragment that it lists, with all learners that have new steps. The
+    quorum is the usual one, and the round waits for the draining learner until the last pull attempt.
     """
 
     def __init__(self, state: SyncerState) -> None:
         self._state = state
 
     def record(self, member: Member, named: tuple[FragmentId, ...]) -> None:
-        """Record the fragments of which a leaving learner names unmerged work, except those that are merged already."""
+        """Record the fragments that a draining learner lists, except those that are already merged."""
         state = self._state
         fragments = (state.fragments[p] for p in named if p in state.fragments)
         member.unmerged = {f.id: None for f in fragments if not self._holds(f, member)}
@@ -186,29 +191,29 @@ class DrainingLearners:
             state.draining.pop(member.id, None)
 
     def _holds(self, f: Fragment, member: Member) -> bool:
-        """A durable version has all that it ever told of."""
-        mark, account = f.merged_up_to.get(member.id), self._state.ledger.accounts[member.id]
-        return mark is not None and mark.incarnation == member.incarnation and mark.trained >= account.trained
+        """Return whether a durable version contains all tokens that the learner has reported."""
+        last, account = f.merged_up_to.get(member.id), self._state.ledger.accounts[member.id]
+        return last is not None and last.incarnation == member.incarnation and last.trained >= account.trained
 
     def needs_round(self, f: Fragment) -> bool:
-        """A round has to be opened for a leaver that has unmerged work of this fragment."""
-        return not f.unavailable and any(self._pushes(f, m) < MAX_DRAIN_ROUNDS for m in self._draining_with(f))
+        """Return whether to open a round for a draining learner with unmerged work in this fragment."""
+        return not f.unavailable and any(self._rounds_of(f, m) < MAX_DRAIN_ROUNDS for m in self._draining_with(f))
 
     def is_awaited(self, f: Fragment) -> bool:
-        """The open round still waits for a leaver."""
+        """Return whether the open round still waits for a draining learner."""
         return any(
-            m.id in f.pulled and m.id not in f.contributions and self._pushes(f, m) <= MAX_DRAIN_ROUNDS
+            m.id in f.pulled and m.id not in f.contributions and self._rounds_of(f, m) <= MAX_DRAIN_ROUNDS
             for m in self._draining_with(f)
         )
 
     def _draining_with(self, f: Fragment) -> list[Member]:
         return [m for m in self._state.draining.values() if f.id in m.unmerged and m.state is MemberState.LIVE]
 
-    def _pushes(self, f: Fragment, member: Member) -> int:
+    def _rounds_of(self, f: Fragment, member: Member) -> int:
         return member.drain_rounds.get(f.id, 0)
 
     def on_version(self, f: Fragment) -> None:
-        """A version of it is durable. What a leaver had trained after its copy is still to be merged."""
+        """Update the draining learners after a durable version. Work after their copy is still unmerged."""
         state = self._state
         for member in list(state.draining.values()):
             if f.id in member.unmerged and self._holds(f, member):
@@ -231,7 +236,7 @@ class Rounds:
     # ---------------------------------------------------------------------------------------------------- opening
 
     def open_due_rounds(self, now: float) -> None:
-        """Open every round that is ripe, as far as the limit of rounds in flight allows."""
+        """Open every round that is due, up to the limit of rounds in flight."""
         state = self._state
         if state.stage is RunStage.FINISHING:
             self._open_final(now)
@@ -253,14 +258,14 @@ class Rounds:
                 return
 
     def _open_for_draining(self, now: float) -> None:
-        """All at once, whatever is in flight: there is no later. Their turns stay what they were."""
+        """Open all rounds for draining learners, without the limit: they cannot wait. The schedule does not change."""
         state = self._state
         for f in list(state.fragments.values()):
             if f.phase is RoundPhase.IDLE and self._draining.needs_round(f):
                 self._open(now, f, is_scheduled=f.id in state.retrying)
 
     def _open_final(self, now: float) -> None:
-        """At the end all fragments go at once: nobody needs the links for later rounds."""
+        """Open the last rounds of all fragments at the same time: no later rounds need the links."""
         for f in self._state.fragments.values():
             if f.phase is RoundPhase.IDLE and not f.final:
                 f.required_steps = 1
@@ -268,8 +273,7 @@ class Rounds:
                     self._open(now, f, final=True)
 
     def _oldest_idle_fragment(self) -> Fragment | None:
-        """The idle fragment that opened longest ago. Fragments in flight are few and passed over, and so are those
-        whose shard is away: they are in front when it is back."""
+        """Return the idle fragment that opened longest ago, without those whose shard is unavailable."""
         state = self._state
         for f in state.by_opening.values():
             if f.phase is RoundPhase.IDLE and f.id not in state.retrying and not f.unavailable:
@@ -277,12 +281,15 @@ class Rounds:
         return None
 
     def _is_due(self, f: Fragment) -> bool:
-        """K live learners have taken H steps since the last round of this fragment opened."""
+        """Return whether K live learners have taken H steps since the last round of this fragment opened."""
         return not f.unavailable and self.count_ready_learners(f) >= self._state.config.quorum
 
     def count_ready_learners(self, f: Fragment) -> int:
-        """Live learners with enough steps since the last opening. Reports that a link has held up arrive together and
-        tell of steps from before it: nobody takes that many in less than half of their time."""
+        """Count the live learners with enough steps since the last opening.
+
+        Delayed reports arrive in a burst and include steps from before the opening. So steps that would have taken more
+        than twice the time since the opening do not count.
+        """
         state = self._state
         need = f.required_steps
         opened = f.baseline_steps
@@ -294,11 +301,11 @@ class Rounds:
         )
 
     def pullable_learners(self, f: Fragment) -> list[Member]:
-        """Live learners with at least one step on the fragment."""
+        """Return the live learners with at least one unmerged step on the fragment."""
         return [m for m in self._state.live.values() if self._has_new_steps(f, m)]
 
     def _has_new_steps(self, f: Fragment, member: Member) -> bool:
-        """One that leaves takes no more steps, and says itself what it still has."""
+        """Return whether the learner has unmerged steps. A draining learner lists its fragments itself."""
         return f.id in member.unmerged if member.is_draining else member.step > self._state.baseline(f, member)
 
     def _open(self, now: float, f: Fragment, final: bool = False, is_scheduled: bool = True) -> bool:
@@ -330,12 +337,15 @@ class Rounds:
         return True
 
     def _reset_schedule(self, now: float, f: Fragment) -> None:
-        """Steps towards its next round count from here. Out of turn they go on: whoever is not in that merge would
-        otherwise have to wait for another H."""
+        """Reset the step count for the next scheduled round.
+
+        An unscheduled round, opened for a draining learner, does not reset it: learners outside that merge would wait
+        up to H extra steps.
+        """
         state = self._state
         f.scheduled_at = now
-        # A learner that did not report right now is in the middle of a step, which does not count as taken since.
-        # One that is suspected now may be heard again, and must not count the steps before this opening then.
+        # A learner that did not report at this moment is within a step, which does not count as taken since.
+        # A suspected learner may recover, and its steps before this opening must not count then.
         f.baseline_steps = {
             m.id: m.step if m.reported_at == now else m.step + 1
             for m in state.members.values()
@@ -347,7 +357,7 @@ class Rounds:
         state.by_opening[f.id] = f
 
     def _arm_pull(self, now: float, f: Fragment) -> None:
-        """As long as its K-th quickest may take, which makes the quorum. One that is slow, or says so, delays none."""
+        """Set the pull timeout to that of the learner that completes the quorum. Slower ones do not delay it."""
         state = self._state
         waits = sorted(state.pull_timeout(m) for m in self.waiting(f))
         missing = max(1, state.config.quorum - len(f.contributions))
@@ -356,7 +366,7 @@ class Rounds:
         state.arm_timer(f.next_pull_at, "pull", f.id)
 
     def pull_late_learner(self, now: float, member: Member) -> None:
-        """A learner whose first step on a fragment ends while its round still wants a quorum is asked at once."""
+        """Pull a learner whose first step on a fragment ends while the round still waits for its quorum."""
         state = self._state
         for f in state.pulling.values():
             if member.id not in f.pulled and self._has_new_steps(f, member):
@@ -365,7 +375,7 @@ class Rounds:
                 state.send(member, Pull(f.round))
 
     def waiting(self, f: Fragment) -> list[Member]:
-        """Asked, still live, not answered."""
+        """Return the pulled learners that are live and have not contributed."""
         live = self._state.live
         return [live[i] for i in f.pulled if i not in f.contributions and i in live]
 
@@ -377,8 +387,8 @@ class Rounds:
         if f.pull_attempts >= state.limits.max_pull_attempts:
             code, spent = "round-abandoned", now - f.opened_at
             for m in () if state.paused else self.waiting(f):
-                # It takes at least as long as we have waited in vain. Without this sample a patience that was once
-                # measured too short would abandon every round before its answer, and never be measured again.
+                # The wait is a lower bound of the answer time. Without this sample a timeout that was once measured too
+                # short would abandon every round before its contributions arrive, and would never be corrected.
                 m.answer_time.add(spent)
             self.abandon(now, f, Reason(code, (spent, len(f.contributions), state.config.quorum)))
             return
@@ -392,18 +402,18 @@ class Rounds:
             state.send(m, Pull(f.round))
         self._arm_pull(now, f)
         if f.round_is_final or state.draining:
-            self.check_round(now, f)  # asked for the last time: from here on a quorum is enough
+            self.check_round(now, f)  # after the last pull attempt a quorum is enough
 
-    def abandon(self, now: float, f: Fragment, reason: Reason, what: str = "") -> None:
-        """Nothing is merged, every learner keeps its progress, the fragment becomes ripe again.
+    def abandon(self, now: float, f: Fragment, reason: Reason, trigger: str = "") -> None:
+        """Abandon a round. Nothing is merged, and every learner keeps its progress.
 
-        The steps it takes to be ripe again double with each attempt up to H: when learners are gone, asking the same
-        ones at once would only fill their links.
+        The steps until the fragment is due again double with each attempt, up to H: pulling unreachable learners again
+        immediately would only fill their links.
         """
         state = self._state
         assert f.round is not None
         state.effects.append(DiscardRound(f.round, state.count_reason(reason)))
-        state.transition_round(f, what or ("abandoned" if f.phase is RoundPhase.PULLING else "merge-failed"))
+        state.transition_round(f, trigger or ("abandoned" if f.phase is RoundPhase.PULLING else "merge-failed"))
         f.reason = reason
         f.round = None
         f.pulled = {}
@@ -434,10 +444,10 @@ class Rounds:
         if self._is_duplicate(f, member, body):
             state.ignore("duplicate-contribution")
             return None
-        asked_at = f.pulled.get(member.id, f.missed_last_merge.get(member.id))
+        pulled_at = f.pulled.get(member.id, f.missed_last_merge.get(member.id))
         is_first = body.round == f.latest_round and f.pull_attempts == 1
-        if asked_at is not None and is_first and not state.was_disconnected_since(member.id, asked_at):
-            took_s = now - asked_at  # also of a late one: it is how long its way is
+        if pulled_at is not None and is_first and not state.was_disconnected_since(member.id, pulled_at):
+            took_s = now - pulled_at  # late contributions too: they measure the link
             member.min_answer_s = min(took_s, 1.25 * member.min_answer_s) if member.answer_time.count else took_s
             member.answer_time.add(took_s)
         refusal = self._refusal(f, member, body)
@@ -447,14 +457,17 @@ class Rounds:
             return LearnerFault(member, refusal) if is_fault else None
         accepted = self._accepted(member, body)
         f.contributions[member.id] = accepted
-        state.ledger.tell(member.id, body.trained)  # it may have overtaken the report of the same step
+        state.ledger.record_trained(member.id, body.trained)  # the report of the same step may arrive later
         state.effects.append(Accumulate(body.round, accepted))
         self.check_round(now, f)
         return None
 
     def _correct_baseline(self, f: Fragment, member: Member, body: Contribution) -> None:
-        """The copy was made at the first boundary after the pull, so it tells how far the learner was at the opening
-        even if its reports were late. Steps that it had taken by then do not count towards the next round."""
+        """Raise the baseline to the step of the copy.
+
+        The copy was made at the first boundary after the pull, so it shows how many steps the learner had taken at the
+        opening, even if its reports were late. Those steps do not count towards the next round.
+        """
         if body.round == f.latest_round and f.is_scheduled and member.id in f.baseline_steps:
             f.baseline_steps[member.id] = max(f.baseline_steps[member.id], min(body.copied_at - 1, member.step))
 
@@ -476,7 +489,7 @@ class Rounds:
         )
 
     def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
-        """Why this contribution cannot be merged; None if it can."""
+        """Return why this contribution cannot be merged, or None if it can."""
         if f.round is None:
             return Reason("contribution-no-round", (f.id,))
         if body.round != f.round:
@@ -489,17 +502,20 @@ class Rounds:
             return Reason("contribution-invalid", (body.problem,))
         if body.steps <= 0 or body.tokens <= 0:
             return Reason("contribution-no-steps")
-        mark = f.merged_up_to.get(member.id)
-        settled = mark.trained if mark is not None and mark.incarnation == member.incarnation else 0
-        counted = body.steps <= body.copied_at and 0 <= body.dropped <= body.trained - body.tokens
-        known = self._state.is_plausible(member, body.copied_at, body.trained) and settled + body.tokens <= body.trained
-        known = known and self._leases.is_leased(member, body)
-        if not counted or not known or not is_positive(contribution_weight(body.tokens, body.steps)):
+        last = f.merged_up_to.get(member.id)
+        settled = last.trained if last is not None and last.incarnation == member.incarnation else 0
+        is_consistent = body.steps <= body.copied_at and 0 <= body.dropped <= body.trained - body.tokens
+        is_possible = (
+            self._state.is_plausible(member, body.copied_at, body.trained)
+            and settled + body.tokens <= body.trained
+            and self._leases.is_leased(member, body)
+        )
+        if not is_consistent or not is_possible or not is_positive(contribution_weight(body.tokens, body.steps)):
             return Reason("contribution-implausible", (body.steps, body.tokens, body.copied_at))
         return None
 
     def check_round(self, now: float, f: Fragment) -> None:
-        """Does the round have its quorum, is its grace over, is there anybody left to wait for?"""
+        """Move the round on if it has its quorum, if its grace window is over, or if no learner is left to wait for."""
         if f.phase is RoundPhase.PULLING:
             if self._has_quorum(f):
                 self._enter_grace(now, f)
@@ -514,8 +530,11 @@ class Rounds:
                 self._seal(now, f, Reason("sealed-grace-expired", (len(f.contributions), len(f.pulled))))
 
     def _has_quorum(self, f: Fragment) -> bool:
-        """A last round wants everybody who was asked, as long as asking goes on: no later one takes up what it leaves,
-        and nobody waits for it. So does any round want a learner that leaves."""
+        """Return whether the round may enter its grace window.
+
+        Until the last pull attempt, the final round of a fragment waits for all pulled learners, because no later round
+        takes their work. In the same way every round waits for draining learners.
+        """
         state = self._state
         if f.pull_attempts < state.limits.max_pull_attempts:
             if f.round_is_final and self.waiting(f):
@@ -550,8 +569,8 @@ class Rounds:
             state.arm_timer(f.grace_until, "grace", f.id)
 
     def _expected_answer_s(self, now: float, f: Fragment, member: Member) -> float:
-        """Until its contribution is here, if it is as quick as others of it were. One that took much longer, because
-        the learner stood still meanwhile, says nothing about the next."""
+        """Return the expected time until a contribution arrives, from the fastest recent one of the learner: a slow one
+        may be due to a pause."""
         return member.min_answer_s - (now - f.pulled[member.id])
 
     def on_grace_timer(self, now: float, fragment: FragmentId) -> None:
@@ -572,7 +591,7 @@ class Rounds:
         state.effects.append(MergeRound(f.round, contributions, reason, state.codec))
 
     def _choose_codec(self) -> None:
-        """Of this update and the next ones. Everybody holds the same bits, so everybody gets the same bytes."""
+        """Choose the codec of updates. All learners get the same bytes, because all must hold the same bits."""
         state = self._state
         known = [member.download_s for member in state.live.values()]
         chosen = choose_update_codec(state.config, state.codec or CODECS[0], known, state.step_s())
@@ -603,12 +622,11 @@ class Rounds:
 
     def _merging(self, round_id: RoundId) -> Fragment | None:
         f = self._reachable(round_id.fragment)
-        asked = f is None or (f.round == round_id and f.phase is RoundPhase.MERGING)
-        assert asked, f"merge of {round_id} was not asked for"
+        assert f is None or (f.round == round_id and f.phase is RoundPhase.MERGING), f"unexpected merge of {round_id}"
         return f
 
     def _reachable(self, fragment: FragmentId) -> Fragment | None:
-        """Return the fragment, or None while its shard is away."""
+        """Return the fragment, or None while its shard is unavailable."""
         f = self._state.fragments[fragment]
         if f.unavailable:
             self._state.ignore("shard-unavailable")
@@ -619,13 +637,14 @@ class Rounds:
         state = self._state
         assert f.round is not None
         contributions = tuple(f.contributions[i] for i in sorted(f.contributions))
-        marks = dict(f.merged_up_to)
+        merged_up_to = dict(f.merged_up_to)
         for a in contributions:
-            marks[a.learner] = MergedUpTo(
+            merged_up_to[a.learner] = MergedUpTo(
                 a.incarnation, f.version, a.copied_at, a.trained, a.dropped, a.consumed_samples
             )
         merged_tokens = state.ledger.merged(f.id) + sum(a.tokens for a in contributions)
-        record = VersionRecord(f.id, f.version + 1, f.round, contributions, tuple(sorted(marks.items())), merged_tokens)
+        last = tuple(sorted(merged_up_to.items()))
+        record = VersionRecord(f.id, f.version + 1, f.round, contributions, last, merged_tokens)
         state.effects.append(Persist(record))
 
     def on_persist_failed(self, now: float, event: PersistFailed) -> None:
@@ -633,13 +652,13 @@ class Rounds:
         if f is not None:
             self._on_version_not_saved(now, f, event.cause)
 
-    def _on_version_not_saved(self, now: float, f: Fragment, why: str) -> None:
-        """A full or failing disk: say it, publish nothing, keep what is merged and try again."""
+    def _on_version_not_saved(self, now: float, f: Fragment, cause: str) -> None:
+        """Log a full or failing disk and retry. The merged version is kept and not published."""
         state = self._state
         state.transition_round(f, "persist-failed")
         delay = backoff_s(f.save_attempts, f.id, state.limits)
         f.save_attempts += 1
-        f.reason = state.log("fragment", f.id, "persist-failed", f.version + 1, why, delay)
+        f.reason = state.log("fragment", f.id, "persist-failed", f.version + 1, cause, delay)
         state.unsaved[f.id] = None
         state.arm_timer(now + delay, "save", f.id)
 
@@ -650,19 +669,19 @@ class Rounds:
             self._save_version(state.fragments[fragment])
 
     def save_unsaved(self) -> None:
-        """The disk takes something again: nobody waits for the end of a delay that was meant for a full one."""
+        """Retry all failed writes now that a write has succeeded."""
         state = self._state
         waiting, state.unsaved = state.unsaved, {}
         for fragment in waiting:
             self._save_version(state.fragments[fragment])
 
     def on_persisted(self, now: float, key: RecordKey) -> bool:
-        """Publish a version that is durable. Return False if its shard is away: what that holds it says when it is
-        back."""
+        """Publish a durable version. Return False if its shard is unavailable: it reports its versions when it
+        reconnects."""
         f = self._reachable(key.number)
         if f is None:
             return False
-        assert f.phase is RoundPhase.MERGING and f.merged and key.version == f.version + 1, f"unasked {key}"
+        assert f.phase is RoundPhase.MERGING and f.merged and key.version == f.version + 1, f"unexpected {key}"
         self.on_version_saved(now, f)
         return True
 

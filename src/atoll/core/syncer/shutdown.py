@@ -1,4 +1,4 @@
-"""The end, once the last merges are done: a durable manifest, sent to every learner; a dead learner never blocks it."""
+"""End of the run after the last merges: a durable manifest, sent to every learner. A dead learner never blocks it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Shutdown:
             self.skip_final(f, str(reason))
             self.check_end(now)
 
-    def skip_final(self, f: Fragment, why: str) -> None:
+    def skip_final(self, f: Fragment, cause: str) -> None:
         f.final = True
-        f.reason = self._state.log("fragment", f.id, "final-skipped", f.id, why)
+        f.reason = self._state.log("fragment", f.id, "final-skipped", f.id, cause)
 
     def check_end(self, now: float) -> None:
-        """A version that only a shard that is away knows of keeps nobody waiting: the run ends without it."""
+        """Save the manifest once all fragments are final. A version at an unavailable shard is not waited for."""
         state = self._state
         if (
             state.stage is RunStage.FINISHING
@@ -49,11 +49,11 @@ class Shutdown:
         self._state.transition_run("manifest-persisted")
         self._send_all(now)
 
-    def on_not_saved(self, now: float, why: str) -> None:
+    def on_not_saved(self, now: float, cause: str) -> None:
         state = self._state
         delay = backoff_s(state.manifest_attempts, 0, state.limits)
         state.manifest_attempts += 1
-        state.log("run", 0, "finish-manifest-failed", why, delay)
+        state.log("run", 0, "finish-manifest-failed", cause, delay)
         state.arm_timer(now + delay, "manifest")
 
     def on_save_timer(self, now: float, key: int) -> None:
@@ -82,7 +82,7 @@ class Shutdown:
         state.arm_timer(member.finish_resend_at, "finish")
 
     def resend_finish(self, member: Member) -> None:
-        """A learner that comes back after the end gets the final versions like everybody else."""
+        """Send the final versions to a learner that reconnects after the end."""
         state = self._state
         if state.stage is RunStage.FINISHED:
             self.send_finish(state.now, member)
@@ -94,14 +94,14 @@ class Shutdown:
             return
         member.finish_acked = True
         if member.state in CONNECTED:
-            state.transition_member(member, "left")  # its silence from here on means nothing
+            state.transition_member(member, "left")  # its silence no longer matters
             member.unacked.clear()
         self.check_acks()
 
     def learners_without_finish(self) -> list[LearnerId]:
         """Return the learners that may come back and have not acknowledged the end.
 
-        A learner that is lost or in quarantine is refused when it returns, and ends with that.
+        Lost and quarantined learners are not listed: they are refused when they return.
         """
         ended = (MemberState.LEFT, MemberState.LOST, MemberState.QUARANTINED)
         return sorted(m.id for m in self._state.members.values() if m.state not in ended and not m.finish_acked)

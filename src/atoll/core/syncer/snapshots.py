@@ -1,10 +1,10 @@
-"""A consistent snapshot of the whole run while training goes on (Chandy and Lamport, coloured by a marker).
+"""Consistent snapshots of the whole run during training (Chandy and Lamport).
 
-The syncer's cut is the moment it raises `marker`; a learner's cut is the first step boundary after it saw the marker
-and before it adopts anything that carries it. A contribution that was sent before its learner's cut and arrives after
-the syncer's is in flight at the cut, and is kept with the snapshot. Bulk data may overtake control messages or be
-overtaken by them, so nothing relies on order between two messages: the colour is on each of them, and a learner's part
-names the contributions that were outstanding at its cut.
+The syncer's cut is the moment at which it increments `marker`. A learner's cut is the first step boundary after it
+received the marker, before it adopts anything that carries it. A contribution that was sent before its learner's cut
+and arrives after the syncer's is in flight, and is stored with the snapshot. Bulk data and control messages may
+overtake each other, so nothing depends on their order: every message carries the marker, and a learner's part lists the
+contributions that were outstanding at its cut.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atoll.core.syncer.state import Member, SnapshotInProgress, SyncerState
 from atoll.core.types import LearnerId
 
 MAX_IN_FLIGHT_PER_FRAGMENT = 8
-"""Contributions of one learner to one fragment that a snapshot keeps as in flight, on average."""
+"""Contributions of one learner per fragment that a snapshot stores as in flight, on average."""
 
 
 GONE = Reason("snapshot-learner-disconnected")
@@ -59,20 +59,20 @@ class Snapshots:
         ):
             self._cut(now)
 
-    def _cut(self, now: float, who: str = "") -> None:
+    def _cut(self, now: float, requested_by: str = "") -> None:
         state = self._state
         state.merges_at_snapshot = state.merges
         state.marker += 1
-        wanted = {m.id for m in state.live.values()}
+        pending = {m.id for m in state.live.values()}
         deadline = now + max((self._part_timeout(m) for m in state.live.values()), default=0.0)
         leases = state.leases
         state.snapshot = SnapshotInProgress(
-            state.marker, state.versions(), leases.next, leases.unmerged(), wanted, deadline
+            state.marker, state.versions(), leases.next, leases.unmerged(), pending, deadline
         )
-        if who:
-            state.log("run", 0, "snapshot-requested", state.marker, len(wanted), who)
+        if requested_by:
+            state.log("run", 0, "snapshot-requested", state.marker, len(pending), requested_by)
         else:
-            state.log("run", 0, "snapshot-started", state.marker, len(wanted))
+            state.log("run", 0, "snapshot-started", state.marker, len(pending))
         for member in state.live.values():
             state.send(member, Marker(state.marker))
         state.arm_timer((now + deadline) / 2, "snapshot", state.marker)
@@ -80,7 +80,7 @@ class Snapshots:
         self.check_progress(now)
 
     def _part_timeout(self, member: Member) -> float:
-        """A learner saves at its next step boundary; saving a model takes longer than acknowledging a fragment."""
+        """Return the timeout of a part, generous because saving a model takes longer than a message."""
         state = self._state
         return min(16 * retry_timeout(member.message_gap, 4, state.limits), state.limits.max_wait_s)
 
@@ -92,12 +92,12 @@ class Snapshots:
         entry = (member.id, body.round)
         if body.round.epoch != state.epoch or entry in cut.in_flight or self._floods(cut, member):
             return
-        if member.id in cut.wanted or member.id in cut.parts:
+        if member.id in cut.pending or member.id in cut.parts:
             cut.in_flight[entry] = None
             state.effects.append(RecordInFlight(cut.id, member.id, body.round))
 
     def _floods(self, cut: SnapshotInProgress, member: Member) -> bool:
-        """Nobody honest has more under way than a few attempts at every fragment."""
+        """Return whether the learner has sent more contributions than a correct learner can have in flight."""
         state = self._state
         if len(cut.in_flight) < MAX_IN_FLIGHT_PER_FRAGMENT * len(state.fragments):
             return False
@@ -108,7 +108,7 @@ class Snapshots:
     def on_part(self, now: float, member: Member, envelope: Envelope, body: SnapshotPart) -> None:
         state = self._state
         cut = state.snapshot
-        if cut is None or cut.saving or body.snapshot != cut.id or member.id not in cut.wanted:
+        if cut is None or cut.saving or body.snapshot != cut.id or member.id not in cut.pending:
             state.ignore("snapshot-part-unexpected")
             return
         if body.problem is not None and body.problem != NO_RUN_DIRECTORY:
@@ -118,22 +118,24 @@ class Snapshots:
         self.check_progress(now)
 
     def _is_complete(self, member: Member, part: SnapshotPart) -> bool:
-        """Every contribution that was outstanding at the learner's cut has arrived, before our cut or since; or a later
-        one of the same fragment has, and it was lost; or its shard is away, and it was lost with that."""
-        heard = member.newest_rounds
-        away = {f.id for f in self._state.fragments.values() if f.unavailable}
-        return all(r.fragment in away or not r.is_newer_than(heard.get(r.fragment)) for r in part.outstanding)
+        """Return whether all contributions that were outstanding at the learner's cut have arrived or are lost.
+
+        One is lost if a later one of the same fragment has arrived, or if its shard is unavailable.
+        """
+        newest = member.newest_rounds
+        unavailable = {f.id for f in self._state.fragments.values() if f.unavailable}
+        return all(r.fragment in unavailable or not r.is_newer_than(newest.get(r.fragment)) for r in part.outstanding)
 
     def check_progress(self, now: float) -> None:
         state = self._state
         cut = state.snapshot
         if cut is None or cut.saving:
             return
-        for learner in sorted(cut.wanted):
+        for learner in sorted(cut.pending):
             part = cut.parts.get(learner)
             if part is not None and self._is_complete(state.members[learner], part):
-                cut.wanted.discard(learner)
-        if cut.wanted:
+                cut.pending.discard(learner)
+        if cut.pending:
             return
         if not cut.parts:
             state.log("run", 0, "snapshot-abandoned", cut.id, "no learner has saved its part")
@@ -147,12 +149,12 @@ class Snapshots:
         state.effects.append(Persist(record))
 
     def leave_out(self, now: float, learner: LearnerId, reason: Reason = GONE) -> None:
-        """A lost learner is left out of the snapshot and comes back by joining."""
+        """Leave a learner out of the snapshot. After a restore it joins again."""
         state = self._state
         cut = state.snapshot
-        if cut is None or cut.saving or learner not in cut.wanted:
+        if cut is None or cut.saving or learner not in cut.pending:
             return
-        cut.wanted.discard(learner)
+        cut.pending.discard(learner)
         cut.parts.pop(learner, None)
         cut.in_flight = {entry: None for entry in cut.in_flight if entry[0] != learner}
         cut.left_out.append(learner)
@@ -164,7 +166,7 @@ class Snapshots:
         cut = state.snapshot
         if cut is None or cut.id != snapshot or cut.saving:
             return
-        for learner in sorted(cut.wanted):
+        for learner in sorted(cut.pending):
             if now >= cut.deadline:
                 self.leave_out(now, learner, Reason("snapshot-part-timeout"))
             elif learner not in cut.parts:
@@ -177,10 +179,10 @@ class Snapshots:
         state.log("run", 0, "snapshot-durable", cut.id, len(cut.parts), len(cut.in_flight))
         state.snapshot = None
 
-    def on_not_saved(self, now: float, why: str) -> None:
-        """The next one will do: an old snapshot is worth more than a late one."""
+    def on_not_saved(self, now: float, cause: str) -> None:
+        """Abandon the snapshot without a retry: the next one replaces it."""
         state = self._state
         cut = state.snapshot
         assert cut is not None
-        state.log("run", 0, "snapshot-abandoned", cut.id, why)
+        state.log("run", 0, "snapshot-abandoned", cut.id, cause)
         state.snapshot = None

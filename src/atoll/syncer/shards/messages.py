@@ -1,9 +1,9 @@
-"""What a syncer and its shards say to each other: effects one way, events the other, and a few words of their own.
+"""Messages between a syncer and its shards: effects in one direction, events in the other, and a few of their own.
 
-One text message of a WebSocket is one value in the encoding of tapes. The shard dials, says `ShardHello`, and hears
-`SyncerHello`. It writes down whom it serves from now on, and then sends its `ShardInventory`: after that no syncer of before
-can make it hold anything else. From then on it carries out what it is sent for its fragments, in order, and tells what
-came of it.
+One text message of a WebSocket is one value in the encoding of tapes. The shard connects and sends `ShardHello`. The
+syncer replies with `SyncerHello`. The shard writes down which syncer it serves, and then sends its `ShardInventory`:
+after that, no earlier syncer can change what it stores. From then on it executes the messages for its fragments in
+order, and reports the results.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from atoll.tensors.syncer_fragment import MergeStats
 from atoll.transport.wire import WireError, parse_json
 
 MAX_SHARD_MESSAGE_BYTES = 64 * 2**20
-"""A plan of a large model travels in one."""
+"""Large enough for the plan of a large model, which is sent in one message."""
 
 
 class StoredFragment(Value, frozen=True):
-    """The newest durable version of one fragment, and its record; a fragment that was never merged has none."""
+    """The newest durable version of one fragment, and its record. A fragment without a merge has no record."""
 
     fragment: FragmentId
     version: Version
@@ -32,10 +32,11 @@ class StoredFragment(Value, frozen=True):
 
 
 class ShardHello(Value, frozen=True):
-    """`address`: where learners reach it. `run_id` is empty while it has no part of a run.
+    """First message of a shard.
 
-    `is_founded`: a syncer has said that it has a record of that run. Otherwise it may have ended before it had one, and
-    what is held here is of no run.
+    `address` is for learners. `run_id` is empty while the shard stores no run. `is_founded` means that a syncer has
+    announced its record of that run. Otherwise that syncer may have ended before it had one, and the stored fragments
+    belong to no run.
     """
 
     shard: int
@@ -47,41 +48,40 @@ class ShardHello(Value, frozen=True):
 
 
 class ShardInventory(Value, frozen=True):
-    """All fragments that are here. `founded_at` tells which model: founding a run may be tried more than once."""
+    """All fragments of a shard. `founded_at` identifies the model: creating a run may take several attempts."""
 
     founded_at: Number
     fragments: tuple[StoredFragment, ...]
 
 
 class SyncerHello(Value, frozen=True):
-    """`run_id`: of the run of which this syncer has a record; empty before. Said again when it has one."""
+    """First message of a syncer. `run_id` is empty until the syncer has a record of a run; then it is sent again."""
 
     epoch: int
     run_id: str
 
 
 class CreateFragments(Value, frozen=True):
-    """The run has a model: fetch the initial values of these fragments, and say what is held when they are durable."""
+    """Download the initial values of these fragments, make them durable, and send the inventory."""
 
     settings: str
     fragments: tuple[FragmentId, ...]
 
 
 class RollBack(Value, frozen=True):
-    """The run has ended with these versions, and nobody has ever seen the later ones: forget those, and say what is
-    held then."""
+    """Return to these versions, with which the run ended, and send the inventory. Later ones were never published."""
 
     versions: tuple[tuple[FragmentId, Version], ...]
 
 
 class OpenLinks(Value, frozen=True):
-    """All links of learners: values that belong to another one are refused."""
+    """All links of learners. Values for other links are refused."""
 
     links: tuple[tuple[LearnerId, Incarnation, int], ...]
 
 
 class PinVersion(Value, frozen=True):
-    """A learner was told of this version: serve it until `UnpinVersion`, as often as it was said."""
+    """Serve this version until `UnpinVersion`: it was announced to a learner. Pins are counted."""
 
     fragment: FragmentId
     version: Version
@@ -93,21 +93,20 @@ class UnpinVersion(Value, frozen=True):
 
 
 class PinSnapshot(Value, frozen=True):
-    """A snapshot is being taken, with these versions of all fragments: keep those that are here. Its record comes
-    later, with `Persist`, or `UnpinSnapshot`."""
+    """Keep these versions for a snapshot in progress. `Persist` with its record follows, or `UnpinSnapshot`."""
 
     snapshot: int
     versions: tuple[Version, ...]
 
 
 class UnpinSnapshot(Value, frozen=True):
-    """It is durable, or did not come about."""
+    """Release the versions of a snapshot that is durable or abandoned."""
 
     snapshot: int
 
 
 class DropContribution(Value, frozen=True):
-    """The contribution of which the shard told was not taken: its bytes are of no use."""
+    """Drop the values of this contribution: the core did not accept it."""
 
     learner: LearnerId
     incarnation: Incarnation
@@ -115,7 +114,7 @@ class DropContribution(Value, frozen=True):
 
 
 class MergeReport(Value, frozen=True):
-    """What the merge was like whose version is now durable."""
+    """Statistics of the merge of a version that is now durable."""
 
     fragment: FragmentId
     version: Version
@@ -123,7 +122,7 @@ class MergeReport(Value, frozen=True):
 
 
 class ShardTraffic(Value, frozen=True):
-    """Of values, since the shard started."""
+    """Bytes of values since the shard started."""
 
     bytes_up: int
     bytes_down: int
@@ -162,12 +161,16 @@ def encode(message: ShardToSyncer | SyncerToShard) -> str:
 
 
 def decode(text: str, sender: str) -> Any:
-    """`sender`: shard or head. Whatever does not fit is a `WireError`."""
+    """Decode a message from `sender`: "shard" or "syncer".
+
+    Raises:
+        WireError: The text is not a message of this sender.
+    """
     raw = parse_json(text.encode(), MAX_SHARD_MESSAGE_BYTES, is_value=True)
     try:
         return read(raw, ShardToSyncer if sender == "shard" else SyncerToShard)
     except ValidationError as error:
-        raise WireError(f"not a word of a {sender}: {error}", "type") from None
+        raise WireError(f"not a message of a {sender}: {error}", "type") from None
 
 
 def settings_to_text(settings: dict[str, Any]) -> str:

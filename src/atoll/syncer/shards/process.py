@@ -1,7 +1,8 @@
-"""A shard as a process: it holds some fragments of a run, and does with them what the syncer says.
+"""A shard process: it stores some fragments of a run and executes the effects that the syncer sends for them.
 
-Learners bring their contributions here and fetch published values here; the syncer decides and never sees them. What
-was not durable when a link to the syncer broke is forgotten, on both sides: the syncer opens those rounds anew.
+Learners upload contributions here and download published values from here. The syncer makes all decisions and never
+receives the values. When a link to the syncer breaks, both sides drop what was not durable: the syncer opens those
+rounds again.
 """
 
 from __future__ import annotations
@@ -83,14 +84,14 @@ CONNECT_TIMEOUT_S = 15.0
 
 
 class KeysUnusableError(Exception):
-    """The files of the key cannot be used as they are."""
+    """The key files cannot be used in their current state."""
 
 
 ContributionKey = tuple[LearnerId, Incarnation, RoundId]
 
 
 class ShardProcess:
-    """`syncer`: where it listens; several addresses, between commas, where a standby may take over."""
+    """State of one shard. `syncer`: its address, or several between commas if a standby may take over."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class ShardProcess:
         self.directory = directory
         self.shard = shard
         self.shards = shards
-        self.address = ""  # where learners reach it
+        self.address = ""  # address for learners
         self.log = ContextLogger(logging.getLogger("atoll.shard"), shard=shard)
         self.refused: Counter[str] = Counter()
         self.access = AccessControl(token, tls, self.refused, self.log)
@@ -115,21 +116,22 @@ class ShardProcess:
         self.links: set[LinkKey] = set()
         self.bytes_up = 0
         self.bytes_down = 0
-        self.directory_lost = asyncio.Event()  # another process has the directory
+        self.directory_lost = asyncio.Event()  # set when another process has taken the directory
         self.superseded_by = ""
         self.store = Store.open(directory / "store")
         self.executor = FragmentExecutor(self.store, self)
-        kept = self.store.read_settings()
-        self.settings = RunSettings.from_json(kept) if kept is not None else RunSettings()
+        stored = self.store.read_settings()
+        self.settings = RunSettings.from_json(stored) if stored is not None else RunSettings()
         self._syncers = tuple(syncer.split(","))
         self._syncer_index = 0
         self._token = token
         self._client_tls = client_tls
-        head = self.store.read_last_syncer() or {"epoch": 0, "run_id": ""}
-        self._epoch: int = head["epoch"]  # of the newest syncer that was ever served with this directory
-        self._run_id: str = head["run_id"]  # the run of which that syncer has a record
+        last = self.store.read_last_syncer() or {"epoch": 0, "run_id": ""}
+        self._epoch: int = last["epoch"]  # of the newest syncer that was ever served with this directory
+        self._run_id: str = last["run_id"]  # the run for which that syncer has a record
         self._connection: WebSocketConnection | None = None
-        self._pending_contributions: dict[ContributionKey, ContributionPayload] = {}  # told of, and not yet answered
+        # announced to the syncer, without a decision yet
+        self._pending_contributions: dict[ContributionKey, ContributionPayload] = {}
         self._pinned: Counter[tuple[FragmentId, Version]] = Counter()
         self._log_limit = LogRateLimiter(LOG_INTERVAL_S)
 
@@ -146,22 +148,24 @@ class ShardProcess:
         if plan is not None:
             mine = list(range(self.shard, len(plan.fragments), self.shards))
             if set(self.store.fragments()) != set(mine):
-                raise ValueError(f"{self.directory} is not that of shard {self.shard} of {self.shards}: give its own")
+                raise ValueError(
+                    f"{self.directory} does not belong to shard {self.shard} of {self.shards}: use its own directory"
+                )
             await self.executor.load(plan, self.settings, mine)
             self._resize_gate(plan)
 
     def _resize_gate(self, plan: FragmentPlan) -> None:
         self.gate.max_bytes = max([MAX_RECEIVING_BYTES, *(16 * plan.numel(p) for p in self.fragments)])
 
-    # ---------------------------------------------------------------------------------------------------- the head
+    # ---------------------------------------------------------------------------------------------------- syncer link
 
     async def run(self) -> None:
-        """One link to the syncer after the other, for ever."""
+        """Link to the syncer, and link again whenever the link ends."""
         while True:
             try:
                 await self._link()
-            except (aiohttp.ClientError, OSError, TimeoutError, WireError, KeysUnusableError) as wrong:
-                self._log_problem(describe_network_error(wrong))
+            except (aiohttp.ClientError, OSError, TimeoutError, WireError, KeysUnusableError) as error:
+                self._log_problem(describe_network_error(error))
             except FencedError as fenced:
                 self.on_fenced(fenced)
                 return
@@ -171,7 +175,7 @@ class ShardProcess:
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _link(self) -> None:
-        """One, until it ends."""
+        """Run one link until it ends."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token is not None else {}
         connector = aiohttp.TCPConnector(use_dns_cache=False, ssl=self._context())
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S)
@@ -190,18 +194,18 @@ class ShardProcess:
             self._log_problem(connection.end_reason)
 
     def _context(self) -> Any:
-        """Of the files as they are now: keys may be renewed, and while only one of them is copied they do not fit."""
+        """Build a TLS context from the current files. While renewed keys are being copied, the files do not match."""
         try:
             return self._client_tls.make_context() if self._client_tls is not None else True
-        except ValueError as wrong:
-            raise KeysUnusableError(str(wrong)) from None
+        except ValueError as error:
+            raise KeysUnusableError(str(error)) from None
 
     def _url(self, path: str) -> str:
         return f"http{'s' if self._client_tls is not None else ''}://{self._syncers[self._syncer_index]}{path}"
 
     def _log_problem(self, problem: str) -> None:
         if self._log_limit.count_suppressed("no syncer") is not None:
-            self.log.warning("no syncer at %s (%s); dialling again and again", ",".join(self._syncers), problem)
+            self.log.warning("cannot reach a syncer at %s (%s); retrying", ",".join(self._syncers), problem)
 
     def _forget_link(self) -> None:
         self._connection = None
@@ -219,47 +223,51 @@ class ShardProcess:
         connection.post(encode(self._hello()))
         messages = connection.messages()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            answer = await anext(messages, None)
-        if not isinstance(answer, str):
-            raise WireError(f"the syncer does not want this shard: {connection.end_reason}", "type")
-        head = decode(answer, "syncer")
-        if type(head) is not SyncerHello:
-            raise WireError(f"the first word of a syncer is SyncerHello, found {type(head).__name__}", "type")
-        if head.epoch < self._epoch:
-            raise WireError(f"it is that of epoch {head.epoch}, and one of epoch {self._epoch} was served", "type")
-        await self._accept_syncer(head)
+            reply = await anext(messages, None)
+        if not isinstance(reply, str):
+            raise WireError(f"the syncer refused this shard: {connection.end_reason}", "type")
+        hello = decode(reply, "syncer")
+        if type(hello) is not SyncerHello:
+            raise WireError(f"the first message of a syncer is SyncerHello, found {type(hello).__name__}", "type")
+        if hello.epoch < self._epoch:
+            raise WireError(
+                f"the syncer is of epoch {hello.epoch}, and this shard has served epoch {self._epoch}", "type"
+            )
+        await self._accept_syncer(hello)
         connection.post(encode(await self.executor.run_on_disk(self._inventory)))
         self._connection = connection
-        self.log.info("connected with the syncer of epoch %d", head.epoch)
-        telling = asyncio.ensure_future(self._report_traffic())
+        self.log.info("connected to the syncer of epoch %d", hello.epoch)
+        traffic_task = asyncio.ensure_future(self._report_traffic())
         try:
             async for data in messages:
                 if isinstance(data, str):
                     await self._handle_message(session, decode(data, "syncer"))
         finally:
-            telling.cancel()
+            traffic_task.cancel()
 
-    async def _accept_syncer(self, head: SyncerHello) -> None:
-        """From now on an older syncer is not obeyed, whatever becomes of this process. Without that: (1) a standby
-        takes over and hears what is held here, (2) this process is started again and finds the old syncer first, which
-        was only frozen, (3) that one has a version merged and sent out, (4) the new one merges the same version anew.
+    async def _accept_syncer(self, hello: SyncerHello) -> None:
+        """Write down the newest syncer, so that an older one is refused even after a restart of this process.
+
+        Without that: (1) a standby takes over and receives the inventory of this shard, (2) this process restarts and
+        first connects to the old syncer, which was only frozen, (3) the old syncer has a version merged and published,
+        (4) the new one merges the same version again.
         """
-        if (head.epoch, head.run_id) != (self._epoch, self._run_id):
-            await self.executor.run_on_disk(self.store.write_last_syncer, asdict(head))
-            self._epoch, self._run_id = head.epoch, head.run_id
+        if (hello.epoch, hello.run_id) != (self._epoch, self._run_id):
+            await self.executor.run_on_disk(self.store.write_last_syncer, asdict(hello))
+            self._epoch, self._run_id = hello.epoch, hello.run_id
 
     def _hello(self) -> ShardHello:
         run_id = self.settings.config.run_id if self.fragments else ""
         merged = any(fragment.served.version for fragment in self.fragments.values())
-        founded = bool(run_id) and (merged or self._run_id == run_id)
-        return ShardHello(self.shard, self.shards, self.address, run_id, self.settings.founded_at, founded)
+        is_founded = bool(run_id) and (merged or self._run_id == run_id)
+        return ShardHello(self.shard, self.shards, self.address, run_id, self.settings.founded_at, is_founded)
 
     def _inventory(self) -> ShardInventory:
-        held = []
+        stored = []
         for p, fragment in sorted(self.fragments.items()):
             _, record, _ = self.store.read_newest(p)
-            held.append(StoredFragment(p, fragment.served.version, record))
-        return ShardInventory(self.settings.founded_at, tuple(held))
+            stored.append(StoredFragment(p, fragment.served.version, record))
+        return ShardInventory(self.settings.founded_at, tuple(stored))
 
     async def _handle_message(self, session: aiohttp.ClientSession, message: Any) -> None:
         kind = type(message)
@@ -267,9 +275,9 @@ class ShardProcess:
             self.links = set(message.links)
         elif kind is Accumulate:
             payload = self._pending_contributions.pop(
-                (message.accepted.learner, message.accepted.incarnation, message.round), None
+                (message.contribution.learner, message.contribution.incarnation, message.round), None
             )
-            if payload is not None:  # otherwise the counts differ when it is merged, and the merge fails
+            if payload is not None:  # without it the merge fails later, because the counts differ
                 self.executor.accumulate(message, payload)
         elif kind is DropContribution:
             self._drop_contribution((message.learner, message.incarnation, message.round))
@@ -304,13 +312,13 @@ class ShardProcess:
         await self.executor.create_fragments(settings, values)
         self.settings = settings
         self._resize_gate(settings.plan)
-        self.log.info("took %d fragments of %s", len(values), settings.config.run_id)
+        self.log.info("created %d fragments of %s", len(values), settings.config.run_id)
         self._post(await self.executor.run_on_disk(self._inventory))
 
     async def _roll_back(self, message: RollBack) -> None:
         for p, version in message.versions:
             await self.executor.roll_back(p, version)
-            self.log.warning("fragment %d is back at version %d: the run has ended without the next", p, version)
+            self.log.warning("fragment %d rolled back to version %d: the run ended without the next one", p, version)
         self._post(await self.executor.run_on_disk(self._inventory))
 
     async def _download_initial(self, session: aiohttp.ClientSession, plan: FragmentPlan, p: FragmentId) -> Tensor:
@@ -318,21 +326,21 @@ class ShardProcess:
 
         def accept(head: FrameHead, header: bytes) -> Any:
             if decode_header(header, {"fragment": int})["fragment"] != p:
-                raise WireError(f"another fragment where {p} was asked for", "type")
+                raise WireError(f"expected fragment {p}, found another one", "type")
             return as_bytes(value)
 
         parser = FrameParser(FrameKind.MODEL, accept)
-        async with session.get(self._url(f"/v1/initial/{p}")) as answer:
-            answer.raise_for_status()
-            async for chunk in answer.content.iter_any():
+        async with session.get(self._url(f"/v1/initial/{p}")) as response:
+            response.raise_for_status()
+            async for chunk in response.content.iter_any():
                 parser.feed(chunk)
         parser.finish()
         return value
 
-    # ---------------------------------------------------------------------------------------------------- telling
+    # ---------------------------------------------------------------------------------------------------- events
 
     def handle_event(self, event: SyncerEvent, payload: ContributionPayload | None = None) -> None:
-        """Pass an event on to the syncer. The values of a contribution wait here for its decision."""
+        """Forward an event to the syncer. The values of a contribution stay here until the syncer has decided."""
         if self._connection is None:
             return
         if payload is not None:
@@ -369,13 +377,14 @@ class ShardProcess:
 
 
 def build_shard_app(shard: ShardProcess) -> tuple[web.Application, FragmentEndpoints]:
+    """Build the HTTP application of one shard, and return its endpoints too."""
     (shard.directory / "spool").mkdir(parents=True, exist_ok=True)
-    bulk = FragmentEndpoints(shard)
+    endpoints = FragmentEndpoints(shard)
     app = web.Application(middlewares=[auth_middleware(shard)], client_max_size=MAX_MESSAGE_BYTES)
-    app.router.add_put("/v1/slice", bulk.put_slice)
-    app.router.add_put("/v1/contribution", bulk.put_contribution)
-    app.router.add_get("/v1/fragment/{fragment:[0-9]+}/{version:[0-9]+}", bulk.get_fragment)
-    return app, bulk
+    app.router.add_put("/v1/slice", endpoints.put_slice)
+    app.router.add_put("/v1/contribution", endpoints.put_contribution)
+    app.router.add_get("/v1/fragment/{fragment:[0-9]+}/{version:[0-9]+}", endpoints.get_fragment)
+    return app, endpoints
 
 
 def serve_shard(
@@ -391,9 +400,14 @@ def serve_shard(
     keys: KeyFiles | None = None,
     plain_text: bool = False,
 ) -> None:
-    """Until a signal. `advertise`: the address at which learners reach this process, where that is another one."""
+    """Serve a shard until SIGINT or SIGTERM.
+
+    Args:
+        head: Endpoint of the syncer.
+        advertise: Address at which learners reach this process, if it differs from the address of the socket.
+    """
     if not 0 <= shard < shards:
-        raise ValueError(f"shard {shard} of {shards}; they are numbered from 0")
+        raise ValueError(f"shard {shard} of {shards} does not exist: shards are numbered from 0")
     tls = ServerTls(keys) if keys is not None else None
     check_access(host, token, tls, plain_text)
     sock = bind_socket(host, port)  # before the directory is created: a port in use must not leave one behind
@@ -417,7 +431,7 @@ async def _serve(
         sock.close()
         raise
     tasks: list[asyncio.Task[None]] = []
-    app, bulk = build_shard_app(shard)
+    app, endpoints = build_shard_app(shard)
     async with http_server(shard, app, sock) as (listener, stopped):
         try:
             await shard.start()
@@ -432,13 +446,13 @@ async def _serve(
                 tasks.append(loop.create_task(shard.access.watch_keys(tuple)))
             await wait_for_first(stopped.wait(), shard.directory_lost.wait(), tasks[0])
             if tasks[0].done() and not tasks[0].cancelled():
-                tasks[0].result()  # our bug
+                tasks[0].result()  # raises: the task ends only with a bug
             if shard.superseded_by:
                 raise SupersededError(shard.superseded_by)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            bulk.partial_uploads.close()
+            endpoints.partial_uploads.close()
             await shard.executor.stop()
             shard.store.close()

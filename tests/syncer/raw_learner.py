@@ -1,4 +1,4 @@
-"""A learner that is written by hand, in a run of these tests."""
+"""Raw learner client for the runs of these tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.syncer.scripted_learner import ScriptedLearner
 
 
 def plan_of(run: Run) -> FragmentPlan:
-    """Of the `plain` model, which is that of most runs."""
+    """Return the plan of the `plain` model, which most runs use."""
     return make_plan(describe_tensors(work("plain").model), run.settings.config.fragments, run.settings.numerics.plan)
 
 
-class Stranger(ScriptedLearner):
-    """`async with`. Its model is the `plain` one of the runs."""
+class RawLearner(ScriptedLearner):
+    """Raw learner with the `plain` model. Use it with `async with`."""
 
     def __init__(
         self, run: Run, learner: int, incarnation: int = 1, session: int = 1, keys: Path | None = None
@@ -33,7 +33,7 @@ class Stranger(ScriptedLearner):
         return super().connections()
 
     async def close_session(self) -> None:
-        """Until its own connections are gone: those with TLS say goodbye to each other first."""
+        """Close the session, and wait until its connections are closed, with the closing handshake of TLS."""
         await super().close_session()
         async with asyncio.timeout(LIMIT_S):
             while _watched() > self._others:
@@ -43,5 +43,5 @@ class Stranger(ScriptedLearner):
 
 
 def _watched() -> int:
-    """Connections of this loop, and its own pipe."""
+    """Count the connections of this loop, and its own pipe."""
     return len(asyncio.get_running_loop()._selector.get_map())  # type: ignore[attr-defined]
