@@ -5,6 +5,7 @@ Rates on a busy machine are low and say nothing: run it alone, and compare ratio
 
 from __future__ import annotations
 
+import argparse
 import resource
 import sys
 import time
@@ -30,20 +31,20 @@ def time_call(what: Callable[[], object]) -> float:
 
 def core_rate() -> tuple[float, int]:
     """Events per second through `handle` alone: a recorded run of 16 learners, P = H = 24, is shown to fresh cores."""
-    told: list[Entry] = []
+    entries: list[Entry] = []
     config = DecoupledConfig()
-    DecoupledRun(FleetConfig(), config, LEARNERS, 2_400_000, 600 / 86_400, seed=0, on_entry=told.append).run()
+    DecoupledRun(FleetConfig(), config, LEARNERS, 2_400_000, 600 / 86_400, seed=0, on_entry=entries.append).run()
     run_config = config.run_config()
 
     def fresh() -> list[tuple[Callable[[float, Event], object], float, Event]]:
         cores: dict[object, SyncerCore | LearnerCore] = {}
-        for entry in told:
+        for entry in entries:
             if entry.actor not in cores:
                 if entry.actor.learner == SYNCER:
                     cores[entry.actor] = SyncerCore(run_config, entry.actor.generation)
                 else:
                     cores[entry.actor] = LearnerCore(run_config, entry.actor.learner, entry.actor.generation)
-        return [(cores[e.actor].handle, e.at, e.event) for e in told]  # type: ignore[misc]
+        return [(cores[e.actor].handle, e.at, e.event) for e in entries]  # type: ignore[misc]
 
     best = float("inf")
     for _ in range(5):
@@ -54,7 +55,7 @@ def core_rate() -> tuple[float, int]:
                 handle(at, event)
 
         best = min(best, time_call(replay))
-    return len(told) / best, len(told)
+    return len(entries) / best, len(entries)
 
 
 def simulate_day(chips: int, learners: int = LEARNERS, days: float = 1.0) -> tuple[float, int]:
@@ -67,6 +68,7 @@ def peak_mb() -> float:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rate, events = core_rate()
     print(f"core: {rate:,.0f} events/s through handle ({events:,} events of {LEARNERS} learners, P = H = 24)")
 

@@ -4,8 +4,8 @@
     python benchmarks/bench_dash.py answers RUN [--repeats 20]  every path of the server, on any run's tapes
     atoll simulate --learners 64 --chips 1200000 --days 1 --protocol-hours 9 --tape RUN      two million entries
 
-`cost`: four islands with paced steps train; after a while `atoll dash` is started beside them, somebody reads its live
-pictures and asks for timeline and curves every few seconds, as the page does. Compared are the steps of the islands and
+`cost`: four islands with paced steps train; after a while `atoll dash` is started, and a client reads its live
+pictures and requests timeline and curves every few seconds, as the page does. Compared are the steps of the islands and
 the processor time of the syncer, before and with it, in one run; and what the page's own process takes.
 """
 

@@ -44,9 +44,9 @@ from benchmarks.measurement import collect_machine, machine_line, to_json_line
 SCENARIOS = Path(__file__).resolve().parent / "faults"
 
 
-def find_scenario(wish: str) -> Scenario:
-    ours = SCENARIOS / f"{wish}.toml"
-    return load_scenario(str(ours) if ours.is_file() else wish)
+def find_scenario(name_or_path: str) -> Scenario:
+    ours = SCENARIOS / f"{name_or_path}.toml"
+    return load_scenario(str(ours) if ours.is_file() else name_or_path)
 
 
 def step_time_s(run: Path) -> float:

@@ -5,14 +5,14 @@
 A syncer with keys and a token and three learners, each a process of its own. Steps are real steps of a small GPT,
 paced, so that two cores suffice for all. For each kind of docs/security.md blocks take turns:
 
-- quiet: nobody else is there
+- quiet: no other client is connected
 - attacked: the hostile, a process of their own, come to the syncer at a pace that is bounded and printed
 - beside: the same hostile at the same pace come to another syncer, which has nothing to do with the learners
 
 A ratio is that of two neighbouring blocks. What `beside` has above `quiet` is the price of sharing two cores with the
 hostile and with whom they keep busy; what `attacked` has above `beside` comes by way of the learners' own syncer.
 `unshared` are the attacked blocks by the quiet ones once more, without the time in which the training thread was ready
-and waited for a processor: what is left on a machine where learners share it with nobody.
+and waited for a processor: the ratio for learners with a machine of their own.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ def measure_block(scene: Testbed, storm: AttackProcess | None, block_s: float) -
     merges, before = scene.attacked.status()["merges"], used()
     begun = storm.tally().begun if storm is not None else 0
     began = time.monotonic()
-    told = run_together(scene.islands, block_s)
+    measured = run_together(scene.islands, block_s)
     after, wall_s = used(), time.monotonic() - began
     tally = storm.tally() if storm is not None else None
     return MeasuredBlock(
-        steps=[step for each in told.values() for step in each["steps"]],
+        steps=[step for each in measured.values() for step in each["steps"]],
         syncer_cpu=(after[0] - before[0]) / wall_s,
         hostile_cpu=(after[1] - before[1]) / wall_s,
         resident_mib=resident_mib(scene.attacked.pid),
@@ -203,9 +203,9 @@ def measure(scene: Testbed, name: str, repeats: int, block_s: float) -> dict[str
                 print(f"\r\x1b[K  {name}: {phase}, {repeat + 1} of {repeats}", end="\r", file=sys.stderr, flush=True)
             found[phase].append(run_block(scene, phase, name, block_s))
     quiet, ends = found["quiet"], Counter[str]()
-    told: dict[str, Any] = {"attack": name, "steps": sum(len(each.steps) for each in quiet)}
+    result: dict[str, Any] = {"attack": name, "steps": sum(len(each.steps) for each in quiet)}
     for phase, blocks in found.items():
-        told[phase] = {
+        result[phase] = {
             "step_s": spread([step.step_s for each in blocks for step in each.steps]),
             "work_s": spread([step.work_s for each in blocks for step in each.steps]),
             "syncer_cpu": statistics.mean(each.syncer_cpu for each in blocks),
@@ -213,31 +213,32 @@ def measure(scene: Testbed, name: str, repeats: int, block_s: float) -> dict[str
             "per_s": statistics.mean(each.attempts_per_s for each in blocks),
             "merges_per_s": statistics.mean(each.merges_per_s for each in blocks),
         }
-    told["ratios"] = {
+    result["ratios"] = {
         "attacked": ratios(found["attacked"], quiet, lambda step: step.step_s),
         "beside": ratios(found["beside"], quiet, lambda step: step.step_s),
         "unshared": ratios(found["attacked"], quiet, lambda step: step.unshared_s),
     }
     for each in found["attacked"]:
         ends.update(each.outcomes)
-    told["ends"] = dict(ends.most_common())
-    told["grown_mib"] = max(each.resident_mib for each in found["attacked"]) - min(each.resident_mib for each in quiet)
-    return told
+    result["ends"] = dict(ends.most_common())
+    min_mib = min(each.resident_mib for each in quiet)
+    result["grown_mib"] = max(each.resident_mib for each in found["attacked"]) - min_mib
+    return result
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # What is shown
 
 
-def show(told: dict[str, Any]) -> None:
-    attacked, quiet = told["attacked"], told["quiet"]
-    medians = "".join(f"{each['median'].median:>9.4f}" for each in told["ratios"].values())
-    worst = "".join(f"{each['p99']:>9.3f}" for each in told["ratios"].values())
+def show(result: dict[str, Any]) -> None:
+    attacked, quiet = result["attacked"], result["quiet"]
+    medians = "".join(f"{each['median'].median:>9.4f}" for each in result["ratios"].values())
+    worst = "".join(f"{each['p99']:>9.3f}" for each in result["ratios"].values())
     print(
-        f"  {told['attack']:19}{attacked['per_s']:>5.0f}/s{medians} {worst}{told['grown_mib']:>+7.0f}"
+        f"  {result['attack']:19}{attacked['per_s']:>5.0f}/s{medians} {worst}{result['grown_mib']:>+7.0f}"
         f"{100 * quiet['syncer_cpu']:>7.0f}{100 * attacked['syncer_cpu']:>4.0f}{100 * attacked['hostile_cpu']:>7.0f}"
         f"{quiet['merges_per_s']:>7.1f}{attacked['merges_per_s']:>5.1f}"
-        f"  {', '.join(f'{end} {count}' for end, count in told['ends'].items()) or 'all still wait'}",
+        f"  {', '.join(f'{end} {count}' for end, count in result['ends'].items()) or 'all still wait'}",
         flush=True,
     )
 

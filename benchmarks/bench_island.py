@@ -100,9 +100,9 @@ def run_rank(rank: int, options: argparse.Namespace, address: str, syncer_pid: i
     if rank == 0:
         figures |= {"host_bytes_per_parameter": [round(float(each[0]), 2) for each in memory]}
         figures |= {"device_bytes_per_parameter": [round(float(each[1]), 2) for each in memory]}
-        told = {"shape": options.shape, "size": options.size, "parameters": parameters, "target": TARGET_RATIO}
+        header = {"shape": options.shape, "size": options.size, "parameters": parameters, "target": TARGET_RATIO}
         Path(folder, "figures.json").write_text(
-            to_json_line(told | {"tokens_per_step": RANKS * options.batch * config.context} | boundary | figures)
+            to_json_line(header | {"tokens_per_step": RANKS * options.batch * config.context} | boundary | figures)
         )
     dist.destroy_process_group()
     os._exit(0)  # a thread of gloo may abort an interpreter that ends (docs/islands.md)

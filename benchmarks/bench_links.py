@@ -8,9 +8,9 @@ than the thinnest link carries: there bulk is under way all the time, and report
 are shaped when all learners train. In the last cell, `joining`, they are so from the start: a small model is founded,
 handed out and joined over the thinnest and longest of them.
 
-A cell stands when, from the tapes: the syncer suspected, lost or quarantined nobody, all learners being there all the
-time; merges went on, without a pause of many times the usual distance between two; and every learner got published
-fragments. The command fails where a cell does not.
+A cell passes if, from the tapes: the syncer suspected, lost or quarantined no learner, as all learners were there all
+the time; merges went on, without a pause of many times the usual distance between two; and every learner got published
+fragments. The command fails if a cell does not pass.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(f"{'':10}" + "".join(f"{head:>15}" for head in heads) + f"{'Mbit/s up, down':>18}   ")
     for row in rows:
         wire = row["wire_bytes_per_s"]
-        told = f"{8e-6 * wire[0]:.2f}, {8e-6 * wire[1]:.2f}" if wire else "-"
+        rates = f"{8e-6 * wire[0]:.2f}, {8e-6 * wire[1]:.2f}" if wire else "-"
         cells = (
             f"{row['rate_bit_s'] / 1e6:g}",
             f"{1e3 * row['round_trip_s']:.0f}",
@@ -118,7 +118,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['effective_h']:.1f} ({row['every_steps']})",
             f"{row['longest_pause_s']:.1f}",
         )
-        print(f"{row['cell']:10}" + "".join(f"{each:>15}" for each in cells) + f"{told:>18}", end="   ")
+        print(f"{row['cell']:10}" + "".join(f"{each:>15}" for each in cells) + f"{rates:>18}", end="   ")
         print("stands" if row["stands"] else "DOES NOT STAND")
         for line in row["broken"]:
             print(f"{'':10}  {line}")

@@ -190,8 +190,8 @@ def show(found: dict[str, Any]) -> None:
     print("\n  the thinnest link that does, Mbit/s (0: all that were tried do; inf: none does):")
     print(f"    data-parallel, 95 % utilisation: {found['ddp'] / 1e6:.2f} (plan: {found['ddp_predicted'] / 1e6:.2f})")
     print("    decoupled int4, 95 % utilisation: any, a step waits for nothing")
-    told = f"    decoupled int4, H / effective H of 95 %, by merges: {found['decoupled_by_merges'] / 1e6:.3f}"
-    print(f"{told}, by contributions: {found['decoupled_by_contributions'] / 1e6:.3f}", end=" ")
+    text = f"    decoupled int4, H / effective H of 95 %, by merges: {found['decoupled_by_merges'] / 1e6:.3f}"
+    print(f"{text}, by contributions: {found['decoupled_by_contributions'] / 1e6:.3f}", end=" ")
     print(f"(plan: {found['decoupled_predicted'] / 1e6:.3f})")
     for name in ("by_merges", "by_contributions"):
         ratio = found[f"ratio_{name}"]

@@ -51,7 +51,7 @@ PATIENT_LIMITS = Limits(initial_wait_s=300.0, min_wait_s=300.0)
 
 
 def make_batches(vocabulary: int, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens without meaning, drawn once: their loading is nobody's overhead."""
+    """Random tokens, drawn once, so that loading data takes no time."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(vocabulary, (batch, context + 1), generator=generator) for _ in range(16)]
     while True:

@@ -170,14 +170,14 @@ async def _after_a_kill(
 
 
 def run_site_learner(
-    namespace: str, host: str, head: str, number: str, told: str, kib: str, pace: str, folder: str
+    namespace: str, host: str, head: str, number: str, settings_json: str, kib: str, pace: str, folder: str
 ) -> None:
     """In the child: one learner, or with a folder one shard, at a site of the wide network."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR, format=f"site {number}: %(message)s")
     exit_with_parent()
     enter_namespace(Path(namespace))
-    settings = RunSettings.from_json(json.loads(told))
+    settings = RunSettings.from_json(json.loads(settings_json))
     if folder:
         shard = int(number) - 1
         serve_shard(

@@ -57,9 +57,9 @@ class TwoTables(nn.Module):
 class _BufferUntilEnd:
     """Tells of what is written when all of it is."""
 
-    def __init__(self, told: ByteSink) -> None:
-        self.size = told.size
-        self._told = told
+    def __init__(self, sink: ByteSink) -> None:
+        self.size = sink.size
+        self._sink = sink
         self._data: Tensor | None = None
 
     def set_buffer(self, data: Tensor) -> None:
@@ -70,8 +70,8 @@ class _BufferUntilEnd:
 
     def end(self) -> None:
         assert self._data is not None
-        self._told.set_buffer(self._data)
-        self._told.mark_written([(0, self.size)])
+        self._sink.set_buffer(self._data)
+        self._sink.mark_written([(0, self.size)])
 
 
 def is_sequential_version(version: int) -> bool:
@@ -90,9 +90,9 @@ def make_stages_sequential() -> None:
         encode(self, copied, late)
         late.end()
 
-    def on_bytes_in_turns(self: Any, fetched: DownloadedFragment, first_bytes: int) -> None:
-        if not is_sequential_version(fetched.header.version) or first_bytes == fetched.header.total_bytes:
-            on_bytes(self, fetched, first_bytes)
+    def on_bytes_in_turns(self: Any, downloaded: DownloadedFragment, first_bytes: int) -> None:
+        if not is_sequential_version(downloaded.header.version) or first_bytes == downloaded.header.total_bytes:
+            on_bytes(self, downloaded, first_bytes)
 
     FragmentTensors.encode = encode_in_turns  # type: ignore[method-assign]
     background._IncomingDownload.on_bytes = on_bytes_in_turns  # type: ignore[method-assign]

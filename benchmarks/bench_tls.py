@@ -95,36 +95,36 @@ def measure(size: str, step_s: float, seconds: float, steps: int) -> dict[str, A
                 found[name].append(run_block(sides[name], steps, step_s, 1))
         parameters = parameter_count(model)
     means = {name: [sum(taken) / len(taken) for taken, _, _ in blocks] for name, blocks in found.items()}
-    told: dict[str, Any] = {"size": size, "parameters": parameters, "pairs": pairs, "block": steps, "step_s": step_s}
+    result: dict[str, Any] = {"size": size, "parameters": parameters, "pairs": pairs, "block": steps, "step_s": step_s}
     for name, blocks in found.items():
         count = pairs * (steps + WARMUP_STEPS)
-        told[name] = {
+        result[name] = {
             "step_s": spread(means[name]),
             "syncer_cpu_s": sum(cpu for _, cpu, _ in blocks) / count,  # per step
             "bytes": sum(moved for _, _, moved in blocks) / count,
         }
-    told["ratio"] = spread([tls / plain for tls, plain in zip(means["tls"], means["plain"], strict=True)])
-    told["syncer_cpu_ratio"] = told["tls"]["syncer_cpu_s"] / told["plain"]["syncer_cpu_s"]
-    return told
+    result["ratio"] = spread([tls / plain for tls, plain in zip(means["tls"], means["plain"], strict=True)])
+    result["syncer_cpu_ratio"] = result["tls"]["syncer_cpu_s"] / result["plain"]["syncer_cpu_s"]
+    return result
 
 
-def show(told: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     print(
-        f"{told['parameters']:,} parameters, steps paced at {1e3 * told['step_s']:g} ms, P = H = {FRAGMENTS}, "
-        f"{told['pairs']} pairs of blocks of {told['block']} steps\n"
+        f"{result['parameters']:,} parameters, steps paced at {1e3 * result['step_s']:g} ms, P = H = {FRAGMENTS}, "
+        f"{result['pairs']} pairs of blocks of {result['block']} steps\n"
     )
     for name, what in (("plain", "plain text"), ("tls", "TLS 1.3, mutual")):
-        step = told[name]["step_s"]
+        step = result[name]["step_s"]
         print(
             f"  {what:16} step {1e3 * step.median:8.3f} ms ({1e3 * step.low:.3f} to {1e3 * step.high:.3f}), "
-            f"syncer {1e3 * told[name]['syncer_cpu_s']:7.2f} ms of processor time per step, "
-            f"{told[name]['bytes'] / MIB:.2f} MiB moved"
+            f"syncer {1e3 * result[name]['syncer_cpu_s']:7.2f} ms of processor time per step, "
+            f"{result[name]['bytes'] / MIB:.2f} MiB moved"
         )
-    ratio = told["ratio"]
+    ratio = result["ratio"]
     reached = "reached" if ratio.median <= TARGET_RATIO else "not reached"
     print(f"\n  step time, TLS / plain  {ratio.median:.4f} ({ratio.low:.4f} to {ratio.high:.4f})", end="")
     print(f"; wanted: {TARGET_RATIO}, {reached}")
-    print(f"  syncer's processor time, TLS / plain  {told['syncer_cpu_ratio']:.2f}")
+    print(f"  syncer's processor time, TLS / plain  {result['syncer_cpu_ratio']:.2f}")
 
 
 def main() -> int:
@@ -137,12 +137,12 @@ def main() -> int:
     options = parser.parse_args()
     where = collect_machine()
     torch.manual_seed(0)
-    told = measure(options.size, options.step_ms / 1e3, options.seconds, options.block)
+    result = measure(options.size, options.step_ms / 1e3, options.seconds, options.block)
     if options.json:
-        print(to_json_line({"machine": where, **told}))
+        print(to_json_line({"machine": where, **result}))
     else:
         print(f"what TLS costs; {machine_line(where)}")
-        show(told)
+        show(result)
     return 0
 
 

@@ -95,7 +95,7 @@ def receive_into(source: socket.socket, view: memoryview) -> None:
 
 
 def run_raw_peer(size: int) -> None:
-    """In the child: takes or gives so many bytes, whatever is asked for, until nobody asks any more."""
+    """In the child: receive or send the requested number of bytes until the parent closes the connection."""
     exit_with_parent()
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)

@@ -5,7 +5,7 @@
 Four learners with `atoll.Learner` and a syncer, each a process of its own. Steps are real steps of a small GPT, paced:
 at speed 1 a step takes at least `--step` seconds, at speed 0.5 twice as long, so that two cores suffice for all.
 
-Blocks take turns: one fast learner alone, with the bare loop (same steps, same pace, no Atoll, nobody else computes);
+Blocks take turns: one fast learner alone, with the bare loop (same steps, same pace, no Atoll, an idle machine);
 then all of them together with Atoll. A ratio is the mean step of one block by that of its neighbour, of the same
 process. The time of a step includes what Atoll does at its end.
 """
@@ -103,8 +103,8 @@ def run_learner(address: str, number: int, size: str, min_s: float, keys: str, t
             while time.monotonic() < until:
                 taken.append(run_paced_step(step, boundary if how == "together" else lambda: None, min_s))
             stats = learner.stats()
-            told = {"steps": taken, "contributed": stats.contributed, "boundary_s": stats.boundary_s}
-            print(json.dumps(told), flush=True)
+            reply = {"steps": taken, "contributed": stats.contributed, "boundary_s": stats.boundary_s}
+            print(json.dumps(reply), flush=True)
 
 
 class IslandProcess:
@@ -132,17 +132,17 @@ class IslandProcess:
         self.process.stdin.flush()
 
     def result(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.read())
-        told["steps"] = [TimedStep(*each) for each in told["steps"][WARMUP_STEPS:]]
-        return told
+        reply: dict[str, Any] = json.loads(self.read())
+        reply["steps"] = [TimedStep(*each) for each in reply["steps"][WARMUP_STEPS:]]
+        return reply
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # The measurement
 
 
-def mean_step_s(told: dict[str, Any]) -> float:
-    taken: list[float] = [each.step_s for each in told["steps"]]
+def mean_step_s(reply: dict[str, Any]) -> float:
+    taken: list[float] = [each.step_s for each in reply["steps"]]
     return sum(taken) / len(taken)
 
 
@@ -170,10 +170,10 @@ def alternate_blocks(served: SyncerProcess, islands: list[IslandProcess], pairs:
         one = fast[pair % len(fast)]
         one.begin("alone", block_s)
         alone = one.result()
-        told = run_together(islands, block_s)
+        reply = run_together(islands, block_s)
         alone_s += [taken.step_s for taken in alone["steps"]]
-        ratios.append(mean_step_s(told[one.number]) / mean_step_s(alone))
-        for number, each in told.items():
+        ratios.append(mean_step_s(reply[one.number]) / mean_step_s(alone))
+        for number, each in reply.items():
             all_s[number] += [taken.step_s for taken in each["steps"]]
             work_s[number] += [taken.work_s for taken in each["steps"]]
     status = served.status()

@@ -192,9 +192,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     far = next(row for row in rows[1:] if row["method"] == "decoupled")
     ddp = next((row for row in rows[1:] if row["method"] == "ddp"), None)
     for row in rows[1:]:
-        told = row["predicted"]
-        row["step_off_by"] = row["step_s"] / told["step_s"] - 1.0
-        row["sent_off_by"] = row["sent_bit_s"] / told["sent_bit_s"] - 1.0
+        predicted = row["predicted"]
+        row["step_off_by"] = row["step_s"] / predicted["step_s"] - 1.0
+        row["sent_off_by"] = row["sent_bit_s"] / predicted["sent_bit_s"] - 1.0
         row["times_decoupled"] = row["step_s"] / far["step_s"]
     return {
         "far_by_near": far["step_s"] / near["step_s"],
@@ -224,11 +224,11 @@ def show(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         cells = [f"{row['step_s']:.3f}"]
         if "predicted" in row:
-            told = row["predicted"]
-            planned_mb = told["sent_bit_s"] * told["step_s"] / 8e6
+            predicted = row["predicted"]
+            planned_mb = predicted["sent_bit_s"] * predicted["step_s"] / 8e6
             cells += [f"{row['times_decoupled']:.2f}", f"{row['sent_bytes_per_step'] / 1e6:.3f}"]
             cells += [f"{row['received_bytes_per_step'] / 1e6:.3f}", f"{row['loss']:.3f}"]
-            cells += [f"{told['step_s']:.3f}", f"{row['step_off_by']:+.0%}", f"{planned_mb:.3f}"]
+            cells += [f"{predicted['step_s']:.3f}", f"{row['step_off_by']:+.0%}", f"{planned_mb:.3f}"]
             cells += [f"{row['sent_off_by']:+.0%}"]
         print(f"{row['what']:22}" + "".join(f"{each:>14}" for each in cells))
     far = next(row for row in found["rows"][1:] if row["method"] == "decoupled")

@@ -41,7 +41,7 @@ MAX_SLOWDOWN = 8.0
 def train_elastic(
     settings: JobSettings, plan: Plan, run: Path, view: LiveView, corpus: Corpus, interpreter: str = sys.executable
 ) -> dict[str, Any]:
-    """Trains the whole budget, kills workers by the plan, and says what it came to, also where it does not end."""
+    """Train the whole budget while killing workers by the plan; return the figures, even of an unfinished run."""
     folder = run / DDP_FOLDER
     folder.mkdir()
     settings = replace(settings, method="ddp", speeds=())
@@ -111,32 +111,32 @@ def _watch(
     folder: Path,
     view: LiveView,
 ) -> int:
-    """Until the job ends: kills that are due, of workers that step. How many there were."""
+    """Kill workers by the plan until the job ends; return the number of kills."""
     waiting = list(kills)
     began = time.monotonic()
-    said = began
+    logged_at = began
     started: float | None = None
-    struck: dict[int, int] = {}  # rank: the process that was killed
+    killed_pids: dict[int, int] = {}  # rank: the process that was killed
     while job.poll() is None:
         time.sleep(POLL_INTERVAL_S)
         now = time.monotonic()
         if now - began > START_TIMEOUT_S + MAX_SLOWDOWN * plan.duration_s:
-            view.print_line(f"ddp: it does not come to its end; it is ended after {now - began:.0f} s ({folder / LOG})")
+            view.print_line(f"ddp: not finished in time; stopped after {now - began:.0f} s ({folder / LOG})")
             break
         newest = [_last_step(folder, rank) for rank in range(settings.learners)]
         if started is None and all(line is not None for line in newest):
             started = now
-        if now - said >= PROGRESS_INTERVAL_S and newest[0] is not None:
-            said = now
+        if now - logged_at >= PROGRESS_INTERVAL_S and newest[0] is not None:
+            logged_at = now
             view.print_line(f"ddp: step {newest[0]['step']:,}, start {newest[0]['restart'] + 1}")
         if started is None or not waiting or now - started < waiting[0].at_s:
             continue
         rank = waiting[0].target.number - 1
         line = newest[rank]
-        if line is None or struck.get(rank) == line["pid"] or not _all_stepping(newest):
+        if line is None or killed_pids.get(rank) == line["pid"] or not _all_stepping(newest):
             continue  # the group is being started again
         waiting.pop(0)
-        struck[rank] = line["pid"]
+        killed_pids[rank] = line["pid"]
         with contextlib.suppress(ProcessLookupError):
             os.kill(line["pid"], signal.SIGKILL)
         view.print_line(f"ddp: worker {rank + 1} was killed")
@@ -149,15 +149,15 @@ def _all_stepping(newest: Sequence[dict[str, Any] | None]) -> bool:
 
 
 def _pids(folder: Path, workers: int) -> list[int]:
-    """Workers that are there, by what the system says of them: a number may be another's by now."""
+    """Return the pids of running workers. The command line is checked, as a pid may belong to another process."""
     found = []
     for rank in range(workers):
         try:
             pid = int(pid_path(folder, rank).read_text())
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             continue
-        if str(folder).encode() in words:
+        if str(folder).encode() in arguments:
             found.append(pid)
     return found
 
@@ -189,7 +189,7 @@ def summarize(steps: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
 
     >>> one = {"at": 1.0, "step": 1, "took_s": 1.0}
     >>> again = {"at": 4.0, "step": 1, "took_s": 1.0}
-    >>> figures([[one, again]])["goodput"], figures([[one, again]])["worst_pause_s"]
+    >>> summarize([[one, again]])["goodput"], summarize([[one, again]])["worst_pause_s"]
     (0.25, 3.0)
     """
     every = [line for lines in steps for line in lines]

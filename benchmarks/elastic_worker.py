@@ -1,13 +1,13 @@
 """One worker of elastic data-parallel training, as torchrun starts it: `elastic_worker.py DIR PID`.
 
-Trains the job in DIR from its last checkpoint to its end. PID is the tool that wants to know: without it nobody does.
+Trains the job in DIR from its last checkpoint to its end. It exits when process PID, the benchmark, has exited.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -43,7 +43,7 @@ def train(folder: Path, owner: int) -> None:
     settings = JobSettings.load(folder / CONFIG_FILE)
     rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     pid_path(folder, rank).write_text(str(os.getpid()))
-    # Not through torchrun's own store: what an earlier start left there leads gloo to processes that are gone.
+    # Not torchrun's own store: its entries from an earlier start lead gloo to processes that have exited.
     meeting = f"file://{(folder / f'rendezvous-{restart}').absolute()}"
     size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", meeting, timedelta(seconds=GLOO_TIMEOUT_S), rank=rank, world_size=size)
@@ -51,10 +51,10 @@ def train(folder: Path, owner: int) -> None:
     loop.set_pace(rank + 1)
     done = 0
     if (folder / CHECKPOINT).exists():
-        kept = torch.load(folder / CHECKPOINT, weights_only=True)
-        loop.model.load_state_dict(kept["model"])
-        loop.optimizer.load_state_dict(kept["optimizer"])
-        done = kept["steps"]
+        stored = torch.load(folder / CHECKPOINT, weights_only=True)
+        loop.model.load_state_dict(stored["model"])
+        loop.optimizer.load_state_dict(stored["optimizer"])
+        done = stored["steps"]
     loop.module = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
     total = settings.lockstep_steps(loop.config.context)
     every = max(1, round(CHECKPOINT_INTERVAL_S / settings.step_time_s))
@@ -72,9 +72,13 @@ def train(folder: Path, owner: int) -> None:
                     torch.save({"model": model, "optimizer": optimizer, "steps": step}, checkpoint)
     if rank == 0:
         write_tensors(named_tensors(loop.model), folder / MODEL_FILE)
-    dist.barrier()  # whoever goes takes its sockets along, which others may still read from
+    dist.barrier()  # an exiting process closes its sockets, which others may still read from
     os._exit(0)  # without the destructors: see `baselines`
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", metavar="DIR", type=Path)
+    parser.add_argument("owner", metavar="PID", type=int)
+    options = parser.parse_args()
+    train(options.folder, options.owner)

@@ -68,7 +68,7 @@ def residuals(
     found: list[tuple[PublishedCell, float]] = []
     for cell in PUBLISHED_CELLS:
         shares = rigid(cell.chips) if cell.method == "data-parallel" else elastic(cell.chips // cell.learners)
-        # Islands are independent: nobody steps only while all of them stand.
+        # Islands are independent: no learner steps only while all of them are stalled.
         ours = shares.goodput if cell.metric == "goodput" else 1.0 - (1.0 - shares.uptime) ** cell.learners
         found.append((cell, 100.0 * ours - cell.percent))
     return found
@@ -160,9 +160,9 @@ ALTERNATIVES = (
     OutageRules("no delay, returns in a pause are free", returns_join_pause=True, free="d, u"),
     OutageRules("no delay, returns in a pause are free, down = up", returns_join_pause=True, free="d=u"),
     OutageRules("delay, returns in a pause are free", returns_join_pause=True),
-    OutageRules("chosen, but pauses are struck and absorb it", pause_failures="absorbed"),
-    OutageRules("chosen, but pauses are struck and start again", pause_failures="restart"),
-    OutageRules("no delay, pauses are struck and start again", "restart", returns_join_pause=True, free="d, u"),
+    OutageRules("chosen, but pauses are hit and absorb it", pause_failures="absorbed"),
+    OutageRules("chosen, but pauses are hit and start again", pause_failures="restart"),
+    OutageRules("no delay, pauses are hit and start again", "restart", returns_join_pause=True, free="d, u"),
 )
 
 
@@ -175,17 +175,17 @@ def island_by_rules(rules: OutageRules, chips: int, point: Sequence[float], fail
     # Repair and restart together are the outage that the rows that are not elastic show.
     repair = RepairDelay.with_mean(max(5.0, RIGID_OUTAGE_S - up_s), REPAIR_SHAPE, REPAIR_POWER)
     back: list[float] = []
-    missing = outside = struck = 0
+    missing = outside = hits = 0
     now_s = useful_s = stepped_s = 0.0
     due_s = math.inf
 
     def strike(at_s: float) -> None:
-        nonlocal missing, struck
+        nonlocal missing, hits
         missing += 1
-        struck += 1
+        hits += 1
         heapq.heappush(back, at_s + repair.draw_s(rng))
 
-    while struck < failures:
+    while hits < failures:
         fails_s = now_s + rng.expovariate(slice_rate_per_s * max(slices - missing, 1e-9))
         while back and back[0] < min(fails_s, due_s):
             due_s = min(due_s, heapq.heappop(back) + delay_s)
@@ -254,11 +254,11 @@ def compare(failures: int, rounds: int) -> None:
 
 
 def compare_rigid() -> None:
-    """The job that is not elastic: who can be struck, in closed form, and the best single number of seconds."""
+    """The job that is not elastic: what can be hit, in closed form, and the best single number of seconds."""
     cells = [cell for cell in PUBLISHED_CELLS if cell.method == "data-parallel" and cell.metric == "goodput"]
     rules: tuple[tuple[str, Callable[[float, float], float]], ...] = (
-        ("chosen: a running job is struck, 1 / (1 + rate * outage)", lambda rate, s: 1.0 / (1.0 + rate * s)),
-        ("all chips are struck at all times, exp(-rate * outage)", lambda rate, s: math.exp(-rate * s)),
+        ("chosen: a running job is hit, 1 / (1 + rate * outage)", lambda rate, s: 1.0 / (1.0 + rate * s)),
+        ("all chips are hit at all times, exp(-rate * outage)", lambda rate, s: math.exp(-rate * s)),
         (
             "chosen, and work since a checkpoint every 60 s is lost",
             lambda rate, s: 60.0 / math.expm1(60.0 * rate) / (1.0 / rate + s),

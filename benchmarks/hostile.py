@@ -60,7 +60,7 @@ class AttackTarget(NamedTuple):
     """A syncer that asks for keys and a token, and what the hostile know of it."""
 
     address: str
-    token: str  # told with the key `own` only
+    token: str  # used with the key `own` only
     settings: RunSettings
     plan: FragmentPlan
     ca: Path  # the certificate of the authority, which is no secret
@@ -206,10 +206,10 @@ class Attacker:
             await loop.sock_connect(sock, self._place)
             if said:
                 await loop.sock_sendall(sock, said)
-            heard = b""
+            reply = b""
             while data := await loop.sock_recv(sock, 65536):
-                heard += data
-            return "heard" if b"HTTP/1.1 2" in heard else "hung up"
+                reply += data
+            return "answered" if b"HTTP/1.1 2" in reply else "hung up"
 
 
 class Attack(NamedTuple):
@@ -322,27 +322,27 @@ class AttackProcess:
     def __exit__(
         self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()  # strangers say no goodbye
+        self._process.kill()  # unauthenticated clients do not close their connections
         self._process.join()
         self._process.close()
         self._pipe.close()
 
 
 def _storm_child(prey: AttackTarget, name: str, per_s: float, held: int, pipe: Connection) -> None:
-    logging.disable()  # asyncio would tell of every connection that was cut
+    logging.disable()  # asyncio would log every closed connection
     warnings.simplefilter("ignore")
     raise_file_limit(held)
-    asyncio.run(_storm_until_told(Attacker(prey), ATTACKS[name], per_s, held, pipe))
+    asyncio.run(_storm_until_stopped(Attacker(prey), ATTACKS[name], per_s, held, pipe))
 
 
-async def _storm_until_told(hostile: Attacker, attack: Attack, per_s: float, held: int, pipe: Connection) -> None:
+async def _storm_until_stopped(hostile: Attacker, attack: Attack, per_s: float, held: int, pipe: Connection) -> None:
     tally, stop = AttackTally(), asyncio.Event()
 
     def answer() -> None:
         try:
             pipe.recv()
             pipe.send(tally)
-        except (EOFError, OSError):  # whoever began it is gone
+        except (EOFError, OSError):  # the process that began it has exited
             stop.set()
 
     asyncio.get_running_loop().add_reader(pipe.fileno(), answer)

@@ -7,7 +7,8 @@
 One script of writes is repeated in forked processes: founding, versions, members, snapshots, a restart, a take-over, a
 learner's parts, the manifest. The first process is killed before its first operation on a file, the second before its
 second, and so on; every write is also killed half-way. After each the directory is opened as the next syncer would, and
-what the dead one had been told is durable must be there, whole and with its own values. Then the next syncer writes on.
+all that the killed syncer had reported as durable must be there, complete and with its own values. Then the next syncer
+writes on.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CONFIG = RunConfig(run_id="points", fragments=FRAGMENTS)
 
 
 def values(fragment: int, version: int) -> dict[str, Tensor]:
-    """They can be told from the version alone."""
+    """They can be computed from the version alone."""
     base = torch.arange(NUMEL, dtype=torch.float32) + 1000 * fragment + version / 16
     return {"published": base, "precise": base * 2, "outer.momentum": -base}
 
@@ -155,7 +156,7 @@ class CrashInjector:
         if self._left == 0:
             if self._power:
                 for file in self._unsynced:
-                    with suppress(OSError):  # it was closed, and is gone as a file that nobody could have relied on
+                    with suppress(OSError):  # it was closed: a file that no reader could rely on
                         os.ftruncate(file, os.fstat(file).st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -167,7 +168,7 @@ class Outcome(NamedTuple):
 
 
 def run_until_kill(kind: type[Store], run: Path, point: int, power: bool) -> tuple[dict[tuple[str, int], int], bool]:
-    """What was told to be durable before the end, the newest of each kind, and whether it came to an end by itself."""
+    """Return the newest durable item of each kind before the end, and whether the process ended without a kill."""
     hear, say = os.pipe()
     child = os.fork()
     if child == 0:
@@ -182,19 +183,19 @@ def run_until_kill(kind: type[Store], run: Path, point: int, power: bool) -> tup
             write_everything(kind, run, tell)
             write_pipe(say, json.dumps(["points", len(knife.seen), 0, knife.seen]).encode() + b"\n")
             os._exit(0)
-        except BaseException as wrong:
-            print(f"the writer failed at point {point}: {wrong!r}", file=sys.stderr)
+        except BaseException as error:
+            print(f"the writer failed at point {point}: {error!r}", file=sys.stderr)
             os._exit(1)
     os.close(say)
     with open(hear, "rb") as pipe:
         lines = [json.loads(line) for line in pipe.read().splitlines()]
     _, status = os.waitpid(child, 0)
     assert status in (0, signal.SIGKILL), f"point {point}: the writer ended with {status}"
-    told = {(what, number): version for what, number, version, *_ in lines}
+    durable = {(what, number): version for what, number, version, *_ in lines}
     if status == 0:
-        told["points", 0] = lines[-1][1]
+        durable["points", 0] = lines[-1][1]
         SEEN_OPERATIONS[:] = lines[-1][3]
-    return told, status == 0
+    return durable, status == 0
 
 
 SEEN_OPERATIONS: list[str] = []
@@ -210,30 +211,30 @@ def matches(found: dict[str, Tensor], fragment: int, version: int) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def find_problems(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
+def find_problems(run: Path, durable: dict[tuple[str, int], int]) -> Iterator[str]:
     """Sentences about what is lost or damaged. The next syncer starts here, reads everything and writes on."""
     with Store.open(run / "store") as store:
-        founded = ("founded", 0) in told
+        founded = ("founded", 0) in durable
         for fragment in range(FRAGMENTS):
-            durable_version = told.get(("version", fragment), 0 if founded else -1)
+            durable_version = durable.get(("version", fragment), 0 if founded else -1)
             if fragment not in store.fragments():
                 if founded:
                     yield f"fragment {fragment} is lost"
                 continue
             version, record, tensors = store.read_newest(fragment)
             if version not in (durable_version, durable_version + 1) and founded:
-                yield f"fragment {fragment}: version {durable_version} was told, {version} is found"
+                yield f"fragment {fragment}: version {durable_version} was reported durable, {version} is found"
             if not matches(tensors, fragment, version) or (
                 record is not None and record != version_record(fragment, version)
             ):
                 yield f"fragment {fragment}: version {version} has other values"
         restored = store.read_restored()
         serial = restored.members.serial if restored.members is not None else 0
-        if serial < told.get(("members", 0), 0):
-            yield f"members record {told['members', 0]} is lost, {serial} is found"
-        if ("manifest", 0) in told and store.read_manifest() is None:
+        if serial < durable.get(("members", 0), 0):
+            yield f"members record {durable['members', 0]} is lost, {serial} is found"
+        if ("manifest", 0) in durable and store.read_manifest() is None:
             yield "the manifest is lost"
-        newest = told.get(("snapshot", 0), 0)
+        newest = durable.get(("snapshot", 0), 0)
         if newest and newest not in list_complete_snapshots(store.directory):
             yield f"snapshot {newest} is lost"
         for number in list_complete_snapshots(store.directory):
@@ -243,7 +244,7 @@ def find_problems(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
                 path = run / "store" / "snapshots" / f"{number:09d}" / f"{fragment:03d}.safetensors"
                 if not matches(read_tensors(path)[1], fragment, version):
                     yield f"snapshot {number} has other values"
-        yield from _problems_of_parts(run, told)
+        yield from _problems_of_parts(run, durable)
         left = sorted(path.name for path in (run / "store").rglob(f".*{files.TEMPORARY_SUFFIX}"))
         if left:
             yield f"left over: {left}"
@@ -253,8 +254,8 @@ def find_problems(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
                 store.write(version_record(fragment, version), values(fragment, version))
 
 
-def _problems_of_parts(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
-    newest = told.get(("part", 3), 0)
+def _problems_of_parts(run: Path, durable: dict[tuple[str, int], int]) -> Iterator[str]:
+    newest = durable.get(("part", 3), 0)
     if newest and newest not in list_parts(run).get(3, []):
         yield f"part {newest} is lost"
     for number in list_parts(run).get(3, []):
@@ -266,11 +267,11 @@ def check_point(kind: type[Store], folder: Path, point: int, power: bool) -> tup
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
-    told, whole = run_until_kill(kind, run, point, power)
+    durable, whole = run_until_kill(kind, run, point, power)
     try:
-        return "; ".join(find_problems(run, told)), whole
-    except (StoreDamagedError, OSError, ValueError) as wrong:
-        return f"damaged: {wrong}", whole
+        return "; ".join(find_problems(run, durable)), whole
+    except (StoreDamagedError, OSError, ValueError) as error:
+        return f"damaged: {error}", whole
 
 
 @contextmanager
@@ -284,7 +285,7 @@ def tmpfs_directory() -> Iterator[Path]:
 def kill_everywhere(kind: type[Store], every: int, power: bool) -> list[Outcome]:
     with tmpfs_directory() as folder:
         problem, whole = check_point(kind, folder, 0, power)
-        assert whole, "a point of 0 kills nobody"
+        assert whole, "a point of 0 kills no process"
         operations = list(SEEN_OPERATIONS)
         found = [Outcome(0, "nothing", problem)] if problem else []
         for point in range(1, len(operations) + 1, every):

@@ -106,8 +106,8 @@ class SimulatedLearner:
         await self.link.upload_model(json.dumps(self._plan.to_json()).encode(), values)
 
     async def join(self) -> None:
-        told = await self.link.request("POST", "/v1/join", json={"learner": self.number})
-        self._core = LearnerCore(self._config, int(told["learner"]), int(told["incarnation"]))
+        reply = await self.link.request("POST", "/v1/join", json={"learner": self.number})
+        self._core = LearnerCore(self._config, int(reply["learner"]), int(reply["incarnation"]))
         self.handle_event(Started())
 
     async def train(self, pace_s: float, tokens: int = 512) -> None:
@@ -200,9 +200,9 @@ class SimulatedLearner:
             else:
                 await self.upload(envelope)
                 self.uploaded += 1
-        except NETWORK_ERRORS as wrong:
+        except NETWORK_ERRORS as error:
             self.failed += 1
-            LOG.debug("learner %d: %s", self.number, wrong)
+            LOG.debug("learner %d: %s", self.number, error)
 
     async def _download_newest(self, p: FragmentId) -> None:
         """One fetch per fragment at a time; the newest notice counts."""
@@ -214,9 +214,9 @@ class SimulatedLearner:
                     await self.download(p, body.version, body.base)
                     self.downloaded += 1
                 self.handle_event(MessageArrived(envelope))
-        except NETWORK_ERRORS as wrong:
+        except NETWORK_ERRORS as error:
             self.failed += 1
-            LOG.debug("learner %d: %s", self.number, wrong)
+            LOG.debug("learner %d: %s", self.number, error)
         finally:
             self._downloading.discard(p)
 
@@ -234,4 +234,4 @@ class SimulatedLearner:
                 self._downloading.add(body.fragment)
                 self._spawn(self._download_newest(body.fragment))
         else:
-            self.handle_event(event)  # of inner state the notice is enough: nobody uses it here
+            self.handle_event(event)  # optimizer state: the message is enough, it is not used here

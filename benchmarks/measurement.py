@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Where and when. `load`: of the last minute, as the measurement begins; above 0.5 somebody else is at work."""
+    """Return the machine and the date. `load` is the load of the last minute; above 0.5 other processes are running."""
     name = platform.processor()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -85,10 +85,10 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def machine_line(told: dict[str, Any]) -> str:
+def machine_line(machine: dict[str, Any]) -> str:
     return (
-        f"{told['date']}, {told['cores']} cores ({told['cpu']}), Python {told['python']}, torch {told['torch']}, "
-        f"load {told['load']} at the start"
+        f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), Python {machine['python']},"
+        f" torch {machine['torch']}, load {machine['load']} at the start"
     )
 
 
@@ -108,7 +108,7 @@ def resident_mib(pid: int) -> float:
 
 
 def collect_machine() -> dict[str, Any]:
-    """The first thing that a benchmark does: one thread, the machine, and an end in order also when it is told to."""
+    """Start a benchmark: one thread, the machine, and an orderly end after SIGTERM."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return describe_machine()
@@ -164,10 +164,10 @@ class SyncerProcess(NamedTuple):
         """Asked for as commands on its machine do."""
         found = read_address_file(self.directory)
         assert found is not None
-        told: dict[str, Any] = send_request(
+        reply: dict[str, Any] = send_request(
             found.address, found.token, "GET", "/v1/status", START_TIMEOUT_S, tls=found.tls
         )
-        return told
+        return reply
 
 
 @contextlib.contextmanager
@@ -186,8 +186,9 @@ def run_syncer(
     `host`: an address of a network on this machine, in plain text; it needs a token.
     """
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as name:
-        told = json.dumps(settings.to_json())
-        process = start_python(__file__, "syncer", name, told, profile or "", str(keys or ""), token, host, core=core)
+        settings_json = json.dumps(settings.to_json())
+        arguments = (name, settings_json, profile or "", str(keys or ""), token, host)
+        process = start_python(__file__, "syncer", *arguments, core=core)
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()

@@ -101,7 +101,7 @@ class Setting:
             beta2=ADAMW_BETA2,
             numerics=ADAMW_NUMERICS,
         )
-        model_config(settings)  # an unknown model is told before anything is simulated
+        model_config(settings)  # refuses an unknown model before anything is simulated
         return fit_plan(settings, self.fragments)
 
     def simulate_options(self, tape: Path) -> SimulateOptions:

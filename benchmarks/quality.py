@@ -63,7 +63,7 @@ from atoll.tape.format import Actor
 from atoll.tensors.plan import describe_tensors, make_plan
 from atoll.tensors.settings import Numerics
 from benchmarks.many_runs import read_results, run_all, setting_from_json
-from tests.reference.lockstep import PATIENT, Lockstep, Paced, mean_of_learners
+from tests.reference.lockstep import PATIENT_LIMITS, Lockstep, Paced, mean_of_learners
 
 METHODS = ("ddp", "single", "diloco", "streaming", "decoupled")
 
@@ -230,7 +230,7 @@ def run_protocol(setting: Setting, corpus: Corpus) -> dict[str, Any]:
         blend_alpha=setting.alpha,
         budget_tokens=setting.budget,
         rounds_in_flight=len(plan.fragments) if lockstep else None,
-        limits=PATIENT if lockstep else Limits(),
+        limits=PATIENT_LIMITS if lockstep else Limits(),
     )
 
     def make(actor: Actor) -> ReplayLearner:
@@ -257,7 +257,7 @@ def run_protocol(setting: Setting, corpus: Corpus) -> dict[str, Any]:
     else:
         cycle = itertools.cycle(float(s) for s in setting.speeds.split(":"))
         speeds = {i: next(cycle) for i in tokens}
-        drawn = Paced.drawn(config, tokens, speeds, setting.seed, setting.delay, setting.bulk)
+        drawn = Paced.make_scenario(config, tokens, speeds, setting.seed, setting.delay, setting.bulk)
         driver = Paced(drawn, syncer=core, on_entry=execution.apply, on_start=execution.start_process)
         driver.run()
         syncer = driver.syncer_core()

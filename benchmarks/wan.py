@@ -1,14 +1,14 @@
 """A wide network on one machine: sites that are far from each other, with links of a rate, a delay and losses.
 
 Needs root, `ip` and /dev/net/tun, and nothing else of the kernel: no netem. A site is a network namespace whose only
-way out is a TUN device; a router in user space (`wan_router`) joins the devices. Whatever speaks IPv4 passes, so real
+way out is a TUN device; a router in user space (`wan_router`) joins the devices. All IPv4 traffic passes, so real
 TCP of real programs, with its own windows, losses and congestion control, feels the links. Site 0 is this machine's own
 namespace: there the syncer listens.
 
     with Wan(4, link=Link(up_bit_s=25e6, down_bit_s=25e6, delay_s=0.01)) as wan:
         ...                      a process that has called `enter(wan.namespace(1))` is at site 1, as `wan.address(1)`
-        wan.shape(1, Link())     and from now on its link is as fast as it goes
-        wan.counts()[1].up.bytes
+        wan.set_link(1, Link())  and from now on its link is as fast as it goes
+        wan.traffic()[1].up.bytes
 
 A packet passes the links of both sites: between sites whose links have 10 ms each it takes 20 ms, and 40 ms there and
 back. Addresses are of 198.19.0.0/16, set aside for measurements of networks; there is no other route, so nothing of a
@@ -121,7 +121,7 @@ class Wan:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -158,18 +158,18 @@ class Wan:
 
     def traffic(self) -> list[SiteTraffic]:
         """By site, as the router counts."""
-        told = self._request({"counts": True})
-        self.late_s = told["late_s"]
+        counts = self._request({"counts": True})
+        self.late_s = counts["late_s"]
         return [
-            SiteTraffic(*(LinkTraffic(**told["sites"][str(site)][way]) for way in ("up", "down")))
+            SiteTraffic(*(LinkTraffic(**counts["sites"][str(site)][way]) for way in ("up", "down")))
             for site in range(self.sites + 1)
         ]
 
     def interface(self, site: int) -> dict[str, int]:
         """What the kernel has counted at the site's device: bytes and packets that were sent and received."""
         inside = () if site == 0 else ("-n", self._name(site))
-        told = json.loads(run_command("ip", *inside, "-j", "-s", "link", "show", "dev", self.device(site)))
-        seen = told[0]["stats64"]
+        devices = json.loads(run_command("ip", *inside, "-j", "-s", "link", "show", "dev", self.device(site)))
+        seen = devices[0]["stats64"]
         return {
             f"{way}_{what}": seen[side][what]
             for way, side in (("sent", "tx"), ("received", "rx"))
@@ -275,8 +275,8 @@ def unavailable_reason() -> str | None:
         netns.remove_stale()
         with Wan(1) as tried:
             tried.traffic()
-    except (NetnsError, OSError, subprocess.TimeoutExpired) as wrong:
-        return str(wrong).rpartition(": ")[2]
+    except (NetnsError, OSError, subprocess.TimeoutExpired) as error:
+        return str(error).rpartition(": ")[2]
     return None
 
 

@@ -5,7 +5,7 @@ has a rate, a delay, a share of packets that it loses, and a queue that drops wh
 leaves a link is computed from when it came, never from when this process got round to it, so that being late now and
 then changes neither rates nor the sum of delays; how late it was is counted.
 
-    python benchmarks/wan_router.py        what it is told on standard input is written by `benchmarks/wan.py`
+    python benchmarks/wan_router.py        `benchmarks/wan.py` writes its commands to standard input
 
 It runs before all ordinary processes, as a link does that has a machine of its own. Niceness would not do: where the
 kernel groups processes by session it counts within a session only, and on a busy machine packets were half a second
@@ -71,11 +71,11 @@ class LinkDirection:
         self._free_at = 0.0  # it has sent all that it was given
         self._last_due = 0.0
         self._held = 0
-        self.shape(LinkShape(0.0, 0.0, 0.0, 0.0))
+        self.set_shape(LinkShape(0.0, 0.0, 0.0, 0.0))
 
-    def shape(self, wanted: LinkShape) -> None:
+    def set_shape(self, shape: LinkShape) -> None:
         """What is in the queue already leaves at the old rate."""
-        self._rate, self._delay_s, self._loss, queue_s = wanted
+        self._rate, self._delay_s, self._loss, queue_s = shape
         self._queue_s = max(queue_s, MIN_QUEUE_PACKETS * 8 * MTU_BYTES / self._rate) if self._rate else 0.0
         self._free_at = min(self._free_at, time.monotonic() + self._queue_s)
 
@@ -119,7 +119,7 @@ class Site:
 
 
 class Router:
-    """Packets between sites, and words of the owner on standard input."""
+    """Forwards packets between sites, and executes commands of the owner from standard input."""
 
     def __init__(self, sites: Mapping[bytes, Site]) -> None:
         self._by_address = dict(sites)
@@ -127,7 +127,7 @@ class Router:
         self._by_number = {site.number: site for site in sites.values()}
         self._on_the_way: list[tuple[float, int, bool, Site, Site, bytes]] = []
         self._serial = itertools.count()
-        self._words = b""
+        self._input = b""
         self._worst_late_s = 0.0
 
     def route(self) -> None:
@@ -168,23 +168,23 @@ class Router:
             target.down.dequeue(len(packet))
             if now - due > self._worst_late_s:
                 self._worst_late_s = now - due
-            with contextlib.suppress(OSError):  # the device is down: nobody is there
+            with contextlib.suppress(OSError):  # the device is down
                 os.write(target.file, packet)
 
-    # ------------------------------------------------------------------------------------------ the owner's words
+    # ------------------------------------------------------------------------------------------ commands of the owner
 
     def _read_command(self) -> bool:
-        heard = os.read(0, READ_BUFFER_BYTES)
-        *lines, self._words = (self._words + heard).split(b"\n")
+        data = os.read(0, READ_BUFFER_BYTES)
+        *lines, self._input = (self._input + data).split(b"\n")
         for line in lines:
             self._execute(json.loads(line))
-        return bool(heard)
+        return bool(data)
 
-    def _execute(self, told: dict[str, Any]) -> None:
-        if "shape" in told:
-            site = self._by_number[told["shape"]]
-            site.up.shape(LinkShape(*told["up"]))
-            site.down.shape(LinkShape(*told["down"]))
+    def _execute(self, command: dict[str, Any]) -> None:
+        if "shape" in command:
+            site = self._by_number[command["shape"]]
+            site.up.set_shape(LinkShape(*command["up"]))
+            site.down.set_shape(LinkShape(*command["down"]))
             _reply({})
             return
         links = {n: {"up": site.up.counts(), "down": site.down.counts()} for n, site in self._by_number.items()}
@@ -211,18 +211,18 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = b""
     while not line.endswith(b"\n"):  # one by one: what follows is for the router
-        heard = os.read(0, 1)
-        if not heard:
+        byte = os.read(0, 1)
+        if not byte:
             return 1
-        line += heard
-    told = json.loads(line)
+        line += byte
+    setup = json.loads(line)
     home = Path(f"/proc/{os.getpid()}/ns/net")
     with open(home, "rb") as at_home:
         sites = {}
-        for number, (namespace, device, address) in enumerate(told["sites"]):
+        for number, (namespace, device, address) in enumerate(setup["sites"]):
             if namespace is not None:
                 enter_namespace(Path(namespace))
-            sites[socket.inet_aton(address)] = Site(number, open_tun(device), told["seed"])
+            sites[socket.inet_aton(address)] = Site(number, open_tun(device), setup["seed"])
             enter_namespace(Path(f"/proc/self/fd/{at_home.fileno()}"))
     with contextlib.suppress(OSError):  # not allowed: then it is late more often, and says so
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -231,7 +231,7 @@ def main() -> int:
     try:
         Router(sites).route()
     finally:
-        for namespace, _, _ in told["sites"]:
+        for namespace, _, _ in setup["sites"]:
             if namespace is not None:
                 with contextlib.suppress(Exception):  # the owner has done it
                     run_command("ip", "netns", "del", Path(namespace).name)

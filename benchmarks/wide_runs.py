@@ -105,7 +105,7 @@ class Links(Protocol):
     def apply(self, wanted: LinkParameters) -> None: ...
 
     def byte_counts(self) -> list[ByteCounts]:
-        """By learner, from the first on; empty where nobody counts."""
+        """Return the counts by learner, from the first on; empty if the links do not count."""
 
     def close(self) -> None: ...
 
@@ -324,9 +324,9 @@ class RunWatch:
         self._plan = list(plan)
         self._started_at = time.monotonic()
         self._limit_s = limit_s
-        self._until: int | None = None  # steps that everybody has to have done
+        self._until: int | None = None  # steps that every learner must have taken
         self._counted = 0.0
-        self._told = 0.0
+        self._logged_at = 0.0
         links.apply(plan[0][0] if from_the_start else UNSHAPED)
 
     def is_enough(self) -> bool:
@@ -376,8 +376,8 @@ class RunWatch:
             self.seen.counts.append((time.time(), self._links.byte_counts()))
 
     def _log_progress(self, now: float, steps: int) -> None:
-        if now - self._told >= 15.0:
-            self._told = now
+        if now - self._logged_at >= 15.0:
+            self._logged_at = now
             log_progress(
                 f"  {self.name}: {steps} steps" + (f" of {self._until}" if self._until is not None else ", starting")
             )

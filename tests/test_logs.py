@@ -31,7 +31,7 @@ from atoll.logs import (
 from atoll.reference.child_processes import JobFailedError
 from atoll.reference.job import start_job
 from tests.cli.test_train import train_with_kill
-from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
+from tests.reference.small_jobs import load_corpus, silent_view, small_settings, small_text
 from tests.shared_runs import make_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,15 +107,15 @@ def test_log_tail_of_a_process_is_text(logs):
 def test_exception_is_a_record(text, tmp_path, monkeypatch):
     monkeypatch.setenv(LOG_FORMAT_VARIABLE, "json")
     settings = small_settings(text, inner="nonsense")
-    with pytest.raises(JobFailedError, match=r"learner \d cannot take part: learner \d: inner optimizer 'nonsense'"):
-        start_job(settings, tmp_path / "run", silent_view()[0], corpus_of(settings))
+    with pytest.raises(JobFailedError, match=r"learner \d cannot join: learner \d: inner optimizer 'nonsense'"):
+        start_job(settings, tmp_path / "run", silent_view()[0], load_corpus(settings))
     last = [parsed(path.read_text())[-1] for path in (tmp_path / "run/logs").glob("learner-*.log")]
     assert any(record["level"] == "critical" and "Traceback" in record.get("traceback", "") for record in last)
 
 
 def test_default_logs_are_text(text, tmp_path):
     settings = small_settings(text, tokens=2 * 20 * STEP)
-    start_job(settings, tmp_path / "run", silent_view()[0], corpus_of(settings))
+    start_job(settings, tmp_path / "run", silent_view()[0], load_corpus(settings))
     lines = (tmp_path / "run/logs/syncer.log").read_text().splitlines()
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} I atoll\.syncer: listening on", lines[0])
 

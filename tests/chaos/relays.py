@@ -1,4 +1,4 @@
-"""Relays that do to a link what only tests ask for: change chosen bytes, and break connections by their length."""
+"""Relays with faults for tests only: change chosen bytes, and break connections after a number of bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class BreakingRelay(Relay):
         self._break_after: float | None = None
         self._carried: Counter[object] = Counter()  # bytes of each direction of each connection
 
-    def change_down(self, how: Callable[[bytes], bytes]) -> None:
-        """Every piece towards the learner arrives as `how` returns it."""
-        self._loop.call_soon_threadsafe(setattr, self, "_change_down", how)
+    def change_down(self, transform: Callable[[bytes], bytes]) -> None:
+        """Replace every chunk towards the learner by the result of `transform`."""
+        self._loop.call_soon_threadsafe(setattr, self, "_change_down", transform)
 
     def break_after(self, bytes_each: float | None) -> None:
         """Break every connection that carries more than this many bytes in one direction, as some middleboxes do."""
@@ -52,6 +52,6 @@ class BreakingRelays(Relays):
 
 @contextmanager
 def relay_to(target: str) -> Iterator[BreakingRelay]:
-    """Open one relay for as long as it is needed."""
+    """Open one relay for the duration of a with block."""
     with closing(BreakingRelays()) as relays:
         yield relays.open(target)

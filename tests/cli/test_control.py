@@ -16,7 +16,7 @@ from atoll.core.protocol import ControlRequested
 from atoll.core.types import SYNCER
 from atoll.tape.files import RunTapes
 from tests.cli.test_train import assert_tapes_are_sound, small
-from tests.reference.small_jobs import LIMIT_S, small_text, until
+from tests.reference.small_jobs import LIMIT_S, small_text, wait_for_status
 from tests.reference.test_recovery import training
 
 TOKENS = 3 * 200 * 32
@@ -38,10 +38,10 @@ def test_a_job_that_was_paused_drained_and_changed_ends_and_replays_to_the_same_
     run = tmp_path / "run"
     arguments = small(text, "--learners", "3", "--tokens", str(TOKENS), "--kill", "none", "--step-time", "20ms")
     with training(run, arguments) as process:
-        until(process, run, "it trains", lambda status: status["merges"] > 8 and status["alive"] == 3)
+        wait_for_status(process, run, "it trains", lambda status: status["merges"] > 8 and status["alive"] == 3)
         reply = controlled(capsys, run, "pause")
         assert reply["done"].startswith("the run is paused by ada: ")
-        paused = until(
+        paused = wait_for_status(
             process,
             run,
             "all stand still",
@@ -55,8 +55,8 @@ def test_a_job_that_was_paused_drained_and_changed_ends_and_replays_to_the_same_
         controlled(capsys, run, "grace", "0.5")
         controlled(capsys, run, "resume")
         reply = controlled(capsys, run, "drain", "3", "--yes")
-        assert reply["done"] == "learner 3 was asked to leave by ada"
-        until(process, run, "it has left", lambda status: status["learners"][2]["standing"] == "left")
+        assert reply["done"] == "learner 3: drain requested by ada"
+        wait_for_status(process, run, "it has left", lambda status: status["learners"][2]["standing"] == "left")
         assert main(["control", str(run), "drain", "3", "--yes"]) == 1
         assert "learner 3 is not in the run any more" in capsys.readouterr().err
         assert main(["control", str(run), "drain", "9", "--yes"]) == 1
@@ -65,7 +65,7 @@ def test_a_job_that_was_paused_drained_and_changed_ends_and_replays_to_the_same_
         assert "the quorum is a whole number from 1 to" in capsys.readouterr().err
         _, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, err
-    assert "is started again" not in err
+    assert "is restarted" not in err
     tapes = RunTapes(run)
     assert sorted(actor for actor in tapes.readers if actor.learner != SYNCER) == [(1, 1), (2, 1), (3, 1)]
     events = [e.event for a, reader in tapes.readers.items() if a.learner == SYNCER for e in reader]
@@ -94,11 +94,11 @@ def test_a_job_that_was_paused_drained_and_changed_ends_and_replays_to_the_same_
 def test_job_whose_learners_have_all_left_ends_with_the_cause(text, tmp_path, capsys):
     run = tmp_path / "run"
     with training(run, small(text, "--learners", "1", "--tokens", str(TOKENS), "--kill", "none")) as process:
-        until(process, run, "it trains", lambda status: status["merges"] > 2)
+        wait_for_status(process, run, "it trains", lambda status: status["merges"] > 2)
         controlled(capsys, run, "drain", "1", "--yes")
         _, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 1
-        assert "no island is left that trains" in err
+        assert "no learner is left: all were drained" in err
 
 
 @pytest.mark.parametrize(

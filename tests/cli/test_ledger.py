@@ -64,7 +64,7 @@ def test_tokens_agree_with_the_ledger_of_the_syncer(saved, capsys):
     fields = ledger_fields(saved, capsys)
     core = eventful_run(**LEASES).syncer
     for line in fields["tokens"]:
-        ledger = core.state.ledger.line(line["fragment"])
+        ledger = core.state.ledger.fragment_totals(line["fragment"])
         assert line["merged"] == ledger.merged
         assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
         assert line["trained"] >= ledger.trained  # steps after the last report are on the tape of the learner only

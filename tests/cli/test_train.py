@@ -27,7 +27,7 @@ from atoll.reference.loop import read_metrics
 from atoll.reference.saved_models import load_model
 from atoll.sim.checkers import create_checkers
 from atoll.tape.files import RunTapes
-from tests.reference.small_jobs import LIMIT_S, corpus_of, processes_of, silent_view, small_settings, small_text
+from tests.reference.small_jobs import LIMIT_S, find_processes, load_corpus, silent_view, small_settings, small_text
 from tests.shared_runs import make_once
 
 STEP = 2 * 16  # tokens of one step of one learner
@@ -89,7 +89,7 @@ def test_the_learner_was_killed_and_came_back(finished):
     assert fault["away_s"] > 0.1
     assert [island["starts"] for island in report["islands"]] == [1, 2, 1]
     assert "learner 2 was killed on purpose" in lines
-    assert "learner 2 is started again" in lines
+    assert "learner 2 is restarted" in lines
 
 
 def test_report_equals_its_file_and_covers_the_budget(finished):
@@ -119,7 +119,7 @@ def test_the_run_leaves_a_model_tapes_logs_metrics_and_its_settings(finished):
         "syncer.log",
     ]
     assert {line["start"] for line in read_metrics(run, 2)} == {1, 2}
-    assert processes_of(run) == []
+    assert find_processes(run) == []
 
 
 def ledger_of(run, capsys):
@@ -227,9 +227,9 @@ def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
     settings = small_settings(text, tokens=2 * 300 * STEP, step_time_s=0.005, kills=(PlannedKill(1, 0.05, 0.0),))
     view = At(0.2, ctrl_c, after=run / "faults.jsonl")
     with pytest.raises(KeyboardInterrupt):
-        start_job(settings, run, view, corpus_of(settings))
+        start_job(settings, run, view, load_corpus(settings))
     assert view.fired
-    assert processes_of(run) == []
+    assert find_processes(run) == []
     assert not (run / "report.json").exists()
     assert main(["generate", str(run), "a"]) == 2
     assert "finish the run with atoll train" in capsys.readouterr().err
@@ -251,11 +251,11 @@ def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path, ca
     settings = small_settings(text, tokens=2 * 400 * STEP, step_time_s=0.005)
 
     def kill_the_syncer():
-        (pid,) = (p for p in processes_of(run) if os.readlink(f"/proc/{p}/fd/2").endswith("syncer.log"))
+        (pid,) = (p for p in find_processes(run) if os.readlink(f"/proc/{p}/fd/2").endswith("syncer.log"))
         os.kill(pid, signal.SIGKILL)
 
     view = At(0.2, kill_the_syncer)
-    report = start_job(settings, run, view, corpus_of(settings))
+    report = start_job(settings, run, view, load_corpus(settings))
     assert view.fired
     assert [(fault.who, fault.what, fault.planned) for fault in report.faults] == [("syncer", "SIGKILL", False)]
     assert [island.starts for island in report.islands] == [1, 1]  # the learners continued to train
@@ -277,7 +277,7 @@ def test_processes_of_a_killed_job_exit(text, tmp_path):
         assert job.stderr is not None
         while "1: step" not in job.stderr.readline():
             assert job.poll() is None
-        children = [os.pidfd_open(pid) for pid in processes_of(run)]
+        children = [os.pidfd_open(pid) for pid in find_processes(run)]
         job.kill()
     assert len(children) == 3
     for child in children:
@@ -289,9 +289,9 @@ def test_processes_of_a_killed_job_exit(text, tmp_path):
 def test_learners_that_cannot_start_end_the_job_with_their_error(text, tmp_path):
     run = tmp_path / "run"
     settings = small_settings(text, inner="nonsense")
-    with pytest.raises(JobFailedError, match=r"learner \d cannot take part: .*inner optimizer 'nonsense' is not known"):
-        start_job(settings, run, silent_view()[0], corpus_of(settings))
-    assert processes_of(run) == []
+    with pytest.raises(JobFailedError, match=r"learner \d cannot join: .*inner optimizer 'nonsense' is unknown"):
+        start_job(settings, run, silent_view()[0], load_corpus(settings))
+    assert find_processes(run) == []
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -383,21 +383,21 @@ def test_invalid_syncer_address_is_refused(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--method", "sail"], "there is no method 'sail'"),
+        (["--method", "sail"], "--method 'sail' is unknown"),
         (["--model", "7b"], "there is no model '7b'; give one of 100k, 360k, 1m"),
         (["--tokens", "many"], "--tokens 'many' is not a count"),
-        (["--step-time", "soon"], "--step-time 'soon' is not a time"),
-        (["--speeds", "1,x", "--step-time", "1ms"], "--speeds '1,x' is not understood"),
+        (["--step-time", "soon"], "--step-time 'soon' is not a duration"),
+        (["--speeds", "1,x", "--step-time", "1ms"], "--speeds '1,x' is not valid"),
         (["--speeds", "1,1"], "2 speeds for 4 learners"),
         (["--kill", "9@0.4"], "learner 9 of 4"),
-        (["--kill", "soon"], "--kill 'soon' is not understood"),
-        (["--method", "ddp", "--kill", "1@0.4"], "means nothing to ddp"),
+        (["--kill", "soon"], "--kill 'soon' is not valid"),
+        (["--method", "ddp", "--kill", "1@0.4"], "would end a run of --method ddp"),
         (["--data", "no/such/place"], "neither a folder nor a file"),
         (["--up", "int2"], "up is 'int2'; give one of auto, f32"),
         (["--streams", "17"], "streams is 17; give a number of connections from 1 to 16"),
         (["--resume", "--lr", "1"], "--lr has no effect with --resume"),
         (["--resume", "--context", "8"], "--context has no effect with --resume"),
-        (["--resume"], "holds no run of atoll train"),
+        (["--resume"], "is not a run of atoll train"),
     ],
 )
 def test_invalid_option_is_refused_with_one_line(arguments, sentence, tmp_path, capsys):
@@ -428,7 +428,7 @@ def test_help_shows_the_defaults_of_a_job(capsys):
     settings = JobSettings()
     shown: dict[str, object] = {"tokens": f"{settings.tokens / 1e6:g}M", "norm_clip": 0}
     shown["snapshot_every"] = f"{SNAPSHOT_MERGES_PER_FRAGMENT} of each fragment"
-    shown["max_rate"] = "no bound"
+    shown["max_rate"] = "no limit"
     shown["streams"] = 4
     missing = []
     for each in declared_settings(JobSettings):
@@ -475,7 +475,7 @@ def test_generate_is_deterministic_and_seeds_differ(finished, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [(["", "--tokens", "5"], "at least one letter"), (["a", "--temperature", "-1"], "temperature is -1")],
+    [(["", "--tokens", "5"], "at least one character"), (["a", "--temperature", "-1"], "temperature is -1")],
 )
 def test_generate_refuses(finished, arguments, sentence, capsys):
     assert main(["generate", str(finished[0]), *arguments]) == 2

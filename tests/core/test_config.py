@@ -1,4 +1,4 @@
-"""Settings refuse nonsense with a sentence that says the fix."""
+"""Invalid settings are refused with a message that names the fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHOLE = "{} must be a whole number of at least 1, got {}"
 @pytest.mark.parametrize("name", ["fragments", "every_steps", "overlap_steps", "quorum"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", None])
 def test_counts_are_whole_numbers_of_at_least_1(name, value):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the sentence is compared below)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared below)
         RunConfig(**{name: value})
     assert str(caught.value) == WHOLE.format(name, repr(value))
 
@@ -56,15 +56,15 @@ CASES: list[tuple[dict, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "sentence"), CASES, ids=[sentence[:40] for _, sentence in CASES])
-def test_invalid_setting_is_refused_with_its_message(wrong, sentence):
+@pytest.mark.parametrize(("settings", "message"), CASES, ids=[message[:40] for _, message in CASES])
+def test_invalid_setting_is_refused_with_its_message(settings, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        RunConfig(**wrong)
-    assert str(caught.value) == sentence
+        RunConfig(**settings)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "limits",
     [
         {"min_wait_s": 0.0},
         {"min_wait_s": -1.0},
@@ -74,9 +74,9 @@ def test_invalid_setting_is_refused_with_its_message(wrong, sentence):
         {"max_wait_s": 29.0},
     ],
 )
-def test_waits_are_in_order(wrong):
+def test_wait_limits_are_ordered(limits):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        Limits(**wrong)
+        Limits(**limits)
     assert str(caught.value) == "limits need 0 < min_wait_s <= initial_wait_s <= max_wait_s"
 
 
@@ -92,13 +92,13 @@ def test_waits_are_in_order(wrong):
     ],
 )
 @pytest.mark.parametrize("value", [0, -3])
-def test_tries_are_at_least_1(name, value):
+def test_max_attempts_are_at_least_1(name, value):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         Limits(**{name: value})
     assert str(caught.value) == f"limits.{name} must be at least 1: with 0 attempts nothing is ever sent"
 
 
-def test_the_defaults_are_those_of_the_protocol_page():
+def test_defaults_are_those_of_the_protocol_page():
     config = RunConfig()
     assert (config.fragments, config.every_steps, config.overlap_steps) == (24, 24, 2)
     assert (config.quorum, config.grace_margin) == (1, 0.5)
@@ -111,7 +111,7 @@ def test_settings_are_frozen():
         Limits().max_strikes = 2  # type: ignore[misc]
 
 
-def test_a_syncer_owns_all_fragments_or_those_that_are_named():
+def test_syncer_owns_all_fragments_by_default():
     assert RunConfig(fragments=3).fragment_ids() == (0, 1, 2)
     assert RunConfig(fragments=3, owned_fragments=(0, 2)).fragment_ids() == (0, 2)
 

@@ -1,6 +1,6 @@
-"""A stand-in for the dashboard's server that shows invented runs to the real page.
+"""Fake of the dashboard's server that serves generated runs to the real page.
 
-`python -m tests.dashboard.fake_dashboard --learners 64 --grow` serves one to look at.
+`python -m tests.dashboard.fake_dashboard --learners 64 --grow` serves one for manual use.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-ASK = {
-    "pause": "Every learner stops after its step and waits.",
-    "resume": "Every learner trains on.",
-    "snapshot": "A snapshot of the whole run is taken.",
-    "drain": "Learner {} hands in what it has and leaves.",
+PROMPTS = {
+    "pause": "All learners pause after their current step.",
+    "resume": "All learners continue training.",
+    "snapshot": "Take a snapshot of the whole run.",
+    "drain": "Learner {} leaves for good.",
     "quorum": "Rounds will need {} contributions.",
     "grace": "Rounds will wait {} of their slack.",
 }
@@ -36,7 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FakeDashboard(ThreadedServer):
-    """Serves invented runs, and lets a test change them while a page looks on."""
+    """Serves generated runs. A test can change them while a page is connected."""
 
     def __init__(self, *runs: FakeRun, token: str | None = None, port: int = 0) -> None:
         super().__init__(port)
@@ -47,7 +47,7 @@ class FakeDashboard(ThreadedServer):
         self._changed: asyncio.Event
 
     def change(self, index: int = 0, **news: Any) -> None:
-        """The run is different now, and every page that watches it is told."""
+        """Change fields of the run and notify every connected page."""
         self.call(self._change(index, news))
 
     async def _change(self, index: int, news: Json) -> None:
@@ -59,11 +59,11 @@ class FakeDashboard(ThreadedServer):
 
     def app(self) -> web.Application:
         self._changed = asyncio.Event()
-        app = web.Application(middlewares=[self._guarded])
+        app = web.Application(middlewares=[self._auth_middleware])
         app.add_routes(
             [
                 web.get("/api/runs", self._runs),
-                web.get("/api/run/{run}/view", self._picture),
+                web.get("/api/run/{run}/view", self._view),
                 web.get("/api/run/{run}/live", self._live),
                 web.get("/api/run/{run}/timeline", self._timeline),
                 web.get("/api/run/{run}/series", self._series),
@@ -77,10 +77,10 @@ class FakeDashboard(ThreadedServer):
         return app
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _auth_middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.requests.append(request.path_qs)
-        wanted = None if self.token is None else f"Bearer {self.token}"
-        if request.path.startswith("/api/") and wanted not in (None, request.headers.get("Authorization")):
+        expected = None if self.token is None else f"Bearer {self.token}"
+        if request.path.startswith("/api/") and expected not in (None, request.headers.get("Authorization")):
             return self._finished(web.json_response({"error": "the token is missing or wrong"}, status=401))
         return self._finished(await handler(request))
 
@@ -101,15 +101,15 @@ class FakeDashboard(ThreadedServer):
         return self.runs[int(request.match_info["run"])]
 
     async def _runs(self, request: web.Request) -> web.Response:
-        told = [
+        runs = [
             {"index": index, "name": run.name, "simulated": run.simulated, "controls": run.controls}
             for index, run in enumerate(self.runs)
         ]
-        return web.json_response({"runs": told, "version": "0.1.0"})
+        return web.json_response({"runs": runs, "version": "0.1.0"})
 
-    async def _picture(self, request: web.Request) -> web.Response:
+    async def _view(self, request: web.Request) -> web.Response:
         at = request.query.get("at")
-        return web.json_response(self._run(request).picture(None if at is None else float(at)))
+        return web.json_response(self._run(request).status(None if at is None else float(at)))
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
         run = self._run(request)
@@ -118,12 +118,12 @@ class FakeDashboard(ThreadedServer):
         await response.prepare(request)
         while True:
             changed = self._changed
-            await response.write(f"event: view\ndata: {json.dumps(run.picture(None))}\n\n".encode())
+            await response.write(f"event: view\ndata: {json.dumps(run.status(None))}\n\n".encode())
             while not changed.is_set():
                 try:
                     await asyncio.wait_for(changed.wait(), timeout=10)
                 except TimeoutError:
-                    await response.write(b": still here\n\n")
+                    await response.write(b": keep-alive\n\n")
 
     async def _timeline(self, request: web.Request) -> web.Response:
         run, query = self._run(request), request.query
@@ -150,8 +150,8 @@ class FakeDashboard(ThreadedServer):
     async def _story(self, request: web.Request) -> web.Response:
         run, query = self._run(request), request.query
         learner, fragment = (int(query[key]) if key in query else None for key in ("learner", "fragment"))
-        told = run.story(learner, fragment, float(query.get("until", run.now)), int(query.get("limit", 200)))
-        return web.json_response(told)
+        story = run.story(learner, fragment, float(query.get("until", run.now)), int(query.get("limit", 200)))
+        return web.json_response(story)
 
     async def _config(self, request: web.Request) -> web.Response:
         run = self._run(request)
@@ -163,21 +163,21 @@ class FakeDashboard(ThreadedServer):
             return web.json_response({"error": "no syncer can be reached"}, status=401)
         if request.headers.get("Origin") != self.url.rstrip("/") or request.content_type != "application/json":
             return web.json_response({"error": "not from this page"}, status=403)
-        told = await request.json()
-        self.controls.append(told)
-        what, value = told["action"], told.get("value")
-        if what not in ASK or (what == "quorum" and not 1 <= value <= run.learners):
-            return web.json_response({"error": f"{what} cannot be {value}"}, status=400)
-        sentence = ASK[what].format(value)
-        if not told.get("confirmed"):
+        body = await request.json()
+        self.controls.append(body)
+        action, value = body["action"], body.get("value")
+        if action not in PROMPTS or (action == "quorum" and not 1 <= value <= run.learners):
+            return web.json_response({"error": f"{action} cannot be {value}"}, status=400)
+        sentence = PROMPTS[action].format(value)
+        if not body.get("confirmed"):
             return web.json_response({"prompt": sentence}, status=409)
-        if what in ("pause", "resume"):
-            run.paused = what == "pause"
-        elif what == "quorum":
+        if action in ("pause", "resume"):
+            run.paused = action == "pause"
+        elif action == "quorum":
             run.quorum = value
-        elif what == "grace":
+        elif action == "grace":
             run.grace_margin = value
-        run.done.append({**told, "at": run.now})
+        run.done.append({**body, "at": run.now})
         await self._change(0, {})
         return web.json_response({"done": f"done: {sentence}"})
 

@@ -1,7 +1,7 @@
-"""An invented run, drawn by a seed, in the shapes that the dashboard's HTTP speaks: for the page alone.
+"""Run generated from a seed, in the JSON formats of the dashboard's HTTP API, for tests of the page.
 
-Real runs test the dashboard as a whole. What is hard to stage with them is invented here: 64 islands and 2,000 rounds,
-names that attack the page, a tape that stands still. Nothing in it is computed from a tape.
+Tests with real runs cover the dashboard as a whole. This one has what they cannot easily produce: 64 islands and 2,000
+rounds, hostile names, a tape that does not grow. No value is computed from a tape.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ PHASES = ("idle", "idle", "pulling", "grace", "merging")
 
 @dataclass
 class Island:
-    """One learner: what it is when, and how fast it steps."""
+    """States of one learner over time, and its step time."""
 
     learner: int
     step_s: float
-    bands: list[tuple[float, str]] = field(default_factory=list)  # from when it is what
+    bands: list[tuple[float, str]] = field(default_factory=list)  # start and state of each band
     starts: list[float] = field(default_factory=list)
 
     def state(self, at: float) -> tuple[str, float]:
-        place = max(bisect_right(self.bands, at, key=lambda band: band[0]) - 1, 0)
-        since, state = self.bands[place]
+        index = max(bisect_right(self.bands, at, key=lambda band: band[0]) - 1, 0)
+        since, state = self.bands[index]
         return state, since
 
     def pieces(self, until: float) -> Iterator[tuple[float, float, str]]:
@@ -48,7 +48,7 @@ class Island:
 
 @dataclass
 class FakeRun:
-    """A whole run from 0 to `horizon`; the page is shown it up to `now`."""
+    """Run from 0 to `horizon`. The page sees it up to `now`."""
 
     name: str = "first"
     learners: int = 4
@@ -70,9 +70,9 @@ class FakeRun:
     log_tail: str = "SIGKILL: step 151 loss 2.71\nstep 152 loss 2.69\n(end of its log)"
     balanced: bool = True
     tape_errors: list[str] = field(default_factory=list)
-    derived: bool = False  # what islands did with their time is known from the syncer alone
-    unknown: bool = False  # every figure that may be unknown is
-    done: list[Json] = field(default_factory=list)  # what the controls were told, with who and when
+    derived: bool = False  # whether time splits are derived from the syncer's tape
+    unknown: bool = False  # whether every value that may be unknown is unknown
+    done: list[Json] = field(default_factory=list)  # confirmed control requests
 
     def __post_init__(self) -> None:
         draw = Random(self.seed)
@@ -92,16 +92,16 @@ class FakeRun:
         island.bands = [(0.0, "recovering"), (at, "training")]
         island.starts = [0.0]
         self._mark(at, who, "joined", "trains; optimizer state: the run is new")
-        trouble = draw.randrange(3) if self.learners > 8 else (1 if number == 3 else 0)
+        kills = draw.randrange(3) if self.learners > 8 else (1 if number == 3 else 0)
         at = self.horizon * (0.28 if self.learners <= 8 else draw.uniform(0.05, 0.3))
-        for _ in range(trouble):
+        for _ in range(kills):
             self._mark(at, who, "killed", "killed by SIGKILL")
             back = at + self.horizon * draw.uniform(0.03, 0.12)
-            self._mark(back, who, "restarted", "its process was started again")
-            fetched = back + self.horizon * draw.uniform(0.01, 0.03)
-            island.bands += [(at, "gone"), (back, "recovering"), (fetched, "training")]
+            self._mark(back, who, "restarted", "process restarted")
+            joined_at = back + self.horizon * draw.uniform(0.01, 0.03)
+            island.bands += [(at, "gone"), (back, "recovering"), (joined_at, "training")]
             island.starts.append(back)
-            at = fetched + self.horizon * draw.uniform(0.1, 0.3)
+            at = joined_at + self.horizon * draw.uniform(0.1, 0.3)
         rare = number % 16 if self.learners > 8 else {2: 5, 4: 11}.get(number)
         after = max(at, self.horizon * 0.42)
         if rare == 5 and after < self.horizon * 0.9:
@@ -111,10 +111,10 @@ class FakeRun:
             self._mark(after, who, "cut", "connection closed: no answer to a ping")
             island.bands += [(after, "alone"), (after + self.horizon * 0.06, "training")]
         elif rare == 15 and after < self.horizon * 0.9:
-            self._mark(after, who, "quarantined", "quarantined after 3 bad messages")
+            self._mark(after, who, "quarantined", "quarantined after 3 invalid messages")
             island.bands.append((after, "quarantined"))
         elif rare == 9 and after < self.horizon * 0.9:
-            self._mark(after, who, "left", "left: its host is wanted elsewhere")
+            self._mark(after, who, "left", "left: its host is needed elsewhere")
             island.bands.append((after, "left"))
         island.bands.sort()
         return island
@@ -122,19 +122,19 @@ class FakeRun:
     def _merge(self, number: int, draw: Random) -> Json:
         at = 2.0 + (self.horizon - 2.0) * number / self.rounds
         alive = sum(island.state(at)[0] in UP for island in self.islands)
-        asked = sum(island.state(at)[0] == "training" for island in self.islands)
-        came = max(asked - (draw.random() < 0.15) - (draw.random() < 0.05), min(asked, 1))
+        pulled = sum(island.state(at)[0] == "training" for island in self.islands)
+        merged = max(pulled - (draw.random() < 0.15) - (draw.random() < 0.05), min(pulled, 1))
         return {
             "at": round(at, 3),
             "fragment": number % self.fragments,
-            "contributions": came,
-            "pulled": asked,
+            "contributions": merged,
+            "pulled": pulled,
             "alive": alive,
             "count": 1,
         }
 
     # ----------------------------------------------------------------------------------------------------------------
-    # What /api/run/N says
+    # Responses of /api/run/N
 
     def loss(self, at: float, number: int = 0) -> float:
         return round(1.9 + 3.6 * math.exp(-at / (0.3 * self.horizon)) + 0.05 * math.sin(at * 1.7 + number * 2.4), 4)
@@ -142,7 +142,7 @@ class FakeRun:
     def tokens(self, island: Island, at: float) -> int:
         return int(island.spent(at, *UP) / island.step_s) * STEP_TOKENS
 
-    def picture(self, at: float | None) -> Json:
+    def status(self, at: float | None) -> Json:
         when = self.now if at is None else min(max(at, 0.0), self.now)
         islands = [self._card(island, when) for island in self.islands]
         merged = [merge for merge in self.merges if merge["at"] <= when]
@@ -151,12 +151,12 @@ class FakeRun:
         dropped = int(trained * 0.011)
         pending = int(trained * 0.04)
         per_s = sum(card["tokens_per_s"] or 0.0 for card in islands)
-        whole = max(self.learners, 1) * max(when, 1e-9)
+        total_s = max(self.learners, 1) * max(when, 1e-9)
         headline: Json = {
             "loss": self.loss(when),
             "tokens": trained,
             "tokens_per_s": per_s,
-            "goodput": sum(island.spent(when, *UP) for island in self.islands) / whole * 0.995,
+            "goodput": sum(island.spent(when, *UP) for island in self.islands) / total_s * 0.995,
             "uptime": 1.0,
             "derived": self.derived,
             "alive": sum(card["state"] in UP for card in islands),
@@ -204,10 +204,10 @@ class FakeRun:
                 "dropped": {"learner-lost": dropped - dropped // 4, "contribution-late": dropped // 4},
                 "balanced": self.balanced,
             },
-            "alerts": self.alerts + self._gone_alerts(when),
+            "alerts": self.alerts + self._lost_alerts(when),
         }
 
-    def _gone_alerts(self, at: float) -> list[Json]:
+    def _lost_alerts(self, at: float) -> list[Json]:
         if self.learners > 8:
             return []
         return [
@@ -216,7 +216,7 @@ class FakeRun:
                 "severity": "warning",
                 "since": since,
                 "subject": f"learner {island.learner}",
-                "text": f"learner {island.learner} is gone for {at - since:.0f} s; the others train on",
+                "text": f"learner {island.learner} is lost for {at - since:.0f} s; the others continue training",
             }
             for island in self.islands
             for state, since in [island.state(at)]
@@ -261,9 +261,9 @@ class FakeRun:
                 "gone": "connection closed: its process ended",
                 "recovering": "incarnation 2 is downloading fragments and optimizer state",
                 "suspected": "no message for 3.2 s, the limit is 3 s",
-                "alone": "trains without a link; its progress waits for the next round",
+                "alone": "trains without a connection; its work waits for the next round",
                 "quarantined": "quarantined after 3 invalid messages, the last: invalid values",
-                "left": "left: its host is wanted elsewhere",
+                "left": "left: its host is needed elsewhere",
             }.get(state),
             "log_tail": self.log_tail if state == "gone" else None,
         }
@@ -288,7 +288,7 @@ class FakeRun:
             if number in self.unavailable
             else {
                 "idle": "2 of 4 learners have taken 24 steps since the last round",
-                "pulling": f"{max(len(training) - 1, 0)} of {self.quorum} contributions for the quorum; 1 pull attempts",
+                "pulling": f"{max(len(training) - 1, 0)} of {self.quorum} contributions for the quorum; 1 pulls",
                 "grace": f"quorum {self.quorum} of {len(training)}; waiting 0.8 s more, slack 1.6 s",
                 "merging": f"merging {len(training)} contributions",
             }[phase],
@@ -298,7 +298,7 @@ class FakeRun:
         end = min(until, self.now)
         rounds = [merge for merge in self.merges if since <= merge["at"] <= end]
         down, up = self.syncer_down
-        whole = [(0.0, down, "up"), (down, up, "down"), (up, math.inf, "up")]
+        syncer = [(0.0, down, "up"), (down, up, "down"), (up, math.inf, "up")]
         return {
             "from": since,
             "to": end,
@@ -309,9 +309,9 @@ class FakeRun:
                 }
                 for island in self.islands
             ],
-            "syncer": [[max(a, since), min(b, end), state] for a, b, state in whole if a < end and b > since],
+            "syncer": [[max(a, since), min(b, end), state] for a, b, state in syncer if a < end and b > since],
             "marks": [mark for mark in self.marks if since <= mark["at"] <= end],
-            "rounds": list(joined(rounds, width)),
+            "rounds": list(combine_rounds(rounds, width)),
         }
 
     def names(self) -> list[Json]:
@@ -360,14 +360,14 @@ class FakeRun:
         island = self.islands[number - 1] if number else None
         xs: list[float] = []
         ys: list[float | None] = []
-        for place in range(count):
-            at = since + (end - since) * (place + 0.13 * (number % 5)) / count
-            away = island is not None and island.state(at)[0] not in UP
+        for index in range(count):
+            at = since + (end - since) * (index + 0.13 * (number % 5)) / count
+            is_lost = island is not None and island.state(at)[0] not in UP
             xs.append(round(at if x == "time" else self.tokens(island or self.islands[0], at), 3))
-            ys.append(None if away else self._value(name, at, number))
-        if x == "tokens":  # a learner that is away takes no tokens, and x rises
-            kept = [0, *(i for i, (a, b) in enumerate(pairwise(xs), 1) if b > a)]
-            xs, ys = [xs[i] for i in kept], [ys[i] for i in kept]
+            ys.append(None if is_lost else self._value(name, at, number))
+        if x == "tokens":  # a lost learner trains no tokens; x must increase
+            indices = [0, *(i for i, (a, b) in enumerate(pairwise(xs), 1) if b > a)]
+            xs, ys = [xs[i] for i in indices], [ys[i] for i in indices]
         return {"name": name, "x": xs, "y": ys}
 
     def _value(self, name: str, at: float, number: int) -> float:
@@ -403,8 +403,8 @@ class FakeRun:
         return {"lines": lines[-limit:], "has_more": len(lines) > limit}
 
 
-def joined(rounds: list[Json], width: int) -> Iterator[Json]:
-    """Neighbours as means where there are more rounds than pixels."""
+def combine_rounds(rounds: list[Json], width: int) -> Iterator[Json]:
+    """Yield the rounds; if there are more than pixels, yield means of neighboring ones."""
     size = max(math.ceil(len(rounds) / max(width, 1)), 1)
     for first in range(0, len(rounds), size):
         some = rounds[first : first + size]

@@ -1,4 +1,4 @@
-"""A server in a thread of its own, so that a test can drive a browser against it."""
+"""Server in its own thread, so that a test can drive a browser against it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class ThreadedServer:
-    """`with` starts and ends it. Subclasses say what is served."""
+    """Context manager that starts and stops a server. Subclasses define the application."""
 
     def __init__(self, port: int = 0) -> None:
         self.port = port
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="served", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="test-server", daemon=True)
         self._runner: web.AppRunner | None = None
 
     def app(self) -> web.Application:
@@ -38,33 +38,33 @@ class ThreadedServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        self.call(self._quiet())
+        self.call(self._cancel_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def listen(self) -> None:
-        """Also after `close`, on the same port: the server is back."""
+        """Listen, also again after `close` on the same port."""
         self.call(self._listen())
 
     def close(self) -> None:
-        """Everybody is cut off and nobody is answered."""
+        """Close all connections and stop listening."""
         self.call(self._close())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=300)
 
-    async def _quiet(self) -> None:
-        """Nothing is left that would complain of a closed loop, in the middle of some later test."""
+    async def _cancel_tasks(self) -> None:
+        """Cancel all tasks and close all transports, which would otherwise report a closed loop during a later test."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
-        left: Any = getattr(self._loop, "_transports", {})
-        for transport in list(left.values()):  # taken while the server was being closed: nobody else knows of it
+        transports: Any = getattr(self._loop, "_transports", {})
+        for transport in list(transports.values()):  # accepted while the server was closing
             transport.abort()
-        await self._turn()
+        await self._run_loop_once()
 
     async def _listen(self) -> None:
         self._runner = web.AppRunner(self.app(), shutdown_timeout=0.1, access_log=None)
@@ -81,18 +81,18 @@ class ThreadedServer:
         self._runner = None
         for transport in transports:
             if transport is not None:
-                transport.abort()  # one with unsent bytes would otherwise wait for a browser that no longer reads
-        await self._turn()
+                transport.abort()  # with unsent bytes it would wait for a browser that no longer reads
+        await self._run_loop_once()
 
-    async def _turn(self) -> None:
-        """Sockets are closed in the loop's next turn."""
-        turned = self._loop.create_future()
-        self._loop.call_soon(turned.set_result, None)
-        await turned
+    async def _run_loop_once(self) -> None:
+        """Wait for the next iteration of the loop, in which sockets are closed."""
+        is_done = self._loop.create_future()
+        self._loop.call_soon(is_done.set_result, None)
+        await is_done
 
 
 class RealDashboard(ThreadedServer):
-    """What `atoll dash` serves."""
+    """Server of `atoll dash`."""
 
     def __init__(self, *runs: Path, token: str | None = None) -> None:
         super().__init__()

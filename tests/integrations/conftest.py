@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the frameworks."""
+"""Fixtures for the tests of framework integrations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def no_leaked_threads() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Bit by bit the same, and no slower with models as small as these."""
+    """Use one thread of torch: results are bitwise reproducible, and models this small are not slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

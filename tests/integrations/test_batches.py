@@ -24,7 +24,7 @@ def test_padding_does_not_count() -> None:
 
 
 def test_text_of_a_classification_batch_counts() -> None:
-    """Labels are one for each sample there: they say nothing of how long the text was."""
+    """There is one label for each sample, so labels do not tell the length of the text."""
     assert count_tokens({"input_ids": ids(4, 6), "labels": ids(4)}) == 24
 
 
@@ -43,7 +43,7 @@ def test_labels_per_class_are_not_counted_as_tokens(kind: torch.dtype) -> None:
     assert count_tokens({"pixels": torch.zeros(8, 3, 4, 4), "labels": torch.ones(8, 19).to(kind)}) == 8
 
 
-def test_what_is_not_text_counts_its_samples() -> None:
+def test_batch_without_text_counts_its_samples() -> None:
     assert count_tokens({"pixels": torch.zeros(8, 3, 4, 4), "labels": ids(8)}) == 8
     assert count_tokens((torch.zeros(8, 3), ids(8))) == 8
     assert count_tokens(torch.zeros(8, 3)) == 8
@@ -60,7 +60,7 @@ def test_count_is_at_least_one() -> None:
 
 
 def test_counts_on_a_device_are_not_read_before_the_step() -> None:
-    """Nobody can read a number of the device `meta`."""
+    """A tensor on the device `meta` has no values, so reading it raises an error."""
     batch = {"input_ids": ids(2, 5).to("meta"), "labels": ids(2, 5).to("meta")}
     counted = TokenCounter()
     counted.add(batch)

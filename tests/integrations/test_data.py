@@ -1,4 +1,4 @@
-"""Resumed data: positions of loaders, leased samples, and processes that are killed in between."""
+"""Resumed data: positions of loaders, leased samples, and learners that are killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.integrations.reading_islands import (
     BATCH,
     ROWS,
     SEED,
-    PartWanted,
+    PartRequest,
     Rows,
     lines_of,
     loader_of,
@@ -39,11 +39,11 @@ from tests.integrations.reading_islands import (
 from tests.learner.runs import Run, endless
 
 # --------------------------------------------------------------------------------------------------------------------
-# Places
+# Positions of loaders
 
 
 def test_position_is_json_and_round_trips() -> None:
-    place: dict[Any, Any] = {
+    position: dict[Any, Any] = {
         "plain": [None, True, 3, -1.5, "text"],
         "bytes": b"\x00\xff pickled elsewhere",
         "drawn": torch.get_rng_state(),
@@ -54,14 +54,14 @@ def test_position_is_json_and_round_trips() -> None:
         "one": numpy.float64(0.5),
         ("a", 1): ({2: math.inf}, [], {}),
     }
-    back = decode_state(json.loads(json.dumps(encode_state(place), allow_nan=False)))
-    assert back.keys() == place.keys()
+    back = decode_state(json.loads(json.dumps(encode_state(position), allow_nan=False)))
+    assert back.keys() == position.keys()
     for name in ("plain", "bytes", ("a", 1)):
-        assert back[name] == place[name]
+        assert back[name] == position[name]
     for name in ("drawn", "half", "empty", "scalar"):
-        assert back[name].dtype == place[name].dtype
-        assert torch.equal(back[name], place[name])
-    assert numpy.array_equal(back["keys"], place["keys"])
+        assert back[name].dtype == position[name].dtype
+        assert torch.equal(back[name], position[name])
+    assert numpy.array_equal(back["keys"], position["keys"])
     assert back["keys"].dtype == numpy.dtype("uint32")
     assert back["one"] == 0.5
     assert type(back["one"]) is numpy.float64
@@ -89,13 +89,15 @@ def test_iterable_dataset_resumes_and_its_epochs_must_be_numbered() -> None:
     batches = epochs(first)
     for _ in range(20):  # five into the second epoch
         next(batches)
-    place = json.loads(json.dumps(loader_position(first)))
+    position = json.loads(json.dumps(loader_position(first)))
     followed = [next(batches)["n"].tolist() for _ in range(ROWS // BATCH)]
-    restore_position(again, place)
+    restore_position(again, position)
     assert [batch["n"].tolist() for batch in itertools.islice(epochs(again), ROWS // BATCH)] == followed
-    restore_position(unnumbered, place)
+    restore_position(unnumbered, position)
     forever = itertools.chain.from_iterable(itertools.repeat(unnumbered))
-    assert [batch["n"].tolist() for batch in itertools.islice(forever, ROWS // BATCH)] != followed, "it comes back"
+    assert [batch["n"].tolist() for batch in itertools.islice(forever, ROWS // BATCH)] != followed, (
+        "epochs without a number continued at the position too"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def test_orders_differ_by_seed_and_epoch_and_need_no_table() -> None:
 
 
 def test_order_looks_random() -> None:
-    """As often as chance would have it: a sample near its own place, and neighbours that stay neighbours."""
+    """Samples stay near their position, and neighbors stay neighbors, as often as in a random order."""
     size = 20_000
     order = [shuffled_index(place, size, 1, 0) for place in range(size)]
     near = sum(abs(place - index) < size // 10 for place, index in enumerate(order)) / size
@@ -130,7 +132,7 @@ def test_order_looks_random() -> None:
 
 
 class Counting:
-    """Gives numbers one after the other."""
+    """Source of successive sample numbers."""
 
     def __init__(self, first: int, last: int) -> None:
         self.next, self.last = first, last
@@ -187,7 +189,7 @@ def wrongly_read(report: dict[str, Any], read_by: dict[tuple[int, int], Counter[
 
 @pytest.mark.parametrize("kind", ["leases", "planted"])
 def test_every_sample_is_merged_once_when_a_learner_is_killed(tmp_path, capsys, kind):
-    """The planted one reads the rows in its own order, whatever the run gives to it."""
+    """The learner with a planted bug ignores its leases and reads the rows in order."""
     with Run(tmp_path, endless(quorum=1, lease_samples=LEASE, leases_ahead=3)) as run:
         one, two = start(run, 1, "leases"), start(run, 2, kind)
         assert one.expect("joined") is two.expect("joined") is None
@@ -196,11 +198,9 @@ def test_every_sample_is_merged_once_when_a_learner_is_killed(tmp_path, capsys, 
         leased_by_then = run.status()["leases"]["leased"]
         again = start(run, 2, kind)
         again.expect("joined")
-        everything = set(range(leased_by_then))
+        expected = set(range(leased_by_then))
         run.until(lambda status: status["leases"]["merged"] >= leased_by_then, "as many are merged as were leased")
-        run.until(
-            lambda _: everything <= merged_numbers(ledger_of(tmp_path, capsys)).keys(), "and these are among them"
-        )
+        run.until(lambda _: expected <= merged_numbers(ledger_of(tmp_path, capsys)).keys(), "and these are among them")
         run.end()
         one.expect("ended")
         again.expect("ended")
@@ -209,12 +209,12 @@ def test_every_sample_is_merged_once_when_a_learner_is_killed(tmp_path, capsys, 
     assert report["balanced"]
     assert report["problems"] == []
     returned = [each for each in report["ranges"] if any(lease["outcome"] == "returned" for lease in each["history"])]
-    assert returned, "the island that was killed had samples"
+    assert returned, "the killed learner had no samples"
     invalid = wrongly_read(report, numbers_read(tmp_path))
     assert bool(invalid) is (kind == "planted"), invalid[:5]
-    line = leased_batches(Rows(), Counting(0, 1), BATCH, SEED)
+    batches = leased_batches(Rows(), Counting(0, 1), BATCH, SEED)
     epochs = leased_by_then // ROWS
-    rows = Counter(line.sample_index(number) for number in merged_numbers(report) if number < epochs * ROWS)
+    rows = Counter(batches.sample_index(number) for number in merged_numbers(report) if number < epochs * ROWS)
     assert rows == dict.fromkeys(range(ROWS), epochs), "each row once in every epoch"
 
 
@@ -224,15 +224,15 @@ def test_every_sample_is_merged_once_when_a_learner_is_killed(tmp_path, capsys, 
 
 @pytest.mark.parametrize("kind", ["stateful", pytest.param("datasets", marks=pytest.mark.long), "plain"])
 def test_resumed_run_reads_on_at_the_stored_position(tmp_path, kind):
-    """Everybody is killed, islands and syncer; the island starts from its own part. A loader without state repeats."""
+    """Kill the learner and the syncer. The learner resumes from its part. A loader without a position starts anew."""
     with Run(tmp_path, endless(quorum=1)) as run:
         island = start(run, 1, kind)
         assert island.expect("joined") is None
         run.until(run.merges(8), "the run is under way")
-        run.until(PartWanted(run), "the part is written")
+        run.until(PartRequest(run), "the part is written")
         written_by = read_file(tmp_path, 1, 1)
-        kept = len(lines_of(written_by))
-        run.until(lambda _: len(lines_of(written_by)) > kept + ROWS // BATCH, "it has gone on, into the next epoch")
+        stored = len(lines_of(written_by))
+        run.until(lambda _: len(lines_of(written_by)) > stored + ROWS // BATCH, "it has continued into the next epoch")
         island.kill()
         run.syncer.kill()
         run.start_syncer()
@@ -246,7 +246,7 @@ def test_resumed_run_reads_on_at_the_stored_position(tmp_path, kind):
     assert 0 < steps < len(first)
     followed = first[steps:]
     compared = min(len(followed), len(then))
-    assert compared > ROWS // BATCH, "more than what was left of that epoch"
+    assert compared > ROWS // BATCH, "the comparison does not reach the next epoch"
     assert (then[:compared] == followed[:compared]) is (kind != "plain"), (steps, followed, then)
     if kind == "plain":
-        assert then[0] == first[0], "it has begun anew"
+        assert then[0] == first[0], "it did not start anew"

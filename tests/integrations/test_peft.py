@@ -1,4 +1,4 @@
-"""LoRA: adapters travel, the base stays at home, and islands with another base are refused."""
+"""LoRA: adapters are merged, the base model stays local, and learners with another base model are refused."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_only_adapters_are_merged_and_the_base_is_bitwise_unchanged(tmp_path):
         plan = read_plan(run.directory)
         numbers = sum(each.numel() for each in adapters.values())
         assert plan.total_numel == numbers
-        travelling = {piece.tensor for pieces in plan.fragments for piece in pieces}
-        assert travelling == set(adapters)
+        merged = {piece.tensor for pieces in plan.fragments for piece in pieces}
+        assert merged == set(adapters)
         stats = atoll_.learner.stats()
         fragment_bytes = 2 * max(plan.numel(p) for p in range(len(plan.fragments)))  # deltas are bf16
         messages = 500 * (stats.steps + stats.contributed)
@@ -69,22 +69,22 @@ def another_base() -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("other", "why"),
+    ("other", "cause"),
     [
-        (another_base, r"another model.*h\.1\.mlp\.c_fc\.weight"),
-        (lambda: with_lora(gpt2(), rank=4), r"another model.*lora_A"),
+        (another_base, r"different model.*h\.1\.mlp\.c_fc\.weight"),
+        (lambda: with_lora(gpt2(), rank=4), r"different model.*lora_A"),
     ],
     ids=["another base", "another rank"],
 )
-def test_an_island_with_another_base_or_rank_is_refused_with_the_first_tensor_that_differs(tmp_path, other, why):
+def test_an_island_with_another_base_or_rank_is_refused_with_the_first_tensor_that_differs(tmp_path, other, cause):
     with Run(tmp_path / "run", endless()) as run:
         first = callback(run, 1)
         trainer(tmp_path, first, model=with_lora(gpt2()), max_steps=2).train()
-        with pytest.raises(LearnerRefusedError, match=why):
+        with pytest.raises(LearnerRefusedError, match=cause):
             trainer(tmp_path, callback(run, 2), model=other(), max_steps=2).train()
-        again = callback(run, 3)  # adapters may begin as they like: the run's are taken
-        trainer(tmp_path, again, model=with_lora(gpt2(), seed=7), max_steps=2).train()
-        assert again.learner.stats().steps == 2
+        third = callback(run, 3)  # initial adapters may differ: those of the run replace them
+        trainer(tmp_path, third, model=with_lora(gpt2(), seed=7), max_steps=2).train()
+        assert third.learner.stats().steps == 2
 
 
 def test_adapter_added_after_joining_is_an_error(tmp_path):

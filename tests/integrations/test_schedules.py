@@ -1,4 +1,4 @@
-"""Rates that follow the run."""
+"""Learning rates that follow the progress of the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from atoll.integrations.schedules import StepScheduleAdapter, cosine, linear, progress_schedule
 
 
-class At:
-    """A learner, as far as rates look at it."""
+class LearnerStub:
+    """The attributes of a learner that schedules read."""
 
     def __init__(self, progress: float, lr_scale: float = 1.0) -> None:
         self.progress = progress
@@ -31,7 +31,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def test_rate_follows_the_run_and_not_local_steps() -> None:
     optimizer = adam()
-    learner = At(0.5, lr_scale=0.5)
+    learner = LearnerStub(0.5, lr_scale=0.5)
     scheduler = progress_schedule(optimizer, linear(end=0.0))
     assert rates(optimizer) == [0.5, 0.25]
     scheduler.follow(learner)
@@ -51,20 +51,20 @@ def test_rate_follows_the_run_and_not_local_steps() -> None:
 def test_checkpoint_neither_stores_nor_restores_a_rate() -> None:
     optimizer = adam()
     early = optimizer.state_dict()
-    scheduler = progress_schedule(optimizer, linear(end=0.0), At(0.5))
+    scheduler = progress_schedule(optimizer, linear(end=0.0), LearnerStub(0.5))
     assert scheduler.state_dict() == {}
     optimizer.load_state_dict(early)
-    assert rates(optimizer) == [0.5, 0.25], "as it was saved, and not as the run requires"
+    assert rates(optimizer) == [0.5, 0.25], "the checkpoint stores the rates of its own time"
     scheduler.load_state_dict({})
     assert rates(optimizer) == [0.25, 0.125]
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_one() -> None:
-    held = torch.tensor(0.5)
-    optimizer = adam(held)
-    progress_schedule(optimizer, linear(end=0.0)).follow(At(0.5))
-    assert optimizer.param_groups[0]["lr"] is held
-    assert float(held) == 0.25
+    rate = torch.tensor(0.5)
+    optimizer = adam(rate)
+    progress_schedule(optimizer, linear(end=0.0)).follow(LearnerStub(0.5))
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25
 
 
 @pytest.mark.parametrize("made", [cosine, linear])
@@ -82,17 +82,17 @@ def test_shapes_rise_from_a_tenth_and_fall_to_their_end(made) -> None:
 def test_step_schedule_follows_the_progress_of_the_run() -> None:
     optimizer = adam()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10 if n < 10 else 1.0 - (n - 10) / 90)
-    learner = At(0.0)
+    learner = LearnerStub(0.0)
     followed = StepScheduleAdapter(schedule, learner, steps=100, warmup_steps=10)
     assert rates(optimizer) == [0.0, 0.0]
     for _ in range(30):
         optimizer.step()
         schedule.step()
-    assert rates(optimizer) == [0.5, 0.25], "warm by its own steps, and no further"
+    assert rates(optimizer) == [0.5, 0.25], "its own steps must only end the warm-up"
     learner.progress, learner.lr_scale = 0.55, 0.5
     followed.update_rates()
     assert rates(optimizer) == schedule.get_last_lr() == [0.125, 0.0625]
     followed.restore()
     optimizer.step()
     schedule.step()
-    assert rates(optimizer)[0] == pytest.approx(0.5 * (1.0 - 21 / 90)), "by its own count again"
+    assert rates(optimizer)[0] == pytest.approx(0.5 * (1.0 - 21 / 90)), "it must follow its own count again"

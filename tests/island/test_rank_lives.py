@@ -1,5 +1,4 @@
-"""Islands of several ranks: they exchange optimizer state, pause, die, and rejoin in another
-shape."""
+"""Islands of several ranks exchange optimizer state, pause, fail and rejoin in another shape."""
 
 from __future__ import annotations
 
@@ -14,26 +13,29 @@ from tests.learner.fault_injection import fault_marker
 from tests.learner.run_tapes import entries
 from tests.learner.runs import Run, config, endless
 from tests.learner.small_models import BATCH
-from tests.syncer.test_controls import stand_still
+from tests.syncer.test_controls import are_paused
 from tests.syncer.test_snapshots import PATIENT
-from tests.syncer.test_snapshots import taken as snapshot_of
+from tests.syncer.test_snapshots import take_snapshot as snapshot_of
 
 
-def shown(run: Run, number: int) -> dict[str, Any]:
+def learner_status(run: Run, number: int) -> dict[str, Any]:
     return run.until(run.learner(number), f"learner {number} is shown")
 
 
-def control(run: Run, what: str, value: float | None = None) -> None:
-    body = json.dumps({"kind": what, "value": value, "requested_by": "the test"}).encode()
-    code, answer = run.ask("POST", "/v1/control", body)
-    assert code in (200, 204), answer
+def control(run: Run, kind: str, value: float | None = None) -> None:
+    body = json.dumps({"kind": kind, "value": value, "requested_by": "the test"}).encode()
+    code, reply = run.request("POST", "/v1/control", body)
+    assert code in (200, 204), reply
 
 
 def has_stepped_since_pause(run: Run, learner: int) -> bool:
-    """Return whether this learner has come to a step boundary after it had received the pause, and waits there.
+    """Return whether this learner has reached a step boundary after it received the pause.
 
-    1. The connection thread receives the pause and acknowledges it. 2. The syncer shows that the learner stands still.
-    3. The training thread is still in its step; without a wait for its end the run would be resumed before it stands.
+    Without this check the run could be resumed too early:
+
+    1. The connection thread receives the pause and acknowledges it.
+    2. The syncer shows the learner as paused.
+    3. The training thread is still in its step.
     """
     is_paused = False
     for entry in entries(run, learner):
@@ -46,7 +48,7 @@ def has_stepped_since_pause(run: Run, learner: int) -> bool:
 
 @pytest.mark.long
 def test_optimizer_state_is_sent_between_islands_of_different_shapes(tmp_path):
-    """FSDP2 on two ranks to one process, that to three ranks with FSDP2, and from those to two with DDP."""
+    """FSDP2 on two ranks, then one process, then FSDP2 on three ranks, then DDP on two ranks."""
     with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
         first = RankedIsland(run, IslandSpec(1, "fsdp"))
         assert [report["moments"] for report in first.joined()] == [0.0, 0.0]
@@ -59,7 +61,7 @@ def test_optimizer_state_is_sent_between_islands_of_different_shapes(tmp_path):
         first.command("break")
         first.left()
         run.go(alone)
-        run.until(lambda _: shown(run, 2)["step"] > 0, "it has inner state to give")
+        run.until(lambda _: learner_status(run, 2)["step"] > 0, "it has optimizer state")
         wider = RankedIsland(run, IslandSpec(3, "fsdp", ranks=3))
         moments = [report["moments"] for report in wider.joined()]
         assert len(set(moments)) == 1
@@ -68,7 +70,7 @@ def test_optimizer_state_is_sent_between_islands_of_different_shapes(tmp_path):
         alone.expect("ended")
         assert alone.ended() == 0
         wider.command("go")
-        run.until(lambda _: shown(run, 3)["step"] > 0, "so has the wider one")
+        run.until(lambda _: learner_status(run, 3)["step"] > 0, "the wider island has optimizer state")
         replicas = RankedIsland(run, IslandSpec(4, "ddp"))
         assert min(report["moments"] for report in replicas.joined()) >= moments[0]
         replicas.command("go")
@@ -82,7 +84,7 @@ def test_optimizer_state_is_sent_between_islands_of_different_shapes(tmp_path):
 @pytest.mark.parametrize("odd", [0, 1])
 def test_rank_that_cannot_copy_its_state_continues_training(tmp_path, odd):
     with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
-        island = RankedIsland(run, IslandSpec(1, "replicas", planted="odd-state", planted_ranks=(odd,)))
+        island = RankedIsland(run, IslandSpec(1, "replicas", planted="uncopyable-state", planted_ranks=(odd,)))
         island.joined()
         island.command("go")
         run.until(run.merges(3), "it trains")
@@ -90,11 +92,11 @@ def test_rank_that_cannot_copy_its_state_continues_training(tmp_path, odd):
         alone = run.start(2)
         report = alone.expect("joined")
         assert (report["moments"], report["lr_scale"] < 1) == (0.0, True)
-        where = f"rank {odd}: " if odd else ""
+        prefix = f"rank {odd}: " if odd else ""
         assert run.log_lines(
-            alone, f"no optimizer state from learner 1: the peer has no state to provide: {where}TypeError"
+            alone, f"no optimizer state from learner 1: the peer has no state to provide: {prefix}TypeError"
         )
-        assert run.log_lines(island.ranks[0], f"cannot send optimizer state to learner 2: {where}TypeError")
+        assert run.log_lines(island.ranks[0], f"cannot send optimizer state to learner 2: {prefix}TypeError")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 2), "the island trains on")
         run.go(alone)
@@ -107,11 +109,11 @@ def test_rank_that_cannot_copy_its_state_continues_training(tmp_path, odd):
 @pytest.mark.long
 def test_leader_without_memory_for_rows_of_its_ranks_continues_training(tmp_path):
     with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
-        island = RankedIsland(run, IslandSpec(1, "tp", planted="no-room-for-rows"))
+        island = RankedIsland(run, IslandSpec(1, "tp", planted="no-memory-for-rows"))
         island.joined()
         island.command("go")
         run.until(run.merges(3), "it trains")
-        for number in (2, 3):  # the second one finds that nothing of the first is left on the way
+        for number in (2, 3):  # the second one finds no leftover transfer of the first
             alone = run.start(number)
             assert alone.expect("joined")["moments"] == 0
             assert run.log_lines(
@@ -119,7 +121,7 @@ def test_leader_without_memory_for_rows_of_its_ranks_continues_training(tmp_path
                 "no optimizer state from learner 1: the peer has no state to provide: RuntimeError: can't allocate",
             )
             alone.kill()
-            run.until(run.learner(number, standing="disconnected"), "it is gone")
+            run.until(run.learner(number, standing="disconnected"), "it is disconnected")
         assert fault_marker(tmp_path, "room").exists()
         merges = run.status()["merges"]
         run.until(run.merges(merges + 2), "the island trains on")
@@ -130,7 +132,7 @@ def test_leader_without_memory_for_rows_of_its_ranks_continues_training(tmp_path
 
 @pytest.mark.long
 def test_island_rejoins_with_another_number_of_ranks(tmp_path):
-    """No peer is left to send optimizer state, so it resumes from its own part of the last snapshot."""
+    """No peer can send optimizer state, so the island resumes from its own part of the last snapshot."""
     with Run(tmp_path, endless(quorum=1)) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp"))
         island.joined()
@@ -138,15 +140,17 @@ def test_island_rejoins_with_another_number_of_ranks(tmp_path):
         run.until(run.merges(4), "it trains")
         assert snapshot_of(run)["state"] == "durable"
         island.kill_all()
-        again = RankedIsland(run, IslandSpec(1, "fsdp", ranks=3))
-        report = again.joined()
+        restarted = RankedIsland(run, IslandSpec(1, "fsdp", ranks=3))
+        report = restarted.joined()
         assert {each["incarnation"] for each in report} == {2}
         assert all(each["moments"] > 0 for each in report)
-        assert all(len(each["restored"]["drawn"]) == 1 for each in report), "all get what rank 0 had saved"
-        again.command("go")
+        assert all(len(each["restored"]["drawn"]) == 1 for each in report), (
+            "some ranks did not get the state that rank 0 saved"
+        )
+        restarted.command("go")
         run.until(lambda status: status["merges"] >= 6, "it goes on")
         run.end()
-        again.finished(tmp_path)
+        restarted.finished(tmp_path)
         assert run.syncer.expect("ended") is True
         run.verdict()
 
@@ -160,21 +164,20 @@ def test_a_rank_that_dies_ends_its_island_and_no_other(tmp_path, victim):
         island.joined()
         run.go(alone)
         island.command("go")
-        run.until(lambda status: shown(run, 2)["step"] > 5, "the island trains")
+        run.until(lambda status: learner_status(run, 2)["step"] > 5, "the island trains")
         island.kill(victim)
-        kind, words, threads = island.ranks[1 - victim].expect("failed")
-        assert kind in ("IslandBrokenError", "RuntimeError", "DistBackendError"), (
-            words
-        )  # ours, or of a group of the training
-        assert kind != "IslandBrokenError" or "is gone" in words
+        kind, message, threads = island.ranks[1 - victim].expect("failed")
+        # The error is that of Atoll or that of a process group of the training.
+        assert kind in ("IslandBrokenError", "RuntimeError", "DistBackendError"), message
+        assert kind != "IslandBrokenError" or "is gone" in message
         assert threads == []
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other one goes on")
-        again = RankedIsland(run, IslandSpec(2, "ddp", ranks=2))
-        assert again.joined()[1]["incarnation"] == 2
-        again.command("go")
+        restarted = RankedIsland(run, IslandSpec(2, "ddp", ranks=2))
+        assert restarted.joined()[1]["incarnation"] == 2
+        restarted.command("go")
         run.end()
-        again.finished(tmp_path)
+        restarted.finished(tmp_path)
         run.finish(alone)
         run.verdict()
 
@@ -188,17 +191,17 @@ def test_exception_in_one_rank_is_raised_by_the_others(tmp_path):
             rank.expected_to_end = True
         assert island.ranks[2].expect("failed")[0] == "ArithmeticError"
         for rank in island.ranks[:2]:
-            kind, words, threads = rank.expect("failed")
-            assert (kind, threads) == ("IslandBrokenError", []), words
-            assert "rank 2" in words
-        assert shown(run, 1)["reason"].startswith("left: its loop ended with IslandBrokenError")
+            kind, message, threads = rank.expect("failed")
+            assert (kind, threads) == ("IslandBrokenError", []), message
+            assert "rank 2" in message
+        assert learner_status(run, 1)["reason"].startswith("left: its loop ended with IslandBrokenError")
 
 
 @pytest.mark.parametrize(
-    ("invalid", "words"),
+    ("misstep", "expected"),
     [("takes", "calls take where rank 0 calls step"), ("leaves", "leaves where rank 0 calls step")],
 )
-def test_ranks_that_are_out_of_step_raise_an_error(tmp_path, misstep, words):
+def test_ranks_that_are_out_of_step_raise_an_error(tmp_path, misstep, expected):
     with Run(tmp_path, endless(quorum=1, lease_samples=64)) as run:
         island = RankedIsland(run, IslandSpec(1, "replicas", misstep=misstep))
         island.joined()
@@ -206,9 +209,9 @@ def test_ranks_that_are_out_of_step_raise_an_error(tmp_path, misstep, words):
             rank.expected_to_end = True
         island.command("go")
         for rank in island.ranks:
-            kind, said, _ = rank.expect("failed")
+            kind, message, _ = rank.expect("failed")
             assert kind == "IslandBrokenError"
-            assert f"rank 1 of this island {words}" in said
+            assert f"rank 1 of this island {expected}" in message
 
 
 def test_refusal_of_the_leader_is_raised_by_all_ranks(tmp_path):
@@ -218,32 +221,32 @@ def test_refusal_of_the_leader_is_raised_by_all_ranks(tmp_path):
         island = RankedIsland(run, IslandSpec(2, "fsdp", model="taller"))
         for rank in island.ranks:
             rank.expected_to_end = True
-            kind, said, threads = rank.expect("failed")
-            assert (kind, threads) == ("LearnerRefusedError", []), said
-            assert "first" in said
+            kind, message, threads = rank.expect("failed")
+            assert (kind, threads) == ("LearnerRefusedError", []), message
+            assert "first" in message
 
 
 def test_island_pauses_is_drained_and_scatters_its_samples(tmp_path):
-    """Pause and resume; every sample to one rank; the same tokens, progress and end on all ranks."""
+    """Every sample goes to one rank. All ranks report the same tokens and progress, and end together."""
     with Run(tmp_path, endless(quorum=1, lease_samples=64)) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp", leases=4))
         island.joined()
         island.command("go")
         run.until(run.merges(3), "it trains")
         control(run, "pause")
-        run.until(stand_still(1), "the leader knows that the run is paused")
+        run.until(are_paused(1), "the leader has acknowledged the pause")
         run.until(lambda _: has_stepped_since_pause(run, 1), "the island is paused")
-        before = shown(run, 1)["step"]
+        before = learner_status(run, 1)["step"]
         island.command("hold")  # is received when the run is resumed
         control(run, "resume")
-        held = island.expect("held")
-        assert held[0]["steps"] == held[1]["steps"] >= before
-        assert all(report["paused_s"] > 0 for report in held)
-        taken = [set(report["taken"]) for report in held]
+        reports = island.expect("held")
+        assert reports[0]["steps"] == reports[1]["steps"] >= before
+        assert all(report["paused_s"] > 0 for report in reports)
+        taken = [set(report["taken"]) for report in reports]
         assert not taken[0] & taken[1]
-        assert [len(report["taken"]) for report in held] == [4 * held[0]["steps"]] * 2
-        assert {report["stats"]["tokens"] for report in held} == {2 * BATCH * held[0]["steps"]}
-        assert {report["progress"] for report in held} == {held[0]["progress"]}
+        assert [len(report["taken"]) for report in reports] == [4 * reports[0]["steps"]] * 2
+        assert {report["stats"]["tokens"] for report in reports} == {2 * BATCH * reports[0]["steps"]}
+        assert {report["progress"] for report in reports} == {reports[0]["progress"]}
         island.command("go")
         control(run, "drain", 1)
         for report in island.left():
@@ -259,9 +262,9 @@ def test_tokens_of_ranks_that_share_their_data_count_once(tmp_path):
         island.command("go")
         run.until(run.merges(3), "it trains")
         island.command("hold")
-        held = island.expect("held")
-        assert held[0]["taken"] == held[1]["taken"]
-        assert {report["stats"]["tokens"] for report in held} == {BATCH * held[0]["steps"]}
+        reports = island.expect("held")
+        assert reports[0]["taken"] == reports[1]["taken"]
+        assert {report["stats"]["tokens"] for report in reports} == {BATCH * reports[0]["steps"]}
         island.command("break")
         island.left()
 
@@ -289,7 +292,7 @@ def test_loop_of_several_ranks_logs_its_memory(tmp_path):
         total = leader["parameters"] + other["parameters"]
         assert total == 8 * 4000 + 4000 + 4 * 4000 + 4
         assert {leader["transfer_mode"], other["transfer_mode"]} == {"rows"}
-        for stats in (leader, other):  # buffers, what rounding left out, and what it encoded last
+        for stats in (leader, other):  # buffers, rounding errors, and the last encoded contribution
             assert stats["host_bytes"] / stats["parameters"] <= 4 * 5 + 8 + 2
         island.command("break")
         island.left()

@@ -1,4 +1,4 @@
-"""Row downloads from a syncer that sends invalid or damaged ranges: they are refused as whole values are."""
+"""Row downloads from a syncer that sends invalid or damaged ranges, which are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUE = torch.arange(ROWS * 8.0)
 
 
 def fragment_of_rank(rank: int) -> RowFragment:
-    """The second half of a weight, or the first."""
+    """Return the fragment of a rank that owns one half of a weight."""
     model = nn.Linear(8, ROWS, bias=False)
     plan = make_plan(describe_tensors(model), 1, "balanced")
     halves = [{"weight": Box((begin, 0), (ROWS // 2, 8))} for begin in (0, ROWS // 2)]
@@ -38,24 +38,24 @@ def fragment_of_rank(rank: int) -> RowFragment:
     return rows
 
 
-class Owner:
+class LinkOwner:
     def handle_link_event(self, event: LinkEvent) -> None:
-        raise AssertionError(f"no link is dialled here: {event}")
+        raise AssertionError(f"no connection is opened here: {event}")
 
 
-Spoil = Callable[[FragmentHeader, bytes, int], tuple[FragmentHeader, bytes, int]]
+Fault = Callable[[FragmentHeader, bytes, int], tuple[FragmentHeader, bytes, int]]
 
 
-async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[int, int]], dict[str, Any]]:
+async def fetch_rows(fault: Fault, rank: int = 1) -> tuple[RowFragment, list[tuple[int, int]], dict[str, Any]]:
     """Download the rows of a rank. Return its fragment, the requested byte ranges, and the result."""
     requested: list[tuple[int, int]] = []
 
     async def serve(request: web.Request) -> web.Response:
         begin, end = int(request.query["begin"]), int(request.query["end"])
         requested.append((begin, end))
-        whole = bytes(as_bytes(VALUE))
-        header = FragmentHeader(0, 7, None, tensor_digest(VALUE), begin, len(whole))
-        header, payload, damage = spoil(header, whole[begin:end], len(requested))
+        value = bytes(as_bytes(VALUE))
+        header = FragmentHeader(0, 7, None, tensor_digest(VALUE), begin, len(value))
+        header, payload, damage = fault(header, value[begin:end], len(requested))
         encoded = header.encode()
         body = bytearray(encode_frame_head(FrameKind.FRAGMENT, 0, encoded, payload) + encoded + payload)
         if damage:
@@ -69,43 +69,43 @@ async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    link = LearnerLink(f"127.0.0.1:{port}", None, logging.getLogger("test"), Owner())
+    link = LearnerLink(f"127.0.0.1:{port}", None, logging.getLogger("test"), LinkOwner())
     await link.start()
     fragment = fragment_of_rank(rank)
     try:
         with ThreadPoolExecutor(1) as compute:
-            work = RankRowTransfer(link, FragmentClient(link, None), compute, lambda _: [fragment], lambda *_: None)
-            found = await work.fetch(FetchRowsRequest(0, 0, 7, None, ("int8",), link.current_address))
+            transfer = RankRowTransfer(link, FragmentClient(link, None), compute, lambda _: [fragment], lambda *_: None)
+            result = await transfer.fetch(FetchRowsRequest(0, 0, 7, None, ("int8",), link.current_address))
     finally:
         await link.close()
         await runner.cleanup()
-    return fragment, requested, found
+    return fragment, requested, result
 
 
-def sound(header: FragmentHeader, payload: bytes, number: int) -> tuple[FragmentHeader, bytes, int]:
+def no_fault(header: FragmentHeader, payload: bytes, number: int) -> tuple[FragmentHeader, bytes, int]:
     return header, payload, 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_requests_only_its_own_rows(rank):
-    fragment, requested, found = asyncio.run(fetched(sound, rank))
+    fragment, requested, result = asyncio.run(fetch_rows(no_fault, rank))
     half = VALUE.nbytes // 2
-    assert requested[0] == (0, 1), "to learn the codec of the rows"
-    assert sum(end - begin for begin, end in requested[1:]) == half == found["moved"]
+    assert requested[0] == (0, 1), "the first request must get the codec"
+    assert sum(end - begin for begin, end in requested[1:]) == half == result["moved"]
     assert min(begin for begin, _ in requested[1:]) == rank * half
-    assert found["digest"] == tensor_digest(VALUE)
+    assert result["digest"] == tensor_digest(VALUE)
     value = fragment.pop_fetched(7)
     assert value is not None
     assert torch.equal(value.tensor[: VALUE.numel() // 2], VALUE.chunk(2)[rank])
 
 
 def test_damaged_slice_is_requested_again():
-    _, requested, _ = asyncio.run(fetched(lambda header, payload, number: (header, payload, int(number == 2))))
+    _, requested, _ = asyncio.run(fetch_rows(lambda header, payload, number: (header, payload, int(number == 2))))
     assert requested[1] == requested[2]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code"),
+    ("fault", "code"),
     [
         (lambda header, payload, number: (header, payload, 1), "digest"),
         (lambda header, payload, number: (header, payload[: -1 if number > 1 else None], 0), "size"),
@@ -116,21 +116,21 @@ def test_damaged_slice_is_requested_again():
         (lambda header, payload, number: (header._replace(base=6), payload, 0), "type"),
         (lambda header, payload, number: (header._replace(begin=header.begin + (number > 1)), payload, 0), "type"),
     ],
-    ids=["damaged", "short", "long", "other size", "other version", "other fragment", "other base", "other place"],
+    ids=["damaged", "short", "long", "other size", "other version", "other fragment", "other base", "other begin"],
 )
-def test_ranges_that_were_not_requested_are_refused(spoil, code):
+def test_ranges_that_were_not_requested_are_refused(fault, code):
     with pytest.raises(WireError) as error:
-        asyncio.run(fetched(spoil))
+        asyncio.run(fetch_rows(fault))
     assert error.value.code == code
 
 
 def test_download_restarts_when_the_value_changes():
-    """The header of a later slice has another digest: the two values are not mixed."""
+    """The header of a later slice has another digest. Slices of two values must not be mixed."""
     other = "0" * 32
-    spoil: Spoil = lambda header, payload, number: (  # noqa: E731
+    fault: Fault = lambda header, payload, number: (  # noqa: E731
         header._replace(value_digest=other if number > 1 else header.value_digest),
         payload,
         0,
     )
     with pytest.raises(ConnectionError, match="serves other bytes"):
-        asyncio.run(fetched(spoil))
+        asyncio.run(fetch_rows(fault))

@@ -1,4 +1,4 @@
-"""Islands whose ranks transfer their own rows: no rank has a whole fragment, and results are the same."""
+"""Islands whose ranks transfer their own rows, so that no rank has a whole fragment."""
 
 from __future__ import annotations
 
@@ -17,36 +17,41 @@ from tests.learner.runs import LearnerSpec, Run, config, endless
 from tests.transport.key_rings import KeyRing
 
 TOTAL = 8 * 4000 + 4000 + 4 * 4000 + 4
-"""Numbers of the model `tall`."""
+"""Parameters of the model `tall`."""
 
 
-def largest(directory: Path, island: RankedIsland) -> list[int]:
-    """Bytes of the largest tensor that each rank has made for Atoll."""
+def largest_tensors(directory: Path, island: RankedIsland) -> list[int]:
+    """Return the bytes of the largest tensor that Atoll has allocated in each rank."""
     return [int((directory / f"largest-{rank.pid}").read_text()) for rank in island.ranks]
 
 
 def has_whole_fragment(stats: dict[str, Any], largest_bytes: int) -> bool:
-    """A fragment of the run below has all numbers. A rank with some of them holds so many in each buffer, and a few
-    blocks more."""
+    """Return whether a rank has allocated more than its own rows and a few blocks. The run has one fragment."""
     assert stats["parameters"] + 4 * 256 < TOTAL / 2
     return largest_bytes > 4 * (stats["parameters"] + 4 * 256) or bool(stats["host_bytes"] > 32 * stats["parameters"])
 
 
 def test_no_rank_has_a_whole_fragment_and_a_planted_one_is_found(tmp_path):
-    """In a run with shards. The first island founds it, so its ranks have shown the model as well. Every merge needs
-    both islands: otherwise the faster one can complete all merges before the other has contributed."""
-    measured = IslandSpec(1, ranks=3, model="tall", planted="measured-memory", planted_ranks=(0, 1, 2), keeps=False)
-    collects = IslandSpec(2, ranks=3, model="tall", planted="measured-memory collecting", keeps=False)
+    """The run has a shard, and the first island uploads the initial model.
+
+    Every merge needs both islands: otherwise the faster one can complete all merges before the other contributes.
+    """
+    measured = IslandSpec(
+        1, ranks=3, model="tall", planted="measured-memory", planted_ranks=(0, 1, 2), has_run_directory=False
+    )
+    collecting = IslandSpec(
+        2, ranks=3, model="tall", planted="measured-memory leader-transfers-rows", has_run_directory=False
+    )
     with Run(tmp_path, config(budget_merges=6, fragments=1, quorum=2), shards=1) as run:
         rows = RankedIsland(run, measured)
         rows.joined()
-        planted = RankedIsland(run, collects)
+        planted = RankedIsland(run, collecting)
         planted.joined()
         rows.command("go")
         planted.command("go")
         report = {1: rows.expect("ended"), 2: planted.expect("ended")}
         assert [each["stats"]["transfer_mode"] for each in report[1] + report[2]] == ["rows"] * 3 + ["leader"] * 3
-        for each, size in zip(report[1], largest(tmp_path, rows), strict=True):
+        for each, size in zip(report[1], largest_tensors(tmp_path, rows), strict=True):
             assert not has_whole_fragment(each["stats"], size), (each, size)
             assert each["stats"]["contributed"] > 0
         leader = report[2][0]["stats"]
@@ -59,7 +64,7 @@ def test_no_rank_has_a_whole_fragment_and_a_planted_one_is_found(tmp_path):
 
 @pytest.mark.long
 def test_coarse_codecs_in_slices_over_tls_and_values_that_differ_from_the_published_ones(tmp_path):
-    """Blocks reach over the rows of ranks. Every third update leads to another value, which is found at the leader."""
+    """Blocks span rows of several ranks. Every third update leads to another value, which the leader detects."""
     ring = KeyRing(tmp_path / "keys")
     numerics = Numerics(up="int4", down="int8")
     with Run(tmp_path, endless(quorum=1), numerics, planted="wrong-update", keys=ring.syncer) as run:
@@ -69,12 +74,12 @@ def test_coarse_codecs_in_slices_over_tls_and_values_that_differ_from_the_publis
         alone = run.start(LearnerSpec(2, "tall", keys=ring["two"]))
         alone.expect("joined")
         island.command("go")
-        words = "differs from the published one"
-        run.until(lambda _: run.log_lines(island.ranks[0], words), "the leader finds a differing value")
+        difference = "differs from the published one"
+        run.until(lambda _: run.log_lines(island.ranks[0], difference), "the leader detects a wrong value")
         run.go(alone)
         ring.authority.renew("one")
-        words = "the key files have changed; connecting with the new keys"
-        run.until(lambda _: run.log_lines(island.ranks[1], words), "a rank without a link uses its new key too")
+        renewal = "the key files have changed; connecting with the new keys"
+        run.until(lambda _: run.log_lines(island.ranks[1], renewal), "a rank without a link uses its new key too")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "and goes on")
         run.end()
@@ -89,7 +94,7 @@ def test_coarse_codecs_in_slices_over_tls_and_values_that_differ_from_the_publis
 @pytest.mark.long
 def test_leader_that_skips_the_digest_check_is_found(tmp_path):
     with Run(tmp_path, config(budget_merges=12), Numerics(up="int4", down="int8"), planted="wrong-update") as run:
-        island = RankedIsland(run, IslandSpec(1, planted="believing"))
+        island = RankedIsland(run, IslandSpec(1, planted="no-leader-digest-check"))
         island.joined()
         island.command("go")
         island.expect("ended")
@@ -103,7 +108,7 @@ def test_leader_that_skips_the_digest_check_is_found(tmp_path):
 def test_a_rank_that_dies_while_it_sends_ends_its_island_and_no_other(tmp_path):
     with Run(tmp_path, endless(quorum=1)) as run:
         (alone,) = run.joined(LearnerSpec(1, "tall"))
-        spec = IslandSpec(2, model="tall", planted="deadly-slice", planted_ranks=(1,))
+        spec = IslandSpec(2, model="tall", planted="kill-during-slice", planted_ranks=(1,))
         island = RankedIsland(run, spec)
         island.joined()
         run.go(alone)
@@ -112,19 +117,19 @@ def test_a_rank_that_dies_while_it_sends_ends_its_island_and_no_other(tmp_path):
         for rank in island.ranks:
             rank.expected_to_end = True
         (tmp_path / "die").touch()
-        kind, words, threads = island.ranks[0].expect("failed")
+        kind, message, threads = island.ranks[0].expect("failed")
         assert fault_marker(tmp_path, "slice").exists()
-        assert kind in ("IslandBrokenError", "RuntimeError", "DistBackendError"), words
+        assert kind in ("IslandBrokenError", "RuntimeError", "DistBackendError"), message
         assert threads == []
         island.ranks[1].ended()
         (tmp_path / "die").unlink()
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other one goes on")
-        again = RankedIsland(run, IslandSpec(2, ranks=3, model="tall"))
-        assert again.joined()[1]["incarnation"] == 2
-        again.command("go")
+        restarted = RankedIsland(run, IslandSpec(2, ranks=3, model="tall"))
+        assert restarted.joined()[1]["incarnation"] == 2
+        restarted.command("go")
         run.end()
-        again.finished(tmp_path)
+        restarted.finished(tmp_path)
         run.finish(alone)
         run.verdict()
 
@@ -146,36 +151,36 @@ def test_damaged_slice_of_any_rank_is_uploaded_again(tmp_path):
 
 @pytest.mark.long
 def test_rank_that_loses_its_connection_to_the_syncer_ends_the_island(tmp_path):
-    """It would train on, and take part in nothing. When it comes back rank 0 can do it for all."""
+    """Otherwise the rank would train on and contribute nothing. After a restart rank 0 can transfer for all ranks."""
     with Run(tmp_path, endless(quorum=1)) as run:
-        island = RankedIsland(run, IslandSpec(1, model="tall", planted="lost-way", planted_ranks=(0, 1)))
+        island = RankedIsland(run, IslandSpec(1, model="tall", planted="unreachable-syncer", planted_ranks=(0, 1)))
         island.joined()
         island.command("go")
         run.until(run.merges(3), "it trains")
         for rank in island.ranks:
             rank.expected_to_end = True
         (tmp_path / "cut").touch()
-        kind, words, threads = island.ranks[0].expect("failed")
+        kind, message, threads = island.ranks[0].expect("failed")
         assert kind == "IslandBrokenError"
-        assert "rank 1: no route to host; it has not reached the syncer for 1 s" in words
+        assert "rank 1: no route to host; it has not reached the syncer for 1 s" in message
         assert threads == []
 
 
 @pytest.mark.long
 def test_syncer_restarts_while_ranks_upload(tmp_path):
-    """Two times two ranks: of those that hold the same rows one sends. What had arrived of a contribution is gone."""
+    """Two times two ranks: one of the ranks with the same rows sends them. The restart loses a partial upload."""
     with Run(tmp_path, endless(quorum=1)) as run:
-        island = RankedIsland(run, IslandSpec(1, "hsdp", 4, "tall", planted="held-slice", planted_ranks=(1,)))
+        island = RankedIsland(run, IslandSpec(1, "hsdp", 4, "tall", planted="blocked-slices", planted_ranks=(1,)))
         island.joined()
         island.command("go")
         run.until(run.merges(3), "it trains")
         os.mkfifo(tmp_path / "hold")
-        run.until(lambda _: fault_marker(tmp_path, "slice").exists(), "a rank is in the middle of it")
+        run.until(lambda _: fault_marker(tmp_path, "slice").exists(), "a rank is uploading a slice")
         run.syncer.kill()
         run.start_syncer()
-        waiting = os.open(tmp_path / "hold", os.O_WRONLY)
+        pipe = os.open(tmp_path / "hold", os.O_WRONLY)
         (tmp_path / "hold").unlink()
-        os.close(waiting)
+        os.close(pipe)
         before = run.status()["merges"]
         run.until(run.merges(before + 4), "it goes on")
         run.end()
@@ -187,14 +192,14 @@ def test_syncer_restarts_while_ranks_upload(tmp_path):
 
 def test_rank_0_transfers_for_all_if_a_rank_cannot_reach_the_syncer(tmp_path):
     with Run(tmp_path, endless(quorum=1), token="secret-of-the-run") as run:
-        island = RankedIsland(run, IslandSpec(1, token="secret-of-the-run", mute_ranks=(1,)))
+        island = RankedIsland(run, IslandSpec(1, token="secret-of-the-run", ranks_without_token=(1,)))
         island.joined()
         island.command("go")
         run.until(run.merges(3), "it trains")
         island.command("hold")
         assert {report["stats"]["transfer_mode"] for report in island.expect("held")} == {"leader"}
-        assert run.log_lines(island.ranks[0], "rank 1 cannot speak to the syncer"), run.logs()
-        assert run.log_lines(island.ranks[1], "rank 1 cannot speak to the syncer")
+        assert run.log_lines(island.ranks[0], "rank 1 cannot reach the syncer"), run.logs()
+        assert run.log_lines(island.ranks[1], "rank 1 cannot reach the syncer")
         island.command("break")
         island.left()
 

@@ -17,10 +17,10 @@ class FakeLauncher:
     submitted: ClassVar[list[tuple[str, ...]]] = []
     """Names of units, one tuple for each submission."""
     states: ClassVar[dict[str, UnitState]] = {}
-    """RUNNING where nothing is said."""
+    """RUNNING unless the test sets another state."""
     asked: ClassVar[list[str]] = []
     silent: ClassVar[list[str]] = []
-    """Units for which it does not answer; each is heard once."""
+    """Units for which it does not answer; each fails once."""
     on_start: ClassVar[list[Callable[[], object]]] = []
     folder: ClassVar[Path] = Path()
 
@@ -56,7 +56,7 @@ class FakeLauncher:
         self.asked.append(handle["name"])
         if handle["name"] in self.silent:
             self.silent.remove(handle["name"])
-            raise ConnectionError("nobody answers")
+            raise ConnectionError("no answer")
 
 
 class FakeArrayLauncher(FakeLauncher):

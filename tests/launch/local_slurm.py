@@ -92,9 +92,9 @@ class LocalSlurm:
 
     def hurry(self, job: str) -> None:
         """Shortens the wait of a job that was requeued to two seconds; to any other it does nothing."""
-        told = self.run("scontrol", "show", "job", "-o", job)
-        restarts = re.search(r" Restarts=(\d+)", told)
-        if " Reason=BeginTime " in told and restarts and (job, restarts[1]) not in self._hurried:
+        shown = self.run("scontrol", "show", "job", "-o", job)
+        restarts = re.search(r" Restarts=(\d+)", shown)
+        if " Reason=BeginTime " in shown and restarts and (job, restarts[1]) not in self._hurried:
             # Not now: nodes refuse what was queued in the second in which they ended the job.
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
             self._hurried.add((job, restarts[1]))
@@ -190,8 +190,8 @@ class LocalSlurm:
         while not ready():
             gone = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             if must and (gone or time.monotonic() > end):
-                told = (self.directory / "logs" / "daemons").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"waited in vain for Slurm: {gone or f'{within_s:g} s are over'}\n{told}")
+                shown = (self.directory / "logs" / "daemons").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"waited in vain for Slurm: {gone or f'{within_s:g} s are over'}\n{shown}")
             if time.monotonic() > end:
                 return
             threading.Event().wait(0.1)

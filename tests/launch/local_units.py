@@ -66,7 +66,7 @@ class KeptUnit:
         self.handle = self.launcher.start(unit)
 
     def status(self) -> UnitStatus:
-        return LocalLauncher().status(self.handle)  # by whoever asks, not only by who has started it
+        return LocalLauncher().status(self.handle)  # any launcher object may ask, not only the one that started it
 
     def stands(self, state: UnitState, restarts: int | None = None) -> UnitStatus:
         def look() -> UnitStatus | None:

@@ -48,7 +48,7 @@ def finish(fleet: Fleet) -> None:
     (fleet.file.directory / "store/manifest.json").touch()
 
 
-def test_an_island_that_has_left_comes_back_with_up_while_its_run_goes_on(tmp_path):
+def test_up_restarts_island_that_left_while_run_goes_on(tmp_path):
     fleet = fleet_of(tmp_path)
     up(fleet)
     FakeLauncher.states["a"] = UnitState.ENDED
@@ -58,7 +58,7 @@ def test_an_island_that_has_left_comes_back_with_up_while_its_run_goes_on(tmp_pa
     assert up(fleet)["a"] == "has ended: unchanged"
 
 
-def test_while_the_model_of_shards_is_gathered_islands_that_have_ended_stay_so(tmp_path):
+def test_ended_islands_stay_ended_while_model_of_shards_is_gathered(tmp_path):
     fleet = fleet_of(tmp_path, syncer="shards = 1")
     up(fleet)
     finish(fleet)
@@ -68,7 +68,7 @@ def test_while_the_model_of_shards_is_gathered_islands_that_have_ended_stay_so(t
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
-def test_a_unit_is_written_down_before_a_signal_ends_its_starter(tmp_path, number):
+def test_unit_is_stored_before_a_signal_ends_its_starter(tmp_path, number):
     """As when a terminal is closed."""
     fleet = fleet_of(tmp_path)
     known_then: list[list[str]] = []
@@ -90,7 +90,7 @@ def test_a_unit_is_written_down_before_a_signal_ends_its_starter(tmp_path, numbe
     assert up(fleet)["syncer"] == "is running: unchanged"
 
 
-def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that(tmp_path):
+def test_islands_of_one_table_are_one_array_if_launcher_supports_it(tmp_path):
     many = '[islands.many]\ncommand = "x"\ncount = 3\n'
     fleet = fleet_of(tmp_path, TWO + many, launcher="arrays")
     assert up(fleet)["many-2"] == "started by launcher arrays"
@@ -108,7 +108,7 @@ def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that
     assert FakeLauncher.submitted == [("syncer",), ("many-1",), ("many-2",), ("many-3",)]
 
 
-def test_up_warns_of_an_address_that_leads_nowhere_from_other_machines(tmp_path, capsys, monkeypatch):
+def test_up_warns_of_address_unreachable_from_other_machines(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(launchers.LAUNCHERS, "slurm", launchers.LAUNCHERS["fake"])
     run_up(fleet_of(tmp_path, launcher="slurm").file.path, dry_run=True)
     assert capsys.readouterr().err.startswith("atoll: syncer.address is 127.0.0.1:7400, which is a loopback address")
@@ -116,24 +116,24 @@ def test_up_warns_of_an_address_that_leads_nowhere_from_other_machines(tmp_path,
     assert capsys.readouterr().err == ""
 
 
-def test_a_unit_on_a_machine_that_is_gone_for_good_can_be_forgotten(tmp_path, capsys):
+def test_unit_on_lost_machine_can_be_forgotten(tmp_path, capsys):
     fleet = fleet_of(tmp_path)
     up(fleet)
     path = fleet.file.path
     FakeLauncher.silent.append("a")
     how = f"if it is lost for good: atoll down {path} a --forget"
-    assert up(fleet)["a"] == f"no status: nobody answers; unchanged; {how}"
+    assert up(fleet)["a"] == f"no status: no answer; unchanged; {how}"
 
     FakeLauncher.silent += ["a", "a"]
     said: dict[str, str] = {}
     assert not fleet.down(["a"], said.__setitem__)
-    assert said == {"a": f"cannot be stopped: nobody answers; {how}"}
+    assert said == {"a": f"cannot be stopped: no answer; {how}"}
 
     with pytest.raises(ValueError, match=r"--forget needs the names of the lost units"):
         run_down(path, forget=True)
     FakeLauncher.silent.append("a")
     run_down(path, ["a"], forget=True)
-    assert "a: forgotten: no status: nobody answers; if it still runs there, stop it there" in capsys.readouterr().out
+    assert "a: forgotten: no status: no answer; if it still runs there, stop it there" in capsys.readouterr().out
     assert list(fleet.read_units()) == ["syncer", "b"]
     assert up(fleet)["a"] == "started by launcher fake"
 
@@ -141,7 +141,7 @@ def test_a_unit_on_a_machine_that_is_gone_for_good_can_be_forgotten(tmp_path, ca
     assert said["b"] == f"is running, and its launcher replies: run atoll down {path} b"
 
 
-def test_an_engine_that_does_not_answer_as_a_run_ends_is_no_failure_of_the_run(tmp_path):
+def test_silent_launcher_at_end_of_run_does_not_fail_the_run(tmp_path):
     fleet = fleet_of(tmp_path)
     up(fleet)
     FakeLauncher.states |= {"syncer": UnitState.ENDED, "a": UnitState.ENDED, "b": UnitState.WAITING}
@@ -149,7 +149,7 @@ def test_an_engine_that_does_not_answer_as_a_run_ends_is_no_failure_of_the_run(t
 
     def show(looks: object) -> None:
         if next(refused, False):
-            FakeLauncher.silent.append("b")  # when it is told to stop
+            FakeLauncher.silent.append("b")  # during stop
 
     assert {look.name: look.state for look in fleet.follow(show)} == {
         "syncer": "ended",
@@ -159,7 +159,7 @@ def test_an_engine_that_does_not_answer_as_a_run_ends_is_no_failure_of_the_run(t
     assert FakeLauncher.silent == [], "the fault fired"
 
 
-def test_logs_are_followed_on_when_an_engine_does_not_answer_once(tmp_path, capsys):
+def test_logs_are_followed_after_one_failed_request(tmp_path, capsys):
     fleet = fleet_of(tmp_path)
     up(fleet)
     (tmp_path / "a.log").write_text("first\n")
@@ -176,4 +176,4 @@ def test_logs_are_followed_on_when_an_engine_does_not_answer_once(tmp_path, caps
     FakeLauncher.states = Ends()
     run_logs(fleet.file.path, ["a"], follow=True)
     assert capsys.readouterr().out == "a | first\na | last\n"
-    assert FakeLauncher.asked == ["a", "a"], "nobody else is asked about"
+    assert FakeLauncher.asked == ["a", "a"], "no other unit is requested"

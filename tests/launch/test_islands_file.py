@@ -58,9 +58,9 @@ def units(file: IslandsFile, token: str | None = "a secret") -> dict[str, tuple[
 
 
 def problem(folder: Path, text: str) -> str:
-    with pytest.raises(ValueError, match=r"islands\.toml") as wrong:
+    with pytest.raises(ValueError, match=r"islands\.toml") as error:
         loaded(folder, text)
-    return str(wrong.value)
+    return str(error.value)
 
 
 ISLAND = '[islands.a]\ncommand = "python train.py"\n'
@@ -115,7 +115,7 @@ def test_the_command_of_the_syncer_is_the_same_when_it_comes_back(tmp_path):
     assert shard.command[3:10] == ("shard", "--syncer", "127.0.0.1:7555", "--shard", "1", "--shards", "2")
 
 
-def test_shards_are_told_where_others_reach_them(tmp_path):
+def test_shards_get_their_reachable_address(tmp_path):
     (tmp_path / "keys/syncer").mkdir(parents=True)
     (tmp_path / "keys/a").mkdir()
     of_syncer = 'address = "head:7400"\nkeys = "keys"\nshards = 2\n'
@@ -136,7 +136,7 @@ def test_an_address_of_this_machine_is_not_for_islands_elsewhere(tmp_path):
     )
 
 
-def test_secrets_are_named_in_the_file_and_taken_from_whoever_calls(tmp_path, monkeypatch):
+def test_secrets_are_named_in_the_file_and_taken_from_caller(tmp_path, monkeypatch):
     text = '[syncer]\nsecrets = ["A_KEY"]\n[defaults]\nsecrets = ["A_KEY"]\n' + ISLAND + 'secrets = ["B_KEY"]\n'
     monkeypatch.setenv("A_KEY", "hush")
     with pytest.raises(ValueError, match="a: secrets has B_KEY, which is not set here: export it and retry"):
@@ -148,14 +148,14 @@ def test_secrets_are_named_in_the_file_and_taken_from_whoever_calls(tmp_path, mo
     assert (made["a"][1].environment["A_KEY"], made["a"][1].environment["B_KEY"]) == ("hush", "hush too")
 
 
-def test_little_is_needed(tmp_path):
+def test_minimal_file_is_enough(tmp_path):
     file = loaded(tmp_path, ISLAND)
     assert (file.run, file.directory) == ("islands", tmp_path / "runs/islands")
     assert file.syncer.address == "127.0.0.1:7400"
     assert [(island.unit.name, island.number, island.unit.launcher) for island in file.islands] == [("a", 1, "local")]
 
 
-def test_what_is_wrong_is_said_at_once_with_the_fix(tmp_path):
+def test_all_problems_are_reported_with_their_fix(tmp_path):
     said = problem(
         tmp_path,
         """
@@ -219,11 +219,11 @@ environment = { ATOLL_TOKEN = "mine" }
         ('[syncer]\ntoken_file = "nowhere"\n' + ISLAND, "which is not a file: write the token into it"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused(tmp_path, text, sentence):
+def test_invalid_file_is_refused(tmp_path, text, sentence):
     assert sentence in problem(tmp_path, text)
 
 
-def test_defaults_of_one_engine_are_not_given_to_another(tmp_path):
+def test_defaults_of_one_launcher_do_not_apply_to_another(tmp_path):
     file = loaded(
         tmp_path,
         '[defaults]\nlauncher = "slurm"\ncommand = "x"\noptions = { partition = "long" }\n'
@@ -255,7 +255,7 @@ def test_a_token_of_the_owner_is_taken(tmp_path):
         load_token(loaded(tmp_path, '[syncer]\ntoken_file = "secret"\n' + ISLAND), create=True)
 
 
-def test_with_keys_each_island_has_its_own_and_others_may_dial(tmp_path):
+def test_each_island_gets_its_own_keys(tmp_path):
     for name in ("syncer", "a", "many"):
         (tmp_path / "keys" / name).mkdir(parents=True)
     text = '[syncer]\nkeys = "keys"\naddress = ["head:7400", "other:7400"]\n' + ISLAND
@@ -279,19 +279,19 @@ def test_plain_text_to_others_is_said_on_both_sides(tmp_path):
     assert made["a"][1].environment["ATOLL_SYNCER"] == "http://head:7400"
 
 
-def test_a_learner_has_less_time_than_its_engine_gives():
+def test_learner_notice_is_shorter_than_launcher_notice():
     assert [learner_notice_s(seconds) for seconds in (1.0, 5.0, 30.0, 120.0)] == [0.8, 4.0, 28.0, 118.0]
 
 
-def test_an_engine_that_is_not_there_is_named_with_the_nearest():
-    with pytest.raises(ValueError, match="there is no launcher 'lokal': there are local, ray, slurm") as wrong:
+def test_unknown_launcher_is_refused_with_nearest_name():
+    with pytest.raises(ValueError, match="there is no launcher 'lokal': there are local, ray, slurm") as error:
         load_launcher("lokal")
-    assert str(wrong.value).endswith("did you mean 'local'?")
+    assert str(error.value).endswith("did you mean 'local'?")
     assert set(LAUNCHERS) == {"local", "ray", "slurm"}
 
 
 @pytest.mark.parametrize("name", ["kubernetes", "skypilot"])
-def test_a_system_without_an_engine_is_answered_with_its_example_file(tmp_path, name):
+def test_system_without_launcher_is_refused_with_its_example_file(tmp_path, name):
     example = Path(__file__).resolve().parents[2] / "examples" / f"{name}.yaml"
     assert example.is_file()
     said = problem(tmp_path, f'{ISLAND}launcher = "{name}"\n')

@@ -39,15 +39,15 @@ rank = "import signal; print('rank', flush=True); signal.pause()"
 subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
 signal.pause()
 """
-# It counts what it is told, and takes its time to go.
+# It counts signals and exits slowly.
 COUNTING = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("here", flush=True)
 signal.sigwait({signal.SIGTERM})
-print("told", flush=True)
+print("signaled", flush=True)
 if signal.sigtimedwait({signal.SIGTERM}, 1.0):
-    print("told again", flush=True)
+    print("signaled again", flush=True)
 """
 START_AND_DIE = """
 import json, os, signal, sys
@@ -113,7 +113,7 @@ def test_a_unit_that_is_killed_comes_back(tmp_path):
         assert any("killed by SIGKILL; restarting in 1 s" in line for line in unit.said())
 
 
-def test_a_unit_is_told_before_it_is_stopped(tmp_path):
+def test_unit_is_signaled_before_it_is_killed(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
         unit.launcher.stop(unit.handle)
@@ -124,7 +124,7 @@ def test_a_unit_is_told_before_it_is_stopped(tmp_path):
         unit.launcher.stop(unit.handle)  # twice is once
 
 
-def test_a_unit_that_does_not_listen_is_killed_after_its_notice(tmp_path):
+def test_unit_that_ignores_the_signal_is_killed_after_its_notice(tmp_path):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
         unit.launcher.stop(unit.handle)
@@ -157,7 +157,7 @@ def test_what_a_killed_unit_has_started_is_ended_before_it_comes_back(tmp_path):
         assert left_of(unit) == []
 
 
-def test_nobody_is_told_twice_when_a_shell_between_has_ended_at_once(tmp_path):
+def test_command_is_signaled_once_even_if_the_shell_above_it_exits_first(tmp_path):
     """A learner that gets a second SIGTERM leaves without sending what is not merged yet."""
     shell = ("sh", "-c", '"$0" -c "$1"; echo never', sys.executable, COUNTING)
     with kept(tmp_path, "", command=shell) as unit:
@@ -166,20 +166,20 @@ def test_nobody_is_told_twice_when_a_shell_between_has_ended_at_once(tmp_path):
         assert len(left_of(unit)) == 2
         unit.launcher.stop(unit.handle)
         assert not is_alive(first)
-        assert unit.said() == ["here", "told"]
+        assert unit.said() == ["here", "signaled"]
         assert unit.status().cause == "", "it was not killed"
 
 
-def test_what_is_left_of_a_killed_keeper_is_not_told_twice_either(tmp_path):
+def test_leftovers_of_killed_supervisor_are_signaled_once(tmp_path):
     with kept(tmp_path, COUNTING) as unit:
         unit.says("here")
         send_signal(supervisor_of(unit), signal.SIGKILL)
         unit.stands(UnitState.FAILED)
         unit.launcher.stop(unit.handle)
-        assert unit.said() == ["here", "told"]
+        assert unit.said() == ["here", "signaled"]
 
 
-def test_a_keeper_that_is_killed_takes_its_unit_along_and_is_noticed(tmp_path):
+def test_a_supervisor_that_is_killed_takes_its_unit_along_and_is_noticed(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
         child = child_of(unit)
@@ -193,7 +193,7 @@ def test_a_keeper_that_is_killed_takes_its_unit_along_and_is_noticed(tmp_path):
         assert [path.name for path in again.launcher.log(again.handle)] == ["start-0001.log", "start-0002.log"]
 
 
-def test_what_is_left_of_a_killed_keeper_ends_before_the_unit_is_started_again(tmp_path):
+def test_what_is_left_of_a_killed_supervisor_ends_before_the_unit_is_started_again(tmp_path):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
         child = child_of(unit)
@@ -205,7 +205,7 @@ def test_what_is_left_of_a_killed_keeper_ends_before_the_unit_is_started_again(t
         assert len(left_of(unit)) == 1
 
 
-def test_what_is_left_of_a_killed_keeper_can_be_stopped(tmp_path):
+def test_what_is_left_of_a_killed_supervisor_can_be_stopped(tmp_path):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
         send_signal(supervisor_of(unit), signal.SIGKILL)
@@ -215,7 +215,7 @@ def test_what_is_left_of_a_killed_keeper_can_be_stopped(tmp_path):
         assert left_of(unit) == []
 
 
-def test_killed_keeper_gives_ranks_their_notice_and_then_nothing_is_left(tmp_path):
+def test_killed_supervisor_gives_ranks_their_notice_and_then_nothing_is_left(tmp_path):
     """No other command of Atoll runs: the guard does it alone."""
     with kept(tmp_path, WITH_RANK, notice_s=0.5) as unit:
         unit.says("rank")
@@ -225,16 +225,16 @@ def test_killed_keeper_gives_ranks_their_notice_and_then_nothing_is_left(tmp_pat
         until(lambda: not any(map(is_alive, left)) and not is_locked(unit.unit.directory / LOCK_FILE))
 
 
-def test_keeper_killed_during_the_notice_does_not_shorten_it(tmp_path):
+def test_supervisor_killed_during_the_notice_does_not_shorten_it(tmp_path):
     with kept(tmp_path, COUNTING) as unit:
         unit.says("here")
         child = child_of(unit)
         send_signal(supervisor_of(unit), signal.SIGTERM)
-        unit.says("told")
+        unit.says("signaled")
         send_signal(supervisor_of(unit), signal.SIGKILL)
         until(lambda: not is_alive(child))
         until(lambda: not is_locked(unit.unit.directory / LOCK_FILE))
-        assert unit.said() == ["here", "told"]
+        assert unit.said() == ["here", "signaled"]
 
 
 def test_guard_that_is_killed_takes_the_command_and_its_ranks_along(tmp_path):
@@ -249,7 +249,7 @@ def test_guard_that_is_killed_takes_the_command_and_its_ranks_along(tmp_path):
 
 
 @pytest.mark.parametrize("written", ["supervisor.json", "start-0001.log"])
-def test_keeper_killed_while_it_starts_its_command_leaves_nothing(tmp_path, written):
+def test_supervisor_killed_while_it_starts_its_command_leaves_nothing(tmp_path, written):
     """As soon as the supervisor is there, or its guard has opened the log: the command may or may not run."""
     directory = tmp_path / "units" / "a"
     directory.mkdir(parents=True)
@@ -268,7 +268,7 @@ def test_keeper_killed_while_it_starts_its_command_leaves_nothing(tmp_path, writ
         (directory / "supervisor.json").unlink()
 
 
-def test_a_unit_outlives_who_started_it(tmp_path):
+def test_unit_outlives_process_that_started_it(tmp_path):
     unit = Unit("test", "a", python(FOREVER), tmp_path / "units/a")
     command = [sys.executable, "-c", START_AND_DIE, str(unit.directory), *unit.command]
     said = subprocess.run(command, capture_output=True, text=True)
@@ -276,7 +276,7 @@ def test_a_unit_outlives_who_started_it(tmp_path):
     handle = json.loads(said.stdout)
     assert until(lambda: LocalLauncher().status(handle).state is UnitState.RUNNING)
     supervisor = (read_state(unit.directory) or {})["supervisor"]
-    assert LocalLauncher().start(unit) == handle  # nobody has written down that it was started: it is the same one
+    assert LocalLauncher().start(unit) == handle  # it has no record of the start, and is the same unit
     assert (read_state(unit.directory) or {})["supervisor"] == supervisor
     with pytest.raises(ValueError, match=f"a runs already with another command, under process {supervisor['pid']}"):
         LocalLauncher().start(Unit("test", "a", python("pass"), unit.directory))
@@ -284,19 +284,19 @@ def test_a_unit_outlives_who_started_it(tmp_path):
     assert LocalLauncher().status(handle).state is UnitState.STOPPED
 
 
-def test_a_number_that_has_changed_hands_is_never_signalled(tmp_path):
+def test_reused_process_id_is_never_signaled(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
         unit.launcher.stop(unit.handle)
-        # The state of a supervisor that was killed, whose number belongs to somebody else by now.
+        # The state of a supervisor that was killed, whose number belongs to another process by now.
         with subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             other.stdout.readline()
-            told = read_state(unit.unit.directory)
-            assert told is not None
+            found = read_state(unit.unit.directory)
+            assert found is not None
             stale = {"pid": other.pid, "start_time": "another boot:1"}
             path = unit.unit.directory / "supervisor.json"
-            write_json(path, {**told, "state": "running", "supervisor": stale, "child": stale})
+            write_json(path, {**found, "state": "running", "supervisor": stale, "child": stale})
             assert unit.status().cause == "its supervisor was killed"
             unit.launcher.stop(unit.handle)
             assert unit.status().state is UnitState.STOPPED
@@ -320,9 +320,9 @@ def test_an_island_is_not_started_again_when_its_run_is_over(tmp_path):
     ("name", "words"), [("ray.json", '{"state": "ended"}'), ("slurm/state", "state=ended\ncause=exit code 0\n")]
 )
 def test_nor_is_it_where_another_engine_keeps_the_syncer(tmp_path, name, words):
-    told = tmp_path / "units" / "syncer" / name
-    told.parent.mkdir(parents=True)
-    told.write_text(words)
+    found = tmp_path / "units" / "syncer" / name
+    found.parent.mkdir(parents=True)
+    found.write_text(words)
     with kept(tmp_path, "raise SystemExit(1)") as island:
         assert island.stands(UnitState.STOPPED).cause.startswith("the run is over")
 
@@ -360,7 +360,7 @@ def test_a_unit_that_ends_well_as_it_is_stopped_is_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", ["", '{"supervisor": ', "[]"])
-def test_a_damaged_state_is_that_of_a_killed_keeper(tmp_path, damaged):
+def test_a_damaged_state_is_that_of_a_killed_supervisor(tmp_path, damaged):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
         supervisor, child = supervisor_of(unit), child_of(unit)
@@ -385,17 +385,17 @@ def test_delays_before_restarts_grow_to_a_minute():
 
 def test_what_this_machine_cannot_run_is_refused_before_anything_starts(tmp_path):
     def refused(command: tuple[str, ...] = ("python",), directory: Path = tmp_path / "a", **fields: object) -> str:
-        with pytest.raises(ValueError, match=r"^a: ") as wrong:
+        with pytest.raises(ValueError, match=r"^a: ") as error:
             LocalLauncher().check(Unit("test", "a", command, directory, **fields))  # type: ignore[arg-type]
-        return str(wrong.value)
+        return str(error.value)
 
     assert "there is no program 'no-such'" in refused(("no-such",))
-    assert "nodes is 2, and launcher local has this machine only" in refused(nodes=2)
-    assert "launcher local has no options; leave partition out" in refused(options={"partition": "x"})
+    assert "nodes is 2, but launcher local has one machine" in refused(nodes=2)
+    assert "launcher local has no options: remove partition" in refused(options={"partition": "x"})
     (tmp_path / "file").touch()
-    assert f"{tmp_path / 'file'} is no directory" in refused(directory=tmp_path / "file" / "a")
+    assert f"{tmp_path / 'file'} is not a directory" in refused(directory=tmp_path / "file" / "a")
     assert not (tmp_path / "a").exists()
-    LocalLauncher().check(Unit("test", "a", ("torchrun",), tmp_path / "a"))  # beside the interpreter
+    LocalLauncher().check(Unit("test", "a", ("torchrun",), tmp_path / "a"))  # next to the interpreter
 
 
 def test_devices_are_dealt_out_and_never_twice(tmp_path, monkeypatch):
@@ -429,7 +429,7 @@ def test_a_unit_of_another_machine_is_not_taken_for_lost(tmp_path):
 def test_a_full_disk_is_said_by_who_starts(tmp_path):
     unit = Unit("test", "a", python("pass"), tmp_path / "units/a")
     unit.directory.mkdir(parents=True)
-    (unit.directory / "supervisor.lock").mkdir()  # nobody can open that for writing, whoever asks
+    (unit.directory / "supervisor.lock").mkdir()  # no user can open that for writing
     with pytest.raises(OSError, match=r"a cannot be supervised: .*supervisor\.lock"):
         LocalLauncher().start(unit)
 

@@ -55,16 +55,16 @@ class Started:
         return self.launcher.status(self.handle)
 
     def until(self, state: UnitState, cause: str = "") -> UnitStatus:
-        told: list[UnitStatus] = []
+        found: list[UnitStatus] = []
 
         def look() -> list[UnitStatus]:
-            told.append(self.status())
-            return told[-1:] if told[-1].state is state and cause in told[-1].cause else []
+            found.append(self.status())
+            return found[-1:] if found[-1].state is state and cause in found[-1].cause else []
 
         try:
             return until(look, f"{state} {cause}")[0]
         except AssertionError as late:
-            raise AssertionError(f"{late}; it was {told[-1]}, and printed {self.said()}") from None
+            raise AssertionError(f"{late}; it was {found[-1]}, and printed {self.said()}") from None
 
     def said(self) -> list[str]:
         """One text for each start."""
@@ -143,7 +143,7 @@ def test_what_is_started_again_after_the_end_of_the_run_is_not_started(nodes, la
     over = "the run is over: its syncer has ended"
     assert fails.until(UnitState.STOPPED) == UnitStatus(UnitState.STOPPED, 0, f"{over} (exit code 3)")
     assert shard.until(UnitState.ENDED).cause == "the run is over"
-    assert waits.until(UnitState.STOPPED).cause == f"{over} (it waited for its place)"
+    assert waits.until(UnitState.STOPPED).cause == f"{over} (it waited for resources)"
 
 
 @pytest.mark.long
@@ -217,12 +217,12 @@ def test_it_goes_on_when_the_caller_ends_and_others_find_it(nodes, launcher, tmp
     assert again.handle["actor"] == handle["actor"], "who starts it twice has it once"
     pid = again.pid()
     assert len(again.said()) == 1
-    with pytest.raises(ValueError, match="not as it is wanted now: stop it with echo") as refused:
+    with pytest.raises(ValueError, match="already runs with other settings: stop it with echo") as refused:
         launcher.start(unit(nodes, tmp_path, "echo something else"))
     assert RayLauncher().status(handle).state is UnitState.RUNNING
-    told = str(refused.value).partition("stop it with ")[2].rpartition(", or start")[0]
+    found = str(refused.value).partition("stop it with ")[2].rpartition(", or start")[0]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    subprocess.run(told, shell=True, env=os.environ | {"PATH": path}, timeout=LIMIT_S, check=True)
+    subprocess.run(found, shell=True, env=os.environ | {"PATH": path}, timeout=LIMIT_S, check=True)
     again.until(UnitState.STOPPED)
     assert not lives(pid)
     assert again.status().state is UnitState.STOPPED
@@ -298,25 +298,25 @@ def test_a_unit_of_two_nodes_begins_and_fails_and_ends_as_one(nodes, launcher, t
     assert started.until(UnitState.ENDED).restarts == 1
     names = [f"start-000{number}-node-{node}.log" for number in (1, 2) for node in (0, 1)]
     assert [path.name for path in launcher.log(started.handle)] == names
-    told = [re.fullmatch(r"(\d) of 2 at ([\d.]+:\d+) (\d)\n", said) for said in started.said()]
-    assert [(found[1], found[3]) for found in told if found] == [("0", "0"), ("1", "1")] * 2
-    assert len({found[2] for found in told[:2] if found}) == 1
+    found = [re.fullmatch(r"(\d) of 2 at ([\d.]+:\d+) (\d)\n", said) for said in started.said()]
+    assert [(found[1], found[3]) for found in found if found] == [("0", "0"), ("1", "1")] * 2
+    assert len({found[2] for found in found[:2] if found}) == 1
 
 
 @pytest.mark.long
 def test_a_command_that_fails_because_its_other_node_is_lost_has_not_failed(nodes, launcher, tmp_path):
     script = "test -e again && exit 0; "
     script += "test $NODE_RANK = 0 && { until test -e begun; do sleep 0.1; done; exit 1; }; "
-    script += "trap 'echo told' TERM; touch begun; while :; do sleep 0.1; done"
+    script += "trap 'echo signaled' TERM; touch begun; while :; do sleep 0.1; done"
     started = Started(launcher, unit(nodes, tmp_path, script, nodes=2, max_restarts=0))
-    until(lambda: "told" in "".join(started.said()), "the first node has failed, and the second one is told to leave")
+    until(lambda: "signaled" in "".join(started.said()), "the first node has failed, and the second one is signaled")
     (tmp_path / "again").touch()
     for runner in processes_titled("ray::NodeRunner"):
         os.kill(runner, signal.SIGKILL)
     assert started.until(UnitState.ENDED).restarts == 1
 
 
-def test_torchrun_takes_its_arguments_from_what_nodes_are_told(monkeypatch):
+def test_torchrun_takes_its_arguments_from_node_variables(monkeypatch):
     from torch.distributed.run import parse_args
 
     from atoll.launch.ray_supervisor import node_variables
@@ -329,15 +329,15 @@ def test_torchrun_takes_its_arguments_from_what_nodes_are_told(monkeypatch):
     assert (parsed.master_addr, parsed.master_port) == ("10.0.0.1", 29500)
 
 
-def test_what_has_no_place_waits_and_says_for_what(nodes, launcher, tmp_path):
+def test_unit_without_resources_waits_and_names_them(nodes, launcher, tmp_path):
     started = Started(launcher, unit(nodes, tmp_path, "echo", cpus=64, devices=2, options={"resources": {"left": 1}}))
     started.until(UnitState.WAITING, "no node with 64 CPU, 2 GPU, 1 left yet")
-    assert started.stop() == UnitStatus(UnitState.STOPPED, 0, "it was stopped before it began")
+    assert started.stop() == UnitStatus(UnitState.STOPPED, 0, "it was stopped before it started")
     assert started.said() == []
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What nobody may see
+# Secrets
 
 
 SECRET = "a-secret-of-the-run-5512"
@@ -349,14 +349,14 @@ signal.pause()
 
 
 def places_of(word: str, nodes: Nodes) -> list[str]:
-    """Where in the cluster somebody could read it: what GCS tells of actors, command lines, files of Ray."""
+    """Return the places in the cluster that show the secret: actor table, command lines, files of Ray."""
     from ray._raylet import GcsClientOptions, GlobalStateAccessor  # type: ignore[attr-defined]
 
     accessor = GlobalStateAccessor(GcsClientOptions.create(nodes.address, None, True, False))
     assert accessor.connect()
-    told = accessor.get_actor_table(None, None)  # from which `ray list actors` is made
-    assert any(b"RaySupervisor" in actor for actor in told)
-    found = ["actors"] if any(word.encode() in actor for actor in told) else []
+    found = accessor.get_actor_table(None, None)  # from which `ray list actors` is made
+    assert any(b"RaySupervisor" in actor for actor in found)
+    found = ["actors"] if any(word.encode() in actor for actor in found) else []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             found += ["command lines"] if int(path.parent.name) != os.getpid() and word in path.read_text() else []
@@ -368,7 +368,7 @@ def places_of(word: str, nodes: Nodes) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_secret_is_known_to_the_command_and_to_nobody_else(nodes, launcher, tmp_path):
+def test_only_the_command_sees_a_secret(nodes, launcher, tmp_path):
     visible = "a-word-for-everybody-7731"
     asked = unit(
         nodes,
@@ -409,7 +409,7 @@ def test_a_secret_is_known_to_the_command_and_to_nobody_else(nodes, launcher, tm
         ({"address": "127.0.0.1:9"}, "no Ray cluster answers at 127.0.0.1:9: start it with `ray start --head`"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_do(tmp_path, options, words):
+def test_impossible_unit_is_refused_with_the_fix(tmp_path, options, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         RayLauncher().check(Unit("try", "one", ("true",), tmp_path, options=options))
 
@@ -430,13 +430,13 @@ def test_without_ray_it_names_the_extra(tmp_path):
     assert "ValueError: Ray is not installed here: pip install 'atoll[ray]'" in done.stderr
 
 
-def test_a_unit_of_a_cluster_that_is_gone_is_gone(tmp_path):
+def test_unit_of_stopped_cluster_is_lost(tmp_path):
     handle = {"address": "127.0.0.1:9", "namespace": "atoll", "actor": "x", "directory": str(tmp_path), "notice_s": 1.0}
     assert RayLauncher().status(handle) == UnitStatus(UnitState.LOST, 0, "no Ray cluster answers at 127.0.0.1:9")
     RayLauncher().stop(handle)
 
 
-def test_of_a_cluster_that_cannot_be_reached_nothing_is_concluded(tmp_path):
+def test_unreachable_cluster_is_an_error_and_no_loss(tmp_path):
     handle = {"address": "no-such-host.invalid:9", "namespace": "atoll", "actor": "x", "directory": str(tmp_path)}
     for ask in (RayLauncher().status, RayLauncher().stop):
         with pytest.raises(ValueError, match=r"no-such-host\.invalid:9 cannot be reached"):

@@ -1,4 +1,4 @@
-"""Units in a real Slurm: submitted, requeued, told to leave, stopped. The daemons are started for this module."""
+"""Units in a real Slurm: submitted, requeued, signaled, stopped. The daemons are started for this module."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_is_submitted_is_not_interrupted_by_what_the_terminal_sends(tmp_pat
     assert int((tmp_path / "session").read_text()) != os.getsid(0)
 
 
-def test_a_directory_that_sbatch_cannot_be_told_is_refused(tmp_path):
+def test_a_directory_that_sbatch_cannot_take_is_refused(tmp_path):
     with pytest.raises(ValueError, match="sbatch takes no quote or backslash"):
         SlurmLauncher().render(unit(tmp_path / 'so-called "run"', "left", "exit 0"))
 
@@ -116,7 +116,7 @@ def test_a_directory_that_sbatch_cannot_be_told_is_refused(tmp_path):
 def test_units_that_ask_for_different_things_are_no_array(tmp_path, monkeypatch):
     """Also on a machine without Slurm: what is wrong with the units is reported before a missing sbatch."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="right asks for something else than left"):
+    with pytest.raises(ValueError, match="right needs other resources than left"):
         SlurmLauncher().start_array([unit(tmp_path, "left", "exit 0"), unit(tmp_path, "right", "exit 0", cpus=2)])
 
 
@@ -134,7 +134,7 @@ LATE = "echo 'Batch job submission failed: Socket timed out on send/recv operati
 
 
 @pytest.mark.parametrize("end", [KILLED, LATE])
-def test_a_job_whose_number_was_never_told_is_found_in_the_queue(slurm_nodes, tmp_path, monkeypatch, end):
+def test_a_job_whose_number_was_never_stored_is_found_in_the_queue(slurm_nodes, tmp_path, monkeypatch, end):
     program(tmp_path, "sbatch", f'{shutil.which("sbatch")} "$@" >/dev/null; {end}')
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", f"{tmp_path}:{path}")
@@ -162,7 +162,7 @@ def test_a_job_that_comes_late_into_the_queue_is_not_submitted_twice(slurm_nodes
         with pytest.raises(ConnectionError, match=words):
             slurm_nodes.launcher.start(one)
     late = slurm_nodes.slurm.run("sbatch", "--parsable", str(one.directory / "slurm" / "job.sh")).strip()
-    with pytest.raises(ValueError, match=f"left is job {late} already .* not as it is wanted now"):
+    with pytest.raises(ValueError, match=f"left is job {late} already .* has other settings"):
         slurm_nodes.launcher.start(unit(tmp_path, "left", "exit 0"))
     handle = slurm_nodes.launcher.start(one)
     assert handle["job"] == late
@@ -179,7 +179,7 @@ def test_a_directory_may_have_any_name(slurm_nodes, tmp_path):
     assert (directory / "left" / "slurm" / "slurm.log").exists()
 
 
-def test_one_that_ends_well_and_whose_secrets_nobody_sees(slurm_nodes, tmp_path, monkeypatch):
+def test_one_that_ends_well_and_keeps_its_secrets(slurm_nodes, tmp_path, monkeypatch):
     monkeypatch.setenv("ATOLL_TOKEN", "hush-of-the-submitter")
     secret = frozenset({"ATOLL_TOKEN"})
     code = "echo $ATOLL_LEARNER $ATOLL_TOKEN; pwd; echo $MASTER_ADDR $PET_NNODES $PET_NODE_RANK"
@@ -187,8 +187,8 @@ def test_one_that_ends_well_and_whose_secrets_nobody_sees(slurm_nodes, tmp_path,
         tmp_path, "left", code, environment={"ATOLL_LEARNER": "2", "ATOLL_TOKEN": "hush-hush"}, secret_names=secret
     )
     handle = slurm_nodes.launcher.start(one)
-    told = slurm_nodes.until(handle, ENDED)
-    assert (told.restarts, told.cause) == (0, "left with exit code 0")
+    found = slurm_nodes.until(handle, ENDED)
+    assert (found.restarts, found.cause) == (0, "left with exit code 0")
     assert f"2 hush-hush\n{one.directory}\n127.0.0.1 1 0\n" in slurm_nodes.printed(handle)
     kept = one.directory / "slurm"
     assert stat.S_IMODE((kept / "secrets").stat().st_mode) == 0o600
@@ -206,8 +206,8 @@ def test_one_that_ends_well_and_whose_secrets_nobody_sees(slurm_nodes, tmp_path,
 def test_one_that_fails_is_requeued_and_then_has_failed(slurm_nodes, tmp_path):
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", "echo begun; exit 3", max_restarts=1))
     slurm_nodes.seen.clear()
-    told = slurm_nodes.until(handle, FAILED)
-    assert (told.restarts, told.cause) == (1, "left with exit code 3, and of 1 restarts none is left")
+    found = slurm_nodes.until(handle, FAILED)
+    assert (found.restarts, found.cause) == (1, "left with exit code 3, and all 1 restarts are used")
     assert any("before: left with exit code 3 (failure 1, restarts 1)" in status.cause for status in slurm_nodes.seen)
     assert [path.name for path in slurm_nodes.launcher.log(handle)] == ["start-1.log", "start-2.log"]
     again = slurm_nodes.launcher.start(unit(tmp_path, "left", "exit 0"))
@@ -226,23 +226,23 @@ def test_one_that_slurm_requeues_says_goodbye_and_comes_back(slurm_nodes, tmp_pa
         "it is not submitted twice"
     )
     slurm_nodes.slurm.run("scontrol", "requeue", handle["job"])
-    told = slurm_nodes.until(handle, ENDED)
-    assert told.restarts == 1
+    found = slurm_nodes.until(handle, ENDED)
+    assert found.restarts == 1
     first, second = [path.read_text() for path in slurm_nodes.launcher.log(handle)]
     assert "goodbye\n" in first
-    assert "waiting: queued again by Slurm; left with exit code 0" in first
+    assert "waiting: requeued by Slurm; left with exit code 0" in first
     assert "back\n" in second
 
 
 def test_one_whose_time_is_over_requeues_itself(slurm_nodes, tmp_path):
-    """Slurm gives this signal before the time limit, and before pre-emption where it is told to."""
+    """Slurm gives this signal before the time limit, and before preemption if configured."""
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME))
     slurm_nodes.begun(handle)
     slurm_nodes.slurm.run("scancel", "--signal", "TERM", "--batch", handle["job"])
-    told = slurm_nodes.until(handle, ENDED)
-    assert told.restarts == 1
+    found = slurm_nodes.until(handle, ENDED)
+    assert found.restarts == 1
     assert "goodbye\n" in slurm_nodes.printed(handle)
-    assert "waiting: its time here was over; left with exit code 0" in slurm_nodes.printed(handle)
+    assert "waiting: preempted or out of time; left with exit code 0" in slurm_nodes.printed(handle)
 
 
 def test_one_that_is_stopped_leaves_and_stays_away(slurm_nodes, tmp_path):
@@ -250,11 +250,11 @@ def test_one_that_is_stopped_leaves_and_stays_away(slurm_nodes, tmp_path):
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", slow))
     slurm_nodes.begun(handle)
     slurm_nodes.launcher.stop(handle)
-    told = slurm_nodes.launcher.status(handle)
-    assert (told.state, told.restarts, told.cause) == (STOPPED, 0, "left with exit code 0")
+    found = slurm_nodes.launcher.status(handle)
+    assert (found.state, found.restarts, found.cause) == (STOPPED, 0, "left with exit code 0")
     assert "goodbye\n" in slurm_nodes.printed(handle)
     slurm_nodes.launcher.stop(handle)
-    assert slurm_nodes.launcher.status(handle) == told
+    assert slurm_nodes.launcher.status(handle) == found
 
 
 def test_one_that_waits_is_stopped_too(slurm_nodes, tmp_path):
@@ -290,13 +290,13 @@ def test_one_that_does_not_leave_is_killed_after_its_notice(slurm_nodes, tmp_pat
         os.kill(int((tmp_path / "left" / "pid").read_text()), 0)
 
 
-def test_one_that_somebody_cancels_stays_away(slurm_nodes, tmp_path):
+def test_cancelled_unit_is_not_requeued(slurm_nodes, tmp_path):
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", GOODBYE))
     slurm_nodes.begun(handle)
     slurm_nodes.slurm.run("scancel", handle["job"])
-    told = slurm_nodes.until(handle, STOPPED)
-    assert told.restarts == 0
-    assert told.cause.startswith("cancelled")
+    found = slurm_nodes.until(handle, STOPPED)
+    assert found.restarts == 0
+    assert found.cause.startswith("cancelled")
     assert "goodbye\n" in slurm_nodes.printed(handle)
 
 
@@ -334,7 +334,7 @@ def test_a_task_that_fails_requeues_itself_and_not_its_array(slurm_nodes, tmp_pa
         slurm_nodes.launcher.stop(handle)
 
 
-def test_all_nodes_of_an_island_meet_and_are_told_to_leave(slurm_nodes, tmp_path):
+def test_all_nodes_of_an_island_meet_and_are_signaled(slurm_nodes, tmp_path):
     meet = "echo rank $NODE_RANK of $NNODES at $MASTER_ADDR $([ $MASTER_PORT = $PET_MASTER_PORT ] && echo same)"
     again = "if [ $SLURM_RESTART_COUNT ]; then exit 0; fi"
     goodbye = GOODBYE.replace("goodbye", "goodbye $NODE_RANK")
@@ -351,15 +351,15 @@ def test_all_nodes_of_an_island_meet_and_are_told_to_leave(slurm_nodes, tmp_path
 def test_a_node_that_fails_takes_its_island_along(slurm_nodes, tmp_path):
     code = f"if [ $NODE_RANK = 1 ]; then exit 5; fi; {GOODBYE}"
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", code, nodes=2, max_restarts=0))
-    assert slurm_nodes.until(handle, FAILED).cause == "left with exit code 5, and of 0 restarts none is left"
+    assert slurm_nodes.until(handle, FAILED).cause == "left with exit code 5, and all 0 restarts are used"
 
 
-def test_what_sbatch_refuses_is_told_in_its_words(slurm_nodes, tmp_path):
+def test_refusal_of_sbatch_is_quoted(slurm_nodes, tmp_path):
     with pytest.raises(ValueError, match=r"sbatch refused it: .*partition"):
         slurm_nodes.launcher.start(unit(tmp_path, "left", "exit 0", options={"partition": "nowhere"}))
 
 
-def test_a_controller_that_cannot_be_asked_is_no_unit_that_is_gone(slurm_nodes, tmp_path):
+def test_unreachable_controller_does_not_lose_the_unit(slurm_nodes, tmp_path):
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", GOODBYE))
     slurm_nodes.begun(handle)
     impatient = tmp_path / "slurm.conf"  # commands of Slurm try for ten seconds otherwise
@@ -388,7 +388,7 @@ def test_the_example_shows_an_island_that_is_requeued_and_comes_back(tmp_path):
     assert [line[:3] for line in done.stdout.split("\n\n")[-1].splitlines()] == ["yes"] * 4, done.stdout
 
 
-def test_nothing_is_known_of_a_job_that_was_never_there(slurm_nodes, tmp_path):
+def test_unknown_job_has_no_status(slurm_nodes, tmp_path):
     handle = {"job": "99999", "name": "run.left", "home": str(Path(tmp_path)), "notice_s": 1.0, "starts": 0}
     assert slurm_nodes.launcher.status(handle).state is UnitState.LOST
     slurm_nodes.launcher.stop(handle)

@@ -30,7 +30,7 @@ RUNS = JOB.format(state="RUNNING", reason="None", restarts=0)
 
 
 class Node:
-    """Where the script runs: a directory, and a Slurm that says what it is told to say."""
+    """Where the script runs: a directory, and a fake Slurm with scripted replies."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -118,12 +118,14 @@ def test_a_command_that_fails_is_queued_again_until_no_restart_is_left(node, tmp
     node.says(JOB.format(state="RUNNING", reason="None", restarts=1))
     assert node.run(one, SLURM_RESTART_COUNT="1").wait(300) == 3
     assert noted(one)["state"] == "failed"
-    assert noted(one)["cause"] == "left with exit code 3, and of 1 restarts none is left"
+    assert noted(one)["cause"] == "left with exit code 3, and all 1 restarts are used"
     assert node.asked("requeue 7") == 1
     assert printed(one, 2), "each start has a file of its own"
 
 
-def told_to_leave(node: Node, one: Unit, times: int = 1, plant: Callable[[str], str] | None = None) -> dict[str, str]:
+def leave_after_signal(
+    node: Node, one: Unit, times: int = 1, plant: Callable[[str], str] | None = None
+) -> dict[str, str]:
     child = node.run(one, plant)
     begun(one)
     for _ in range(times):
@@ -133,11 +135,11 @@ def told_to_leave(node: Node, one: Unit, times: int = 1, plant: Callable[[str], 
 
 
 @pytest.mark.parametrize("times", [1, 200])
-def test_the_exit_code_is_that_of_the_command_however_often_it_is_told_to_leave(node, tmp_path, times):
+def test_the_exit_code_is_that_of_the_command_however_often_it_is_signaled(node, tmp_path, times):
     code = "count=0; trap 'count=$((count + 1))' TERM; echo begun; until [ $count -gt 0 ]; do sleep 0.1; done; sleep 1"
-    one = unit(tmp_path, "left", f"{code}; echo told $count; exit 42")
-    assert told_to_leave(node, one, times)["cause"] == "its time here was over; left with exit code 42"
-    assert "told 1\n" in printed(one), "it is told once"
+    one = unit(tmp_path, "left", f"{code}; echo signaled $count; exit 42")
+    assert leave_after_signal(node, one, times)["cause"] == "preempted or out of time; left with exit code 42"
+    assert "signaled 1\n" in printed(one), "it is signaled once"
     assert node.asked("requeue 7") == 1
 
 
@@ -149,21 +151,21 @@ def test_planted_wait_that_a_signal_interrupts_is_caught(node, tmp_path):
         script = script.replace('    wait "$child"\n    code=$?\n', "")
         return script.replace('    while kill -0 "$child" 2>/dev/null; do', waits)
 
-    assert told_to_leave(node, one, plant=plant)["cause"] == "its time here was over; left with exit code 143"
+    assert leave_after_signal(node, one, plant=plant)["cause"] == "preempted or out of time; left with exit code 143"
 
 
-def test_one_that_left_with_0_within_the_notice_is_not_told_as_killed(node, tmp_path):
+def test_one_that_left_with_0_within_the_notice_is_not_reported_as_killed(node, tmp_path):
     """Nor is its notice waited for."""
     one = unit(tmp_path, "left", GOODBYE, notice_s=3000.0)
     for _ in range(3):
-        assert told_to_leave(node, one)["cause"] == "its time here was over; left with exit code 0"
+        assert leave_after_signal(node, one)["cause"] == "preempted or out of time; left with exit code 0"
         (_unit_home(one) / "start-1.log").unlink()
         (_unit_home(one) / "state").write_text("starts=0\nfailures=0\n")
 
 
 def test_one_that_does_not_leave_is_killed_after_its_notice(node, tmp_path):
     one = unit(tmp_path, "left", "trap '' TERM; echo begun; while :; do sleep 0.1; done", notice_s=1.0)
-    assert told_to_leave(node, one)["cause"] == "its time here was over; left with exit code 137"
+    assert leave_after_signal(node, one)["cause"] == "preempted or out of time; left with exit code 137"
     assert "still there after 1 s: killed" in printed(one)
 
 
@@ -200,7 +202,7 @@ def test_one_that_is_stopped_is_not_queued_again(node, tmp_path, planted):
 @pytest.mark.parametrize(
     ("job", "state", "cause"),
     [
-        (JOB.format(state="COMPLETING", reason="None", restarts=1), "waiting", "queued again by Slurm"),
+        (JOB.format(state="COMPLETING", reason="None", restarts=1), "waiting", "requeued by Slurm"),
         (JOB.format(state="COMPLETING", reason="None", restarts=0), "stopped", "cancelled"),
     ],
 )
@@ -216,7 +218,7 @@ def test_slurm_that_ends_the_job_itself_is_not_asked_to_queue_it(node, tmp_path,
 
 
 def test_a_signal_that_only_the_command_has_seen_is_no_failure(node, tmp_path):
-    """Slurm signals one process after the other: the command may have left before the script is told."""
+    """Slurm signals one process after the other: the command may have left before the script is found."""
     one = unit(
         tmp_path,
         "left",
@@ -260,7 +262,7 @@ def test_a_state_that_is_not_whole_is_not_believed(node, tmp_path, state):
     (_unit_home(one) / "state").write_text(state)
     node.says(JOB.format(state="RUNNING", reason="None", restarts=2))
     assert node.run(one, SLURM_RESTART_COUNT="2").wait(300) == 3
-    assert noted(one)["cause"] == "left with exit code 3, and of 2 restarts none is left"
+    assert noted(one)["cause"] == "left with exit code 3, and all 2 restarts are used"
     assert printed(one, 3), "logs of before are kept"
     (_unit_home(one) / "state").write_text(state)
     assert _prepare(one) == 3
@@ -291,7 +293,7 @@ def test_a_shard_ends_with_its_syncer(node, tmp_path):
     assert noted(one)["cause"] == "the run is over: its syncer has ended; left with exit code 0"
 
 
-def test_a_shard_that_somebody_told_to_leave_is_brought_back(node, tmp_path):
+def test_shard_that_was_stopped_by_a_signal_is_restarted(node, tmp_path):
     assert node.run(unit(tmp_path, "shard-0", "exit 0")).wait(300) == 0
     assert node.asked("requeue 7") == 1, "the run goes on, and cannot without it"
 
@@ -301,7 +303,7 @@ def test_one_task_of_an_array_speaks_of_itself_alone(node, tmp_path):
     one = unit(tmp_path, "left", "exit 3")
     node.prepare(one)
     script = (_unit_home(one) / "job.sh").read_text()
-    (_unit_home(one) / "job.sh").write_text(script.replace("homes=(", "homes=(nobody "))
+    (_unit_home(one) / "job.sh").write_text(script.replace("homes=(", "homes=(other "))
     assert node.run(one, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1").wait(300) == 0
     assert (node.asked("requeue 7_1"), node.asked("show job -o 7_1")) == (1, 1)
     assert node.asked("requeue 7") + node.asked("show job -o 7") == 0
@@ -314,12 +316,12 @@ def test_what_the_script_wrote_down_is_the_status_when_slurm_has_forgotten_the_j
     launcher, one = SlurmLauncher(), unit(tmp_path, "left", "exit 0")
     assert node.run(one).wait(300) == 0
     (tmp_path / "job").unlink()
-    told = launcher.status(handle(one))
-    assert (told.state, told.restarts, told.cause) == (UnitState.ENDED, 0, "left with exit code 0")
+    found = launcher.status(handle(one))
+    assert (found.state, found.restarts, found.cause) == (UnitState.ENDED, 0, "left with exit code 0")
     assert [path.name for path in launcher.log(handle(one))] == ["start-1.log"]
     other = launcher.status(handle(one, job="8"))  # the words are those of job 7
     assert (other.state, other.cause) == (UnitState.LOST, "Slurm has forgotten job 8")
-    node.says(RUNS.replace("run.left", "somebody-elses"))
+    node.says(RUNS.replace("run.left", "another-job"))
     assert launcher.status(handle(one)).state is UnitState.ENDED, "the number is another's by now"
 
 
@@ -333,8 +335,8 @@ def test_words_for_what_a_job_waits_for(node, tmp_path, monkeypatch):
         ("Licenses", "waits for Licenses"),
     ):
         node.says(JOB.format(state="PENDING", reason=reason, restarts=2))
-        told = SlurmLauncher().status(handle(one))
-        assert (told.state, told.restarts, told.cause) == (UnitState.WAITING, 2, f"job 7 {words}")
+        found = SlurmLauncher().status(handle(one))
+        assert (found.state, found.restarts, found.cause) == (UnitState.WAITING, 2, f"job 7 {words}")
     for job_state, state in (("OUT_OF_MEMORY", UnitState.FAILED), ("CANCELLED", UnitState.STOPPED)):
         node.says(JOB.format(state=job_state, reason="None", restarts=0))
         assert SlurmLauncher().status(handle(one)).state is state

@@ -58,8 +58,8 @@ class Yard:
         child = self.start("up", "--detach", "--json", *words)
         out, err = child.communicate(timeout=2 * PATIENCE_S)
         assert child.returncode in (0, 1), out + err
-        told: dict[str, Any] = json.loads(out)
-        return told
+        found: dict[str, Any] = json.loads(out)
+        return found
 
     def states(self) -> dict[str, str]:
         statuses = Fleet(IslandsFile.load(self.file)).statuses()
@@ -108,8 +108,8 @@ def test_a_second_up_starts_only_what_is_new_or_has_failed(yard):
     before = yard.child("a")
 
     yard.write(f"[islands.a]\n{HERE}\n{fails}\n[islands.b]\n{HERE}\n")
-    told = yard.up()
-    assert told["started"] == ["c", "b"]
+    found = yard.up()
+    assert found["started"] == ["c", "b"]
     assert yard.child("a") == before
     until(lambda: yard.states()["c"] == "failed")
     assert [path.name for path in sorted((yard.run / "units/c").glob("start-*"))] == [
@@ -132,7 +132,7 @@ def test_a_second_up_starts_only_what_is_new_or_has_failed(yard):
     assert list(yard.states()) == ["syncer", "a", "b"]
 
 
-def test_ctrl_c_detaches_and_kills_nobody(yard):
+def test_ctrl_c_detaches_and_kills_no_unit(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
     child = yard.start("up")
     assert child.stdout is not None
@@ -192,9 +192,9 @@ def test_a_dry_run_starts_nothing_and_shows_no_secret(yard):
     assert "a very secret token" not in said
     assert "ATOLL_TOKEN='(secret)'" in said
     assert "--or-resume" in said
-    told = json.loads(yard.atoll("up", "--dry-run", "--json", "a"))
-    assert [unit["name"] for unit in told["units"]] == ["a"]
-    assert "a very secret token" not in json.dumps(told)
+    found = json.loads(yard.atoll("up", "--dry-run", "--json", "a"))
+    assert [unit["name"] for unit in found["units"]] == ["a"]
+    assert "a very secret token" not in json.dumps(found)
     assert not yard.run.exists()
 
 
@@ -211,7 +211,7 @@ def test_no_file_that_others_can_read_has_the_token(yard):
     assert f"ATOLL_TOKEN={token}" in Path(f"/proc/{known.pid}/environ").read_text().split("\0")
 
 
-def test_a_secret_of_the_caller_is_told_to_a_unit_and_to_nobody_else(yard, monkeypatch):
+def test_secret_of_the_caller_reaches_its_unit_alone(yard, monkeypatch):
     shows = "import os, signal; print(len(os.environ['MY_KEY']), flush=True); signal.pause()"
     yard.write(f'[islands.a]\ncommand = ["python", "-c", "{shows}"]\nsecrets = ["MY_KEY"]\n')
     said = yard.atoll("up", "--dry-run", code=2)
@@ -224,7 +224,7 @@ def test_a_secret_of_the_caller_is_told_to_a_unit_and_to_nobody_else(yard, monke
     assert holders == []
 
 
-def test_nothing_starts_where_one_unit_is_wrong(yard):
+def test_invalid_unit_starts_nothing(yard):
     yard.write(f'[islands.a]\n{HERE}\n[islands.b]\ncommand = "no-such-program"\n[islands.c]\n{HERE}\nnodes = 2\n')
     said = yard.atoll("up", code=2)
     assert "b: there is no program 'no-such-program'" in said
@@ -232,14 +232,14 @@ def test_nothing_starts_where_one_unit_is_wrong(yard):
     assert not yard.run.exists()
 
 
-def test_an_engine_that_is_not_there_starts_nothing_of_the_file(yard):
+def test_missing_launcher_starts_no_unit_of_the_file(yard):
     yard.write(f'[islands.a]\n{HERE}\n[islands.b]\n{HERE}\nlauncher = "kubernetes"\n')
     said = yard.atoll("up", code=2)
     assert "islands.b.launcher is 'kubernetes': Atoll has no launcher for kubernetes" in said
     assert not yard.run.exists()
 
 
-def test_a_directory_that_nobody_can_write_is_named(yard):
+def test_unwritable_directory_is_named(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
     yard.file.write_text('directory = "/proc/run"\n' + yard.file.read_text())
     said = yard.atoll("up", code=2)
@@ -248,7 +248,7 @@ def test_a_directory_that_nobody_can_write_is_named(yard):
 
 
 @pytest.mark.long
-def test_an_engine_that_cannot_be_asked_is_no_loss(yard):
+def test_unreachable_launcher_does_not_lose_units(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
     yard.up()
     yard.says("a", "here")
@@ -264,7 +264,7 @@ def test_an_engine_that_cannot_be_asked_is_no_loss(yard):
     assert yard.states() == {"syncer": "running", "a": "stopped"}
 
 
-def test_two_who_change_a_run_at_once_are_told_of_each_other(yard):
+def test_concurrent_changes_of_a_run_are_refused(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
     with Fleet(IslandsFile.load(yard.file)).lock("atoll down"):
         said = yard.atoll("up", code=2)
@@ -276,16 +276,16 @@ def test_two_who_change_a_run_at_once_are_told_of_each_other(yard):
 
 
 @pytest.mark.long
-def test_an_island_that_fails_for_good_is_told_by_the_exit_code(yard):
+def test_failed_island_sets_the_exit_code(yard):
     yard.write('[islands.a]\ncommand = ["python", "-c", "raise SystemExit(\'out of luck\')"]\nrestarts = 0\n')
     said = yard.atoll("up", code=1)
     assert "a: failed (exit code 1: out of luck)" in said
     assert f"units with problems: a; show their output: atoll logs {yard.file} a" in said
     assert "a: failed" in yard.atoll("status", code=1)
-    told = json.loads(yard.atoll("status", "--json", code=1))
-    assert told["well"] is False
-    assert told["units"][1]["name"] == "a"
-    assert told["units"][1]["state"] == "failed"
+    found = json.loads(yard.atoll("status", "--json", code=1))
+    assert found["well"] is False
+    assert found["units"][1]["name"] == "a"
+    assert found["units"][1]["state"] == "failed"
 
 
 @pytest.mark.long

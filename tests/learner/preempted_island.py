@@ -1,4 +1,4 @@
-"""A script as a user of torchrun has it: one rank of an island that learns everything from its environment."""
+"""Script for torchrun: one rank of an island, which takes all settings from its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content of the tapes of a run, for the tests of real processes."""
+"""Content of the tapes of a run, for tests with real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def events(run: Run, learner: int, kind: type) -> list[Any]:
 
 
 def received_messages(run: Run, actor: int, kind: type, until: float, learner: int | None = None) -> list[Any]:
-    """Return the messages that have arrived at an actor until this time. `learner`: only from this one."""
+    """Return the messages of a kind that an actor has received until this time, optionally only from one learner."""
     found = []
     for entry in entries(run, actor):
         envelope = getattr(entry.event, "envelope", None)

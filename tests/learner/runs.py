@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo  # the first optimizer of a process loads it, in seconds; here it is loaded once, for all of them
+import torch._dynamo  # the first optimizer of a process imports it in seconds; the fork server imports it once for all
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -53,21 +53,29 @@ from tests.learner import fault_injection
 from tests.learner.small_models import BATCH, Work, values, work
 
 LIMIT_S = 300.0
-"""Limit of every single wait. It only ends a test that hangs: with other work on all cores the fork server alone needs
-more than 20 s to import torch, and the end of a child is noticed at once."""
+"""Limit of every single wait. It only ends a test that hangs: the end of a child is noticed at once.
+
+On a busy machine the fork server alone needs more than 20 s to import torch.
+"""
 
 POLL_INTERVAL_S = 0.02
 
 T = TypeVar("T")
 
 QUICK = Limits(initial_wait_s=5.0, initial_backoff_s=0.05, max_backoff_s=0.5)
-"""Limits of a run whose links are broken on purpose: tests must not wait for the backoff."""
+"""Limits of a run whose connections are broken on purpose: tests must not wait for the backoff."""
 
 
 def config(**settings: Any) -> RunConfig:
     """Return the config of a run that ends after a few merges."""
-    known: dict[str, Any] = {"run_id": "test", "fragments": 3, "every_steps": 3, "budget_merges": 12, "limits": QUICK}
-    return RunConfig(**(known | settings))
+    defaults: dict[str, Any] = {
+        "run_id": "test",
+        "fragments": 3,
+        "every_steps": 3,
+        "budget_merges": 12,
+        "limits": QUICK,
+    }
+    return RunConfig(**(defaults | settings))
 
 
 def endless(**settings: Any) -> RunConfig:
@@ -76,6 +84,7 @@ def endless(**settings: Any) -> RunConfig:
 
 
 def processes() -> Any:
+    """Return the multiprocessing context of all children."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.learner.runs"])
     return context
@@ -87,22 +96,25 @@ def processes() -> Any:
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """`number` is also the seed: every learner starts with other weights and other data. `planted` names a bug."""
+    """Settings of a learner.
+
+    `number` is also the seed: every learner starts with its own weights and data. `planted` names injected faults.
+    """
 
     number: int
     model: str = "plain"
     dtype: str = "float32"
     flip: bool = False
     token: str | None = None
-    pace_s: float = 0.002  # between two steps; the learner polls for commands meanwhile
+    pace_s: float = 0.002  # pause between two steps, in which the learner polls for commands
     join_timeout_s: float | None = LIMIT_S
     planted: str = ""
-    keeps: bool = True  # tape and parts, in the directory of the run
+    has_run_directory: bool = True  # for its tape and parts
     max_rate: str | None = None
     streams: int | None = None
     notice_s: float | None = None
     disconnect_timeout_s: float | None = None
-    draws: bool = False  # draw from torch's generator after every step, and store the number in `extra_state`
+    draws: bool = False  # draw from the generator of torch after every step, and store the number in `extra_state`
     keys: Path | None = None
     ca: Path | None = None
 
@@ -137,7 +149,7 @@ def syncer_child(
 ) -> None:
     _begin(log)
     fault_injection.inject(bug, directory)
-    main.LINGER_S = 0.2  # for the last acknowledgements; loopback is quick
+    main.LINGER_S = 0.2  # for the last acknowledgements; loopback is fast
     try:
         finished = serve_syncer(
             directory,
@@ -170,7 +182,7 @@ def shard_child(
     _begin(log)
     fault_injection.inject(bug, directory)
     try:
-        ready = partial(_tell_ready, pipe)
+        ready = partial(_send_ready, pipe)
         files = find_key_files(keys, for_syncer=True) if keys is not None else None
         serve_shard(
             directory, shard, shards, parse_endpoint(head, keys), port=0, token=token, on_ready=ready, keys=files
@@ -181,7 +193,7 @@ def shard_child(
         pipe.send(("failed", type(error).__name__, str(error)))
 
 
-def _tell_ready(pipe: Connection, address: str) -> None:
+def _send_ready(pipe: Connection, address: str) -> None:
     pipe.send(("ready", address))
 
 
@@ -191,9 +203,9 @@ def standby_child(
     _begin(log)
     main.LINGER_S = 0.2
     try:
-        turn = main.wait_to_take_over(directory, after_s, lambda: pipe.send(("waits", True)))
-        pipe.send(("turn", turn))
-        if turn is None:
+        takeover = main.wait_to_take_over(directory, after_s, lambda: pipe.send(("waits", True)))
+        pipe.send(("turn", takeover))
+        if takeover is None:
             return
         finished = serve_syncer(
             directory,
@@ -202,7 +214,7 @@ def standby_child(
             token=token,
             on_ready=lambda address: pipe.send(("ready", address)),
             on_finished=lambda syncer: save_file(syncer.published_model(), directory / "published.safetensors"),
-            take_over=turn.is_forced,
+            take_over=takeover.is_forced,
         )
         pipe.send(("ended", finished))
     except BaseException as error:
@@ -214,7 +226,7 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
     _begin(log)
     fault_injection.inject(spec.planted, directory)
     job = work(spec.model, spec.number, spec.dtype, spec.flip)
-    drawn: list[float] = []
+    random_numbers: list[float] = []
     try:
         with Learner(
             job.model,
@@ -224,9 +236,9 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             keys=spec.keys,
             ca=spec.ca,
             learner=spec.number,
-            run_directory=directory if spec.keeps else None,
+            run_directory=directory if spec.has_run_directory else None,
             join_timeout_s=spec.join_timeout_s,
-            extra_state=(lambda: {"drawn": drawn[-1:]}) if spec.draws else None,
+            extra_state=(lambda: {"drawn": random_numbers[-1:]}) if spec.draws else None,
             max_rate=spec.max_rate,
             streams=spec.streams,
             notice_s=spec.notice_s,
@@ -238,7 +250,7 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             next_drawn = float(torch.rand(1, generator=_same_generator()))
             report |= {"restored": learner.restored_state, "next_drawn": next_drawn}
             pipe.send(("joined", report))
-            _train(learner, job, spec, pipe, drawn)
+            _train(learner, job, spec, pipe, random_numbers)
         save_file(_contiguous(values(job.model)), model_file(directory, learner.id))
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         last: dict[str, Any] = {
@@ -261,43 +273,43 @@ def _same_generator() -> torch.Generator:
     return same
 
 
-def _train(learner: Learner, job: Work, spec: LearnerSpec, pipe: Connection, drawn: list[float]) -> None:
+def _train(learner: Learner, job: Work, spec: LearnerSpec, pipe: Connection, random_numbers: list[float]) -> None:
     """Execute commands: "go" trains on, ("train", n) takes n steps, "hold" waits, "break" leaves the loop."""
-    left, requested, number = 0.0, 0, 0
-    slowest: list[float] = []
+    steps_left, requested, number = 0.0, 0, 0
+    boundaries_s: list[float] = []
     while not learner.finished:
-        if pipe.poll(LIMIT_S if left == 0 else spec.pace_s):
+        if pipe.poll(LIMIT_S if steps_left == 0 else spec.pace_s):
             command, count = pipe.recv()
             if command == "break":
                 return
             if command == "raise":
-                raise ArithmeticError("a mistake in the user's loop")
+                raise ArithmeticError("an error in the user's loop")
             if command == "poison":
                 with torch.no_grad():
                     next(job.model.parameters()).fill_(float("nan"))
-            if command == "wild":  # finite, and far from anything that training does
+            if command == "wild":  # finite, and far from all values of training
                 with torch.no_grad():
                     next(job.model.parameters()).add_(float(count))
-            if command == "small files":  # a larger write fails half-way, as on a full disk
+            if command == "small files":  # a larger write fails in the middle, as on a full disk
                 resource.setrlimit(resource.RLIMIT_FSIZE, (count, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
             if command == "hold":
-                left = 0
+                steps_left = 0
                 pipe.send(("held", number))
             elif command in ("go", "train"):
-                left, requested, slowest = (float("inf") if command == "go" else count), count, []
+                steps_left, requested, boundaries_s = (float("inf") if command == "go" else count), count, []
             continue
-        if left == 0:
-            raise TimeoutError("the test has forgotten this learner")
+        if steps_left == 0:
+            raise TimeoutError("no command from the test")
         loss = job.step(number)
         if spec.draws:
-            drawn.append(float(torch.rand(1)))
+            random_numbers.append(float(torch.rand(1)))
         before = learner.stats().boundary_s
         learner.step(tokens=BATCH, loss=loss)
-        slowest.append(learner.stats().boundary_s - before)
+        boundaries_s.append(learner.stats().boundary_s - before)
         number += 1
-        left -= 1
-        if left == 0:
-            pipe.send(("trained", {"steps": requested, "boundaries_s": slowest, "link": learner.stats().link}))
+        steps_left -= 1
+        if steps_left == 0:
+            pipe.send(("trained", {"steps": requested, "boundaries_s": boundaries_s, "link": learner.stats().link}))
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -309,11 +321,11 @@ def model_file(directory: Path, learner: int) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Seen from the test
+# Control by the test
 
 
 class Child:
-    """One process. Its end is unexpected unless it was announced."""
+    """One process. Its end is an error unless `expected_to_end` is set."""
 
     def __init__(self, name: str, log: Path, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         self.name = name
@@ -321,10 +333,10 @@ class Child:
         self.address = ""
         self.expected_to_end = False
         context = processes()
-        self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=target, args=(*args, log, theirs), name=name)
+        self.pipe, pipe_of_child = context.Pipe()
+        self.process: BaseProcess = context.Process(target=target, args=(*args, log, pipe_of_child), name=name)
         self.process.start()
-        theirs.close()
+        pipe_of_child.close()
 
     @property
     def pid(self) -> int:
@@ -333,9 +345,9 @@ class Child:
 
     def expect(self, kind: str, limit_s: float = LIMIT_S) -> Any:
         """Return the payload of the next message, which must be of this kind."""
-        found = self.receive_any(limit_s)
-        assert found[0] == kind, f"{self.name} sent {found}, {kind!r} was expected\n{self.logged()}"
-        return found[1] if len(found) == 2 else found[1:]
+        message = self.receive_any(limit_s)
+        assert message[0] == kind, f"{self.name} sent {message}, {kind!r} was expected\n{self.logged()}"
+        return message[1] if len(message) == 2 else message[1:]
 
     def receive_any(self, limit_s: float = LIMIT_S) -> tuple[Any, ...]:
         if not self.pipe.poll(limit_s):
@@ -343,10 +355,10 @@ class Child:
             self.process.join(0.5)
             raise AssertionError(f"{self.name} sent nothing within {limit_s:g} s\n{self.logged()}")
         try:
-            found: tuple[Any, ...] = self.pipe.recv()
+            message: tuple[Any, ...] = self.pipe.recv()
         except EOFError:
             raise AssertionError(f"{self.name} ended without a message\n{self.logged()}") from None
-        return found
+        return message
 
     def command(self, command: str, count: int = 0) -> None:
         self.pipe.send((command, count))
@@ -383,7 +395,7 @@ class Child:
 
 
 class Run:
-    """A run and its directory. Leaving the block ends every process."""
+    """Processes and directory of a run. The end of the block ends every process."""
 
     def __init__(
         self,
@@ -425,8 +437,8 @@ class Run:
         """Start the first syncer, or another one on the same directory and port."""
         port = int(self.address.rpartition(":")[2]) if self.address else 0
         log = self.directory / "logs" / f"syncer-{len(self.children)}.log"
-        bound = (self.keys, self.host, self.serve_end_s)
-        args = (self.directory, self.settings, port, self.token, self.planted, *bound)
+        listener = (self.keys, self.host, self.serve_end_s)
+        args = (self.directory, self.settings, port, self.token, self.planted, *listener)
         self.syncer = Child("syncer", log, syncer_child, args)
         self.children.append(self.syncer)
         self.address = self.syncer.expect("ready")
@@ -435,7 +447,7 @@ class Run:
     def start_shard(
         self, number: int, folder: str = "", planted: str = "", keys: Path | None = None, plain: bool = False
     ) -> Child:
-        """Start a shard with the key of the syncer, with other keys, or with none (`plain`)."""
+        """Start a shard with the key of the syncer, with `keys`, or without keys (`plain`)."""
         log = self.directory / "logs" / f"shard-{number}-{len(self.children)}.log"
         shard_directory = self.directory / "shards" / (folder or str(number))
         if keys is None and self.keys is not None and not plain:
@@ -447,7 +459,7 @@ class Run:
         return child
 
     def start_standby(self, port: int, after_s: float, directory: Path | None = None) -> Child:
-        """Start a standby, which waits. `took_over` makes it the run's syncer."""
+        """Start a standby, which waits. `took_over` makes it the syncer of the run."""
         log = self.directory / "logs" / f"standby-{len(self.children)}.log"
         args = (directory or self.directory, self.settings, port, self.token, after_s)
         child = Child("standby", log, standby_child, args)
@@ -455,13 +467,14 @@ class Run:
         return child
 
     def took_over(self, standby: Child) -> Any:
-        turn = standby.expect("turn")
+        """Wait until a standby serves the run. Return the cause of its takeover."""
+        takeover = standby.expect("turn")
         self.address = standby.expect("ready")
         self.syncer = standby
-        return turn
+        return takeover
 
     def start(self, spec: LearnerSpec | int, address: str = "") -> Child:
-        """Start a learner, which then joins."""
+        """Start a learner, which joins and then waits for commands."""
         spec = LearnerSpec(spec, token=self.token) if isinstance(spec, int) else spec
         log = self.directory / "logs" / f"learner-{spec.number}-{len(self.children)}.log"
         args = (self.directory, address or self.address, spec)
@@ -493,11 +506,11 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ requests
 
-    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+    def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
         if self.token is not None:
             headers = {"Authorization": f"Bearer {self.token}"} | headers
         connection = http.client.HTTPConnection(self.address, timeout=LIMIT_S)
-        if self.keys is not None:  # as the syncer itself
+        if self.keys is not None:  # the keys of the syncer itself
             by_key = self.keys.authority is not None
             tls = ClientTls(self.keys.certificate.parent) if by_key else ClientTls(pinned=self.keys)
             context = tls.make_context()
@@ -511,24 +524,24 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         try:
-            code, body = self.ask("GET", "/v1/status")
+            code, body = self.request("GET", "/v1/status")
         except (ConnectionResetError, http.client.RemoteDisconnected):
-            if self.planted != "hurried-listener":
+            if self.planted != "short-handshake-timeouts":
                 raise
-            return self.status()  # on a busy machine this process is too slow for a timeout of half a second
+            return self.status()  # a busy machine is too slow for a timeout of half a second
         assert code == 200, body
-        found: dict[str, Any] = json.loads(body)
-        return found
+        status: dict[str, Any] = json.loads(body)
+        return status
 
     def until(self, condition: Callable[[dict[str, Any]], T | None], what: str, limit_s: float = LIMIT_S) -> T:
-        """Return what the condition finds in the status of the run, as soon as it finds something."""
+        """Poll the status of the run until the condition returns a true value. Return this value."""
         end = time.monotonic() + limit_s
         while True:
             status = self.status()
             found = condition(status)
             if found:
                 return found
-            message = f"{what}: waited in vain\n{json.dumps(status, indent=1)}\n{self.logs()}"
+            message = f"{what}: timeout\n{json.dumps(status, indent=1)}\n{self.logs()}"
             assert time.monotonic() < end, message
             self.watch(POLL_INTERVAL_S)
 
@@ -542,12 +555,12 @@ class Run:
                 raise AssertionError(f"{child.name} ended, its last message: {last}\n{child.logged()}")
             child.expected_to_end = True
 
-    def learner(self, number: int, **wanted: Any) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-        """Return a condition for `until`: the status of a learner, once it has all the wanted values."""
+    def learner(self, number: int, **expected: Any) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+        """Return a condition for `until`: the status of a learner, once it has all these values."""
 
         def find(status: dict[str, Any]) -> dict[str, Any] | None:
             found = [each for each in status["learners"] if each["learner"] == number]
-            return next((each for each in found if wanted.items() <= each.items()), None)
+            return next((each for each in found if expected.items() <= each.items()), None)
 
         return find
 
@@ -557,15 +570,15 @@ class Run:
     def logs(self) -> str:
         return "\n".join(child.logged() for child in self.children)
 
-    def log_lines(self, child: Child, words: str) -> list[str]:
-        text = child.log.read_text() if child.log.exists() else ""
-        return [line for line in text.splitlines() if words in line]
+    def log_lines(self, child: Child, text: str) -> list[str]:
+        log = child.log.read_text() if child.log.exists() else ""
+        return [line for line in log.splitlines() if text in line]
 
     # ------------------------------------------------------------------------------------------ checks
 
     def end(self) -> None:
         """Request the end of a run that has no budget."""
-        assert self.ask("POST", "/v1/finish")[0] == 204
+        assert self.request("POST", "/v1/finish")[0] == 204
 
     def verdict(self) -> CheckResult:
         """Return the result of `atoll check` and `atoll replay` for the tapes."""
@@ -589,8 +602,8 @@ class Run:
             shared = {name: tensor for name, tensor in own.items() if name in published}
             assert shared.keys() == published.keys()
             for name, tensor in shared.items():
-                wanted = published[name].to(tensor.dtype)
-                assert torch.equal(tensor, wanted), f"{name} at learner {number} is not the published one"
+                expected = published[name].to(tensor.dtype)
+                assert torch.equal(tensor, expected), f"{name} at learner {number} is not the published one"
 
 
 def versions_by_epoch(directory: Path) -> Iterator[tuple[int, dict[int, int]]]:

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# To the end
+# Training to the end of the run
 
 KINDS = {
     "f32": (Numerics(up="f32", down="f32", merge="average"), config(), LearnerSpec(2)),
@@ -80,7 +80,7 @@ def test_two_learners_train_to_the_end_and_all_models_are_the_same_to_the_last_b
     assert settings.budget_merges is not None
     one, two = (load_file(model_file(tmp_path, number)) for number in (1, 2))
     assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one), "what does not travel was the same from the start"
+    assert all(torch.equal(one[name], two[name]) for name in one), "local tensors were equal from the start"
     fresh = values(work(second.model, 1, second.dtype).model)
     assert any(not torch.equal(one[name], fresh[name]) for name in one), "nothing was learned"
 
@@ -134,17 +134,17 @@ def test_plan_with_fewer_fragments_equals_plan_of_that_number():
     """A later learner gets the number of fragments, and not how the first learner computed it."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(50, 1))
     differing = 0
-    for wanted in range(1, 40):
-        settings = RunSettings(config(fragments=wanted), Numerics(plan="rows"))
+    for requested in range(1, 40):
+        settings = RunSettings(config(fragments=requested), Numerics(plan="rows"))
         plan = plan_for_run(model, settings)
-        report = RunSettings(config(fragments=len(plan.fragments)), Numerics(plan="rows"))
-        assert plan_for_run(model, report) == plan
-        differing += make_plan(describe_tensors(model), wanted, "rows") != plan
+        same_count = RunSettings(config(fragments=len(plan.fragments)), Numerics(plan="rows"))
+        assert plan_for_run(model, same_count) == plan
+        differing += make_plan(describe_tensors(model), requested, "rows") != plan
     assert differing > 0, "the plans of this model are all stable: they show nothing"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Wrong use
+# Invalid use
 
 
 def test_invalid_arguments_raise_value_error_with_advice(tmp_path):
@@ -175,13 +175,13 @@ def test_invalid_arguments_raise_value_error_with_advice(tmp_path):
         assert learner.stats().steps == steps
 
 
-def given(job: Work, **settings: Any) -> Learner:
-    """A learner that is never entered."""
+def make_learner(job: Work, **settings: Any) -> Learner:
+    """Return a learner that is never entered."""
     return Learner(job.model, job.optimizer, "head:7400", **settings)
 
 
 OPTIMIZER = "optimizer must be a torch.optim.Optimizer, got"
-WRONG: dict[str, tuple[Callable[[Work], Any], str]] = {
+INVALID_ARGUMENTS: dict[str, tuple[Callable[[Work], Any], str]] = {
     "optimizer=None": (
         lambda job: Learner(job.model, None, "head:7400"),  # type: ignore[arg-type]
         f"{OPTIMIZER} None; pass the one that updates the model",
@@ -207,40 +207,40 @@ WRONG: dict[str, tuple[Callable[[Work], Any], str]] = {
         "syncer is 7400; give host:port",
     ),
     "learner='x'": (
-        lambda job: given(job, learner="x"),
+        lambda job: make_learner(job, learner="x"),
         "learners are numbered from 1: learner must be a whole number of at least 1, got 'x'",
     ),
     "learner=True": (
-        lambda job: given(job, learner=True),
+        lambda job: make_learner(job, learner=True),
         "learners are numbered from 1: learner must be a whole number of at least 1, got True",
     ),
-    "keys=3": (lambda job: given(job, keys=3), "keys is a path, got a int"),
+    "keys=3": (lambda job: make_learner(job, keys=3), "keys is a path, got a int"),
     "extra_state={}": (
-        lambda job: given(job, extra_state={}),
+        lambda job: make_learner(job, extra_state={}),
         "extra_state is a function that returns a JSON value to store, got {}",
     ),
-    "max_rate=500": (lambda job: given(job, max_rate=500), "a rate is a number with a unit, as 2gbit"),
-    "max_rate=''": (lambda job: given(job, max_rate=""), "a rate is a number with a unit, as 2gbit"),
+    "max_rate=500": (lambda job: make_learner(job, max_rate=500), "a rate is a number with a unit, as 2gbit"),
+    "max_rate=''": (lambda job: make_learner(job, max_rate=""), "a rate is a number with a unit, as 2gbit"),
     "streams='many'": (
-        lambda job: given(job, streams="many"),
+        lambda job: make_learner(job, streams="many"),
         "streams is 'many'; give a number of connections from 1 to 16",
     ),
     "notice_s=-1": (
-        lambda job: given(job, notice_s=-1),
+        lambda job: make_learner(job, notice_s=-1),
         "notice_s is the time from SIGTERM to the end, in seconds above 0; got -1",
     ),
 }
 for value in (-1, 0, float("nan"), float("inf"), "soon", True):
-    WRONG[f"join_timeout_s={value!r}"] = (
-        partial(given, join_timeout_s=value),
+    INVALID_ARGUMENTS[f"join_timeout_s={value!r}"] = (
+        partial(make_learner, join_timeout_s=value),
         f"join_timeout_s is how long to wait for the run, in seconds above 0; got {value!r}",
     )
 
 
-@pytest.mark.parametrize("invalid", WRONG)
+@pytest.mark.parametrize("invalid", INVALID_ARGUMENTS)
 def test_invalid_argument_raises_value_error_with_one_sentence(invalid):
-    make, sentence = WRONG[invalid]
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+    make, message = INVALID_ARGUMENTS[invalid]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         make(work())
 
 
@@ -248,7 +248,7 @@ def test_run_directory_that_is_a_file_raises_value_error(tmp_path):
     (file := tmp_path / "file").touch()
     for directory in (file, file / "run", str(file)):
         with pytest.raises(ValueError, match=f"^run_directory is {directory}, but {file} is a file: pass a directory"):
-            given(work(), run_directory=directory)
+            make_learner(work(), run_directory=directory)
 
 
 def test_integers_of_numpy_and_0_dimensional_tensors_are_accepted(tmp_path):
@@ -284,11 +284,11 @@ def test_other_model_is_refused_with_first_differing_tensor_and_run_continues(tm
     with Run(tmp_path) as run:
         (good,) = run.joined(1)
         job = work(invalid)
-        named = {
+        difference = {
             "taller": "'first.bias', 25 at the learner and 24 in the run",
             "other": "'0.bias' (4 float32 weight), which the run does not have",
         }[invalid]
-        with pytest.raises(LearnerRefusedError, match=re.escape(named)), learner_of(run, job, 2):
+        with pytest.raises(LearnerRefusedError, match=re.escape(difference)), learner_of(run, job, 2):
             pass
         assert run.status()["refused"] == {"refused-fingerprint": 1}
         run.go(good)
@@ -297,16 +297,16 @@ def test_other_model_is_refused_with_first_differing_tensor_and_run_continues(tm
 
 
 def test_other_model_that_is_uploaded_second_is_refused(tmp_path):
-    """It has fetched the settings before the run had a model."""
+    """The learner downloads the settings before the run has a model, and another learner uploads its model first."""
     with Run(tmp_path) as run:
         late = learner_of(run, work("taller"), 2)
-        found = late._background.upload_model
+        upload = late._background.upload_model
 
-        def found_late(*args: Any) -> None:
+        def upload_late(*args: Any) -> None:
             run.joined(1)
-            found(*args)
+            upload(*args)
 
-        late._background.upload_model = found_late  # type: ignore[method-assign, assignment]
+        late._background.upload_model = upload_late  # type: ignore[method-assign, assignment]
         with (
             pytest.raises(LearnerRefusedError, match=r"'first\.bias', 25 at the learner .* atoll syncer --out DIR"),
             late,
@@ -360,7 +360,7 @@ def change_core(learner: Learner, change: Callable[[Handle, float, Any], list[An
 
 
 class InterruptedIsland(SingleRankIsland):
-    """Ctrl-C between the moment when the core asks for an action of this kind and the action."""
+    """Island that raises KeyboardInterrupt after the core has returned an action of this kind, before its execution."""
 
     def __init__(self, kind: type[Action]) -> None:
         self.kind = kind
@@ -374,7 +374,7 @@ class InterruptedIsland(SingleRankIsland):
 
 
 def test_ctrl_c_between_the_pull_and_the_copy_does_not_hang(tmp_path):
-    """The worst moment: the copy is never made."""
+    """This is the worst moment: the copy is never made."""
     with Run(tmp_path, endless()) as run:
         job = work()
         learner = learner_of(run, job, 1)
@@ -387,7 +387,7 @@ def test_ctrl_c_between_the_pull_and_the_copy_does_not_hang(tmp_path):
 
 
 def test_ctrl_c_that_leaves_the_lock_locked_does_not_hang(tmp_path):
-    """Between taking a lock and remembering to give it back there is room for a signal."""
+    """A signal can arrive after a lock is acquired and before the code that releases it is set up."""
     with Run(tmp_path, endless()) as run:
         job = work()
 
@@ -405,7 +405,7 @@ def test_ctrl_c_that_leaves_the_lock_locked_does_not_hang(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_inside_of_the_core_is_raised_after_it(tmp_path, number):
-    """The core would be ahead of its tape and could not send its leave message. So the event completes first."""
+    """Otherwise the core would be ahead of its tape, and the learner could not send its leave message."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -438,7 +438,7 @@ def test_an_interrupt_inside_of_the_core_is_raised_after_it(tmp_path, number):
 
 
 def test_an_error_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
-    """The core is ahead of its tape then: it sends nothing more, and the syncer sees the connection close."""
+    """The core is ahead of its tape, so the learner sends nothing more. The syncer sees the connection close."""
     with Run(tmp_path, endless()) as run:
         job = work()
 
@@ -456,8 +456,8 @@ def test_an_error_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
 
         with pytest.raises(MemoryError):
             island()
-        away = run.until(run.learner(1, standing="disconnected"), "the syncer sees the link close")
-        assert "connection closed" in away["reason"]
+        status = run.until(run.learner(1, standing="disconnected"), "the syncer sees the link close")
+        assert "connection closed" in status["reason"]
         run.verdict()
 
 
@@ -482,7 +482,7 @@ def test_error_in_the_background_thread_is_raised_by_the_next_step(tmp_path, cap
         job = work()
 
         def decode(*args: Any) -> Any:
-            raise MemoryError("no memory for it")
+            raise MemoryError("injected: no memory")
 
         def island() -> None:
             with learner_of(run, job, 1) as learner:
@@ -490,7 +490,7 @@ def test_error_in_the_background_thread_is_raised_by_the_next_step(tmp_path, cap
                     fragment.begin_value = decode  # type: ignore[method-assign, assignment]
                 train(learner, job)
 
-        with pytest.raises(BackgroundFailedError, match="no memory for it") as caught:
+        with pytest.raises(BackgroundFailedError, match="injected: no memory") as caught:
             island()
         assert isinstance(caught.value.__cause__, MemoryError)
         assert "the background thread of this learner failed" in caplog.text
@@ -503,7 +503,7 @@ def test_core_error_on_a_message_is_raised_by_the_next_step(tmp_path, kind):
 
         def failing(handle: Handle, now: float, event: Any) -> list[Any]:
             if isinstance(event, MessageArrived):
-                raise kind("a planted bug")
+                raise kind("an injected bug")
             return handle(now, event)
 
         def island() -> None:
@@ -521,7 +521,7 @@ def test_end_of_the_background_thread_is_raised_by_the_next_step_and_cleaned_up(
         job = work()
 
         def end() -> None:
-            raise SystemExit("a planted end")
+            raise SystemExit("an injected end")
 
         def island() -> None:
             with learner_of(run, job, 1) as learner:
@@ -529,13 +529,13 @@ def test_end_of_the_background_thread_is_raised_by_the_next_step_and_cleaned_up(
                 learner._background._loop.call_soon_threadsafe(end)
                 train(learner, job)
 
-        with pytest.raises(BackgroundFailedError, match="a planted end"):
+        with pytest.raises(BackgroundFailedError, match="an injected end"):
             island()
         run.until(run.learner(1, standing="left"), "it has left")
 
 
 def test_optimizer_state_that_cannot_be_sent_does_not_stop_its_source(tmp_path):
-    """An optimizer may keep whatever it likes; that shows only after its first step."""
+    """Optimizer state can hold any object. A learner finds this only after its first step."""
 
     class Odd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -549,34 +549,36 @@ def test_optimizer_state_that_cannot_be_sent_does_not_stop_its_source(tmp_path):
         return job._replace(optimizer=Odd(job.model.parameters(), lr=0.01))
 
     with Run(tmp_path, endless()) as run:
-        giver, taker = odd(1), odd(2)
+        source, receiver = odd(1), odd(2)
         done = threading.Event()
-        with ThreadPoolExecutor(1) as pool, learner_of(run, giver, 1) as one:
+        with ThreadPoolExecutor(1) as pool, learner_of(run, source, 1) as one:
 
-            def give() -> int:
+            def train_source() -> int:
                 number = 0
                 while not done.is_set():
-                    one.step(tokens=BATCH, loss=giver.step(number))
+                    one.step(tokens=BATCH, loss=source.step(number))
                     number += 1
                 return number
 
-            giving = pool.submit(give)
+            training = pool.submit(train_source)
             try:
                 run.until(run.merges(3), "the run is under way")
-                with learner_of(run, taker, 2) as two:
+                with learner_of(run, receiver, 2) as two:
                     assert two.lr_scale < 1, "fresh moments start with a warm-up"
             finally:
                 done.set()
-            assert giving.result(LIMIT_S) > 0
+            assert training.result(LIMIT_S) > 0
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Tensors at the boundary
 
 
-def copied_and_forgotten() -> None:
-    """A pull is answered and a newer version adopted at the same boundary: the copy is made but not used. In the
-    meantime its buffer must not become the one into which the background decodes."""
+def copy_and_adopt_at_one_boundary() -> None:
+    """Answer a pull and adopt a newer version at the same boundary, so that the copy is made but not used.
+
+    The background must not decode into the buffer of the copy meanwhile.
+    """
     model = nn.Linear(4, 4)
     view = ModelView(model, make_plan(describe_tensors(model), 1, "balanced"))
     fragment = FragmentTensors(view, 0, get_codec("f32"))
@@ -595,14 +597,14 @@ def copied_and_forgotten() -> None:
 
 
 def test_copy_retains_its_buffer_until_it_is_made_even_if_dropped_before():
-    copied_and_forgotten()
+    copy_and_adopt_at_one_boundary()
 
 
 def test_the_test_above_fails_for_a_copy_that_does_not_retain_its_buffer(monkeypatch, tmp_path):
-    monkeypatch.setattr(FragmentTensors, "prepare_copy", FragmentTensors.prepare_copy)  # and back again afterwards
+    monkeypatch.setattr(FragmentTensors, "prepare_copy", FragmentTensors.prepare_copy)  # restored by monkeypatch
     inject("shared-buffers", tmp_path)
     with pytest.raises(AssertionError):
-        copied_and_forgotten()
+        copy_and_adopt_at_one_boundary()
 
 
 def test_package_exports_the_learner():

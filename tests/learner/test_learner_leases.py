@@ -26,8 +26,8 @@ LEASES = {"lease_samples": 3 * TAKE + 1, "leases_ahead": 3}  # a lease is no who
 
 
 def numbers_of_tape(run: Path, learner: int, incarnation: int = 1) -> list[tuple[int, ...]]:
-    """The samples of every step, from nothing but what the tape holds."""
-    line = SampleCursor(LEASES["lease_samples"])
+    """Return the samples of every step, computed from the tape alone."""
+    cursor = SampleCursor(LEASES["lease_samples"])
     leases: dict[int, tuple[int, int]] = {}
     found: list[tuple[int, ...]] = []
     for entry in TapeReader(tape_path(run, Actor(learner, incarnation))):
@@ -38,7 +38,7 @@ def numbers_of_tape(run: Path, learner: int, incarnation: int = 1) -> list[tuple
         elif type(event) is StepTaken:
             fresh = event.new_samples
             for _ in range(event.steps):
-                found.append(line.replayed(leases, TAKE, min(fresh, TAKE)))
+                found.append(cursor.replayed(leases, TAKE, min(fresh, TAKE)))
                 fresh -= min(fresh, TAKE)
     return found
 
@@ -65,14 +65,14 @@ def test_no_sample_is_leased_to_two_learners_and_the_tape_records_all(tmp_path, 
         assert run.syncer.expect("ended") is True
         run.assert_clean()
     for learner, taken in islands:
-        report = numbers_of_tape(tmp_path, learner.id)
-        assert len(report) > 10
-        assert report == taken[: len(report)]
+        recorded = numbers_of_tape(tmp_path, learner.id)
+        assert len(recorded) > 10
+        assert recorded == taken[: len(recorded)]
         stats = learner.stats()
-        assert stats.samples + TAKE * stats.repeated_steps >= TAKE * len(report)
-    once = [{n for step in taken for n in step} for _, taken in islands]
-    assert once[0].isdisjoint(once[1])
-    for (learner, taken), numbers in zip(islands, once, strict=True):
+        assert stats.samples + TAKE * stats.repeated_steps >= TAKE * len(recorded)
+    samples = [{n for step in taken for n in step} for _, taken in islands]
+    assert samples[0].isdisjoint(samples[1])
+    for (learner, taken), numbers in zip(islands, samples, strict=True):
         if not learner.stats().repeated_steps:
             assert len(numbers) == TAKE * len(taken)
     assert main(["ledger", str(tmp_path)]) == 0
@@ -87,22 +87,22 @@ def test_learner_without_leases_repeats_its_last_samples_and_never_waits(tmp_pat
             learner.step(tokens=BATCH, loss=job.step(0))
             run.syncer.kill()
             taken: list[tuple[int, ...]] = []
-            while learner.stats().repeated_steps < 12:  # more than one lease's worth
+            while learner.stats().repeated_steps < 12:  # more than one lease
                 taken.append(learner.take(TAKE))
                 learner.step(tokens=BATCH, loss=job.step(len(taken)))
             fresh, again = taken[:-12], taken[-12:]
-            had = Counter(n for step in fresh for n in step)
-            assert set(had.values()) <= {1}
+            consumed = Counter(n for step in fresh for n in step)
+            assert set(consumed.values()) <= {1}
             repeated = Counter(n for step in again for n in step)
-            assert set(repeated) <= {n for step in fresh[-4:] for n in step}, "its last lease, and nothing older"
+            assert set(repeated) <= {n for step in fresh[-4:] for n in step}, "samples of an older lease were repeated"
             run.start_syncer()
-            newest = max(had)
+            newest = max(consumed)
             for number in range(STEPS):
                 newest = max(newest, *learner.take(TAKE))
                 learner.step(tokens=BATCH, loss=job.step(number))
-                if number % 100 == 0 and run.status()["leases"]["merged"] > max(had):
+                if number % 100 == 0 and run.status()["leases"]["merged"] > max(consumed):
                     break
-            assert newest > max(had), "new samples since the syncer is back, and they are merged"
+            assert newest > max(consumed), "no new samples were merged after the restart of the syncer"
 
 
 def test_invalid_calls_of_take_raise_value_error(tmp_path):

@@ -34,6 +34,7 @@ def layers(count: int, width: int = 8) -> Work:
 
 
 def refusal(run: Run, job: Work, number: int) -> str:
+    """Return the error message of a learner that is refused when it joins."""
     with pytest.raises(LearnerRefusedError) as caught, learner_of(run, job, number, run_directory=None):
         pass
     return str(caught.value)
@@ -72,15 +73,15 @@ def test_infinite_buffer_of_a_first_model_is_refused_with_its_name_and_count(tmp
     model.register_buffer("mask", torch.tensor([0.0, float("-inf"), 0.0]))
     with Run(tmp_path) as run:
         sentence = refusal(run, job_of(model), 1)
-        named = "'mask' (buffer): 1 infinite of 3 values"
-        assert f"the model holds values that are not finite: {named}" in sentence
+        problem = "'mask' (buffer): 1 infinite of 3 values"
+        assert f"the model holds values that are not finite: {problem}" in sentence
         assert "persistent=False" in sentence
-        assert [line for line in run.log_lines(run.syncer, named) if "WARNING" in line]
+        assert [line for line in run.log_lines(run.syncer, problem) if "WARNING" in line]
         assert run.status()["founded"] is False
 
 
 def quarantined(run: Run, job: Work, poison: Callable[[], object]) -> str:
-    """Train, then poison before every step until the learner is quarantined: adopting replaces buffers."""
+    """Train, then poison before every step until the learner is quarantined, because adopting overwrites buffers."""
     with learner_of(run, job, 1) as learner:
         train(learner, job, 10)
         try:
@@ -94,30 +95,30 @@ def quarantined(run: Run, job: Work, poison: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("up", ["f32", "int8"])
 def test_nan_weights_end_in_an_error_that_names_tensor_and_cause(tmp_path, caplog, up):
-    """In int8 a value spoils its block of 256: the syncer cannot know which tensor it was, the learner can."""
+    """In int8 one NaN affects its whole block of 256 values: only the learner can tell which tensor holds it."""
     job = work()
     with Run(tmp_path, endless(), Numerics(up=up)) as run, caplog.at_level(logging.WARNING):
         sentence = quarantined(run, job, lambda: nn.init.constant_(job.model.get_parameter("first.weight"), math.nan))
         assert "quarantined after 3 invalid messages, the last: invalid values: not finite: '" in sentence
         assert ("; counted in blocks of 256 values, as int8 encodes them" in sentence) == (up == "int8")
         assert "correct the cause, then restart the learner to join again" in sentence
-        held = "'first.bias' (parameter): 24 NaN of 24 values, 'first.weight' (parameter): 192 NaN of 192 values"
-        assert f"the model of this process holds {held}" in sentence
-        (warned,) = [record.getMessage() for record in caplog.records if record.name == "atoll.learner"]
-        assert "syncer refused contribution to fragment" in warned
-        assert "(parameter): " in warned
-        warned, *repeated = run.log_lines(run.syncer, "learner 1: contribution to fragment")
-        assert "WARNING" in warned
-        assert "(parameter): " in warned
+        tensors = "'first.bias' (parameter): 24 NaN of 24 values, 'first.weight' (parameter): 192 NaN of 192 values"
+        assert f"the model of this process holds {tensors}" in sentence
+        (warning,) = [record.getMessage() for record in caplog.records if record.name == "atoll.learner"]
+        assert "syncer refused contribution to fragment" in warning
+        assert "(parameter): " in warning
+        warning, *repeated = run.log_lines(run.syncer, "learner 1: contribution to fragment")
+        assert "WARNING" in warning
+        assert "(parameter): " in warning
         assert not [line for line in repeated if "WARNING" in line]
-        (warned,) = run.log_lines(run.syncer, "learner 1: quarantined")
-        assert "WARNING" in warned
-        assert "(parameter): " in warned
+        (warning,) = run.log_lines(run.syncer, "learner 1: quarantined")
+        assert "WARNING" in warning
+        assert "(parameter): " in warning
 
 
 @pytest.mark.parametrize("up", ["f32", "int8"])
 def test_infinite_buffer_ends_in_an_error_that_names_it_and_no_other_tensor_of_its_fragment(tmp_path, up):
-    """Buffers are in f32, whatever the codec of the run is."""
+    """Buffers are sent in f32 with every codec."""
     job = work()
     job.model.register_buffer("mean", torch.zeros(5))
     with Run(tmp_path, endless(limits=replace(QUICK, max_strikes=1)), Numerics(up=up)) as run:
@@ -189,12 +190,12 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def test_ordinary_run_with_a_pause_and_a_killed_learner_logs_no_warning(tmp_path):
-    """Its loops never call `take`. Planted at the end: a learner whose weights become NaN, which is a warning."""
+    """The loops never call `take`. At the end NaN weights are injected into a learner, which must log a warning."""
     with Run(tmp_path, endless(lease_samples=64)) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(3), "the run is under way")
-        one.send(signal.SIGSTOP)  # as silent as it can be
+        one.send(signal.SIGSTOP)  # sends nothing from now on
         run.until(lambda _: run.log_lines(run.syncer, "learner 1: no message for"), "its silence is noticed")
         one.send(signal.SIGCONT)
         run.until(run.learner(1, standing="live"), "it goes on")
@@ -203,11 +204,11 @@ def test_ordinary_run_with_a_pause_and_a_killed_learner_logs_no_warning(tmp_path
         run.go(two)
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "all of them go on")
-        (returned,) = run.log_lines(run.syncer, "they are leased again")
+        (line,) = run.log_lines(run.syncer, "they are leased again")
         assert warnings_of(run) == []
-        report = [line for line in run.syncer.log.read_text().splitlines() if "syncer INFO" in line]
-        assert [line for line in report if "s, the limit is" in line or "leased again" in line] == []
-        assert returned.startswith("atoll.syncer DEBUG")
+        at_info = [line for line in run.syncer.log.read_text().splitlines() if "syncer INFO" in line]
+        assert [line for line in at_info if "s, the limit is" in line or "leased again" in line] == []
+        assert line.startswith("atoll.syncer DEBUG")
         two.expected_to_end = True
         two.command("poison")
         two.expect("failed")

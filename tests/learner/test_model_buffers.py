@@ -1,4 +1,4 @@
-"""Buffers are published as the mean of their values, in f32, and overwritten, by processes and in replay alike."""
+"""Buffers are published as the mean of their values, in f32, and overwritten, in processes and in replay."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def executed(numerics: Numerics, adopt: str, overlap: int) -> tuple[TapeExecutor
     plan = plan_of()
     run = tiny.lockstep_config(plan, learners=2, every=4, overlap_steps=max(1, overlap), adopt=adopt, blend_alpha=0.5)
     execution = TapeExecutor(run, numerics, plan, initial_values(work("normed", 2).model, plan), trainee)
-    return execution, Lockstep(run, tiny.tokens_of(2), execution.apply, overlap=overlap)
+    return execution, Lockstep(run, tiny.tokens_by_learner(2), execution.apply, overlap=overlap)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the rule promises
+# Merged values
 
 
 @pytest.mark.parametrize("name", ["f32", "int4"])
@@ -77,7 +77,7 @@ def test_running_var_is_never_negative(adopt, name):
 
 
 def test_published_buffers_are_the_mean_of_the_contributed_values():
-    """With equal tokens and no overlap the mean of two is the value in the middle, whatever the outer optimizer is."""
+    """Without overlap and with equal tokens, the published value is the mean of two, with every outer optimizer."""
     execution, run = executed(INT4, "carry", overlap=0)
     plan, alone = execution.plan, [work("normed", 1), work("normed", 2)]
     with torch.no_grad():
@@ -96,18 +96,18 @@ def test_published_buffers_are_the_mean_of_the_contributed_values():
         ModelView(job.model, plan).read(p, mean)
     assert torch.allclose(found, (means[0] + means[1]) / 2, rtol=1e-6)
     for learner in execution.learners.values():
-        held = torch.empty(plan.numel(p))
-        learner.view.read(p, held)
-        assert torch.equal(held, found)
+        own = torch.empty(plan.numel(p))
+        learner.view.read(p, own)
+        assert torch.equal(own, found)
 
 
 def test_buffers_are_merged_to_their_mean_in_f32_and_restored_from_the_store():
     plan = plan_of()
     p = len(plan.fragments) - 1
     fragment = SyncerFragment(plan, p, INT4, 0, initial_values(Normed(), plan)[p] + 1e-3)
-    round_id, drawn = RoundId(p, 0, 1, 1), torch.Generator().manual_seed(1)
+    round_id, generator = RoundId(p, 0, 1, 1), torch.Generator().manual_seed(1)
     for learner, tokens in ((1, 100), (2, 70), (3, 9)):
-        data = get_codec("f32").encode(torch.rand(plan.numel(p), generator=drawn))
+        data = get_codec("f32").encode(torch.rand(plan.numel(p), generator=generator))
         accepted = AcceptedContribution(learner, 1, 2, 2, tokens, 200, 0, float(tokens))
         fragment.accumulate(round_id, accepted, data, "f32")
     fragment.merge(round_id, 3, "int4")
@@ -122,7 +122,7 @@ def test_buffers_are_merged_to_their_mean_in_f32_and_restored_from_the_store():
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_buffers_are_sent_as_they_are_in_f32(rows):
-    """Whatever codec the core has chosen, and whether a rank sends its own rows or a learner is one process."""
+    """Ignore the codec that the core has chosen, for the rows of a rank and for a learner of one process."""
     job, plan = work("normed", 1), plan_of()
     p = len(plan.fragments) - 1
     view = ModelView(job.model, plan)
@@ -134,20 +134,20 @@ def test_buffers_are_sent_as_they_are_in_f32(rows):
     copied = fragment.prepare_copy(RoundId(p, 0, 1, 1), "int4")
     fragment.copy(copied)
     assert copied.codec.name == "f32"
-    wanted = torch.empty(plan.numel(p))
-    view.read(p, wanted)
+    expected = torch.empty(plan.numel(p))
+    view.read(p, expected)
     if fragment.rows is not None:
         fragment.rows.encode_strips(fragment.rows.prepare_copy(copied), torch.empty(0), copied.codec)
         found = fragment.rows.strips(copied.serial).result().data
     else:
         sent: Future[Tensor] = Future()
-        fragment.encode(copied, Collected(sent))
+        fragment.encode(copied, ContributionBuffer(sent))
         found = sent.result()
-    assert torch.equal(found[: 4 * wanted.numel()].view(torch.float32), wanted)
+    assert torch.equal(found[: 4 * expected.numel()].view(torch.float32), expected)
 
 
-class Collected:
-    """Takes the bytes of a contribution."""
+class ContributionBuffer:
+    """Receiver of the encoded bytes of a contribution."""
 
     size = 0
 

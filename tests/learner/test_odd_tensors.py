@@ -1,4 +1,4 @@
-"""Tensors that are no matrices of f32: whatever joins a run is also in the model that the run leaves."""
+"""Tensors without dimensions or with unusual dtypes: each is saved with the final model, or refused at the join."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 class Clip(nn.Module):
-    """A parameter and a buffer without dimensions, as CLIP's `logit_scale` is."""
+    """A parameter and a buffer without dimensions, such as `logit_scale` of CLIP."""
 
     offset: Tensor
 
@@ -52,8 +52,8 @@ def clip(seed: int) -> Work:
     return Work(model, torch.optim.AdamW(model.parameters(), lr=1e-2), seed)
 
 
-def report(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
-    assert main([*map(str, words), "--json"]) == 0, capsys.readouterr().err
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+    assert main([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return found
 
@@ -61,18 +61,18 @@ def report(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, obje
 @pytest.mark.long
 def test_0_dimensional_parameters_and_buffers_are_saved_exported_and_imported(tmp_path, capsys):
     run, job = tmp_path / "run", clip(1)
-    line = [sys.executable, "-m", "atoll", "syncer", "--out", str(run), "--port", "0", "--tokens", "1000"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as syncer:
+    command = [sys.executable, "-m", "atoll", "syncer", "--out", str(run), "--port", "0", "--tokens", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as syncer:
         try:
             assert syncer.stdout is not None
             address = syncer.stdout.readline().split()[-1].rstrip(".")
             with Learner(job.model, job.optimizer, address, run_directory=run, join_timeout_s=LIMIT_S) as learner:
                 train(learner, job)
-            _, said = syncer.communicate(timeout=LIMIT_S)
-            assert syncer.returncode == 0, said
+            _, errors = syncer.communicate(timeout=LIMIT_S)
+            assert syncer.returncode == 0, errors
         finally:
             syncer.kill()
-    held = job.model.state_dict()
+    trained = job.model.state_dict()
     model = load_file(run / "model.safetensors")
     assert {name: tuple(value.shape) for name, value in model.items()} == {
         "first.bias": (4,),
@@ -80,19 +80,19 @@ def test_0_dimensional_parameters_and_buffers_are_saved_exported_and_imported(tm
         "logit_scale": (),
         "offset": (),
     }
-    assert all(torch.equal(held[name], value) for name, value in model.items())
-    assert held["logit_scale"].item() != 1.5
+    assert all(torch.equal(trained[name], value) for name, value in model.items())
+    assert trained["logit_scale"].item() != 1.5
     (run / "model.safetensors").unlink()  # so that the store is read
     for to in ("safetensors", "dcp"):
         exported = report(capsys, "export", run, "--to", to, "--out", tmp_path / f"model.{to}")
         imported = report(capsys, "import", tmp_path / f"model.{to}", "--out", tmp_path / f"of-{to}.safetensors")
         assert exported["digest"] == imported["digest"]
-    assert torch.equal(load_file(tmp_path / "of-dcp.safetensors")["logit_scale"], held["logit_scale"])
+    assert torch.equal(load_file(tmp_path / "of-dcp.safetensors")["logit_scale"], trained["logit_scale"])
 
 
 def test_0_dimensional_tensors_are_in_checkpoints_snapshots_and_the_published_model(tmp_path):
-    given = {"first.bias": torch.ones(4), "first.weight": torch.ones(4, 8), "logit_scale": torch.tensor(3.0)}
-    save_file(given | {"offset": torch.tensor(0.5)}, tmp_path / INIT_FILE)
+    initial = {"first.bias": torch.ones(4), "first.weight": torch.ones(4, 8), "logit_scale": torch.tensor(3.0)}
+    save_file(initial | {"offset": torch.tensor(0.5)}, tmp_path / INIT_FILE)
     job = clip(1)
     with Run(tmp_path, config(snapshot_every_merges=3)) as run:
         with learner_of(run, job, 1) as learner:
@@ -111,7 +111,7 @@ def test_0_dimensional_tensors_are_in_checkpoints_snapshots_and_the_published_mo
 
 
 class Odd(nn.Module):
-    """One tensor of an odd dtype next to a layer."""
+    """A layer and one tensor of another dtype."""
 
     def __init__(self, tensor: Tensor, kind: str) -> None:
         super().__init__()
@@ -138,21 +138,21 @@ def test_complex_tensors_are_refused_when_joining(tmp_path, kind, instead):
         assert run.status()["founded"] is False
 
 
-TRAVELLING = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+MERGED = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 REFUSED = ("complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")
 LOCAL = ("int64", "int8", "uint8", "bool")
 
 
 def saved(model: nn.Module, path: Path) -> dict[str, Tensor]:
-    """What `atoll syncer` does at the end of a run."""
+    """Save the model as `atoll syncer` does at the end of a run, and return the tensors of the file."""
     plan = make_plan(describe_tensors(model), 2, "balanced")
     return load_file(write_tensors(assemble_tensors(plan, enumerate(initial_values(model, plan))), path))
 
 
-CASES = [(kind, name) for kind in ("frozen", "buffer") for name in (*TRAVELLING, *REFUSED, *LOCAL)]
+CASES = [(kind, name) for kind in ("frozen", "buffer") for name in (*MERGED, *REFUSED, *LOCAL)]
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES + [("trained", name) for name in (*TRAVELLING, *REFUSED)])
+@pytest.mark.parametrize(("kind", "name"), CASES + [("trained", name) for name in (*MERGED, *REFUSED)])
 def test_no_dtype_that_may_join_breaks_the_final_save(tmp_path, kind, name):
     dtype = getattr(torch, name, None)
     if dtype is None:
@@ -163,5 +163,5 @@ def test_no_dtype_that_may_join_breaks_the_final_save(tmp_path, kind, name):
             describe_tensors(model)
         return
     found = saved(model, tmp_path / "model.safetensors")
-    assert ("odd" in found) is (kind != "frozen" and name in TRAVELLING)
+    assert ("odd" in found) is (kind != "frozen" and name in MERGED)
     assert "odd" not in found or found["odd"].dtype == dtype

@@ -18,17 +18,17 @@ from atoll.core.types import Limits
 from atoll.learner.api import Learner
 from tests.learner.runs import LIMIT_S, Run, endless
 from tests.learner.small_models import BATCH, Work, work
-from tests.syncer.test_snapshots import taken as snapshot_of
+from tests.syncer.test_snapshots import take_snapshot as snapshot_of
 from tests.tensors.custom_optimizers import ChainedOptimizers, ScheduleFreeLike, Uncloneable, make_two_optimizers
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 NEVER = Limits(initial_wait_s=20 * LIMIT_S, min_wait_s=20 * LIMIT_S, max_wait_s=20 * LIMIT_S)
-"""A joining learner that waits for the end of its patience does not join in time."""
+"""Timeouts so long that a learner which waits for one of them does not join in time."""
 
 
 class Odd(torch.optim.SGD):
-    """Has state from its first step on that cannot be copied."""
+    """Optimizer whose state cannot be copied after its first step."""
 
     def __init__(self, params: Any, odd: Callable[[], Any], key: Any = "odd") -> None:
         super().__init__(params, lr=0.01)
@@ -45,14 +45,14 @@ ODD: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "out of memory": (lambda params: Odd(params, lambda: torch.zeros(()).expand(2**45)), "RuntimeError: "),
     "no clone": (
         lambda params: Odd(params, lambda: torch.ones(2).as_subclass(Uncloneable)),
-        "odd of first.bias is a Uncloneable; the state of this optimizer cannot travel",
+        "odd of first.bias is a Uncloneable; the state of this optimizer cannot be sent to peers",
     ),
     "keys of two types": (lambda params: Odd(params, lambda: 3, key=7), "TypeError: "),
 }
 
 
 class Island(NamedTuple):
-    """A learner of this process, with its own optimizers and log."""
+    """Learner in this process, with its own optimizers and log."""
 
     job: Work
     optimizers: list[Optimizer]
@@ -68,8 +68,8 @@ class Island(NamedTuple):
 
 def island(run: Run, number: int, optimizer: Callable[[nn.Module], Any]) -> Island:
     job = work("plain", number)
-    made = optimizer(job.model)
-    optimizers: list[Optimizer] = made if isinstance(made, list) else [made]
+    created = optimizer(job.model)
+    optimizers: list[Optimizer] = created if isinstance(created, list) else [created]
     lines: list[str] = []
 
     class Lines(logging.Handler):
@@ -78,10 +78,15 @@ def island(run: Run, number: int, optimizer: Callable[[nn.Module], Any]) -> Isla
 
     log = logging.Logger(f"island {number}", logging.DEBUG)
     log.addHandler(Lines())
-    where: dict[str, Any] = {"learner": number, "run_directory": run.directory, "join_timeout_s": LIMIT_S, "log": log}
-    learner = Learner(job.model, made, run.address, run.token, **where)
+    settings: dict[str, Any] = {
+        "learner": number,
+        "run_directory": run.directory,
+        "join_timeout_s": LIMIT_S,
+        "log": log,
+    }
+    learner = Learner(job.model, created, run.address, run.token, **settings)
     return Island(
-        job._replace(optimizer=made if isinstance(made, Optimizer) else ChainedOptimizers(*made)),
+        job._replace(optimizer=created if isinstance(created, Optimizer) else ChainedOptimizers(*created)),
         optimizers,
         learner,
         lines,
@@ -90,7 +95,7 @@ def island(run: Run, number: int, optimizer: Callable[[nn.Module], Any]) -> Isla
 
 @contextmanager
 def training(run: Run, *islands: Island) -> Iterator[None]:
-    """They join one after the other and train in threads of their own. Leaving raises what their loops have raised."""
+    """Join these learners one after the other and train each in its own thread. Raise the errors of their loops."""
     done = threading.Event()
 
     def loop(each: Island) -> None:
@@ -117,28 +122,28 @@ def training(run: Run, *islands: Island) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Nothing that a joining learner needs raises in a training loop
+# Sources that cannot send their state
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_sources_that_cannot_copy_their_state_report_it_and_continue(tmp_path, name):
     make, cause = ODD[name]
     with Run(tmp_path, endless(limits=NEVER)) as run:
-        givers = [island(run, number, lambda model: make(model.parameters())) for number in (1, 2)]
-        with training(run, *givers):
+        sources = [island(run, number, lambda model: make(model.parameters())) for number in (1, 2)]
+        with training(run, *sources):
             three = island(run, 3, lambda model: make(model.parameters()))
             with three.learner as joined:
                 assert joined.lr_scale < 1, "fresh moments start with a warm-up"
                 merges = run.status()["merges"]
                 run.until(run.merges(merges + 2), "the others train on")
-        for giver in givers:
-            (line,) = giver.warnings("cannot send optimizer state to learner 3: ")
+        for source in sources:
+            (line,) = source.warnings("cannot send optimizer state to learner 3: ")
             assert cause in line
         refused = [
             f"no optimizer state from learner {number}: the peer has no state to provide: {cause}" for number in (1, 2)
         ]
         assert all(any(words in line for line in three.lines) for words in refused)
-        assert len(three.warnings("no inner state from learner")) == 1, "the second one is a repetition"
+        assert len(three.warnings("no optimizer state from learner")) == 1, "the second warning must be suppressed"
         (started,) = [line for line in three.lines if "training starts" in line]
         assert "fresh optimizer state" in started
 
@@ -155,7 +160,7 @@ def test_part_that_cannot_be_copied_does_not_raise_in_the_loop(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What travels, and what is logged
+# State that is sent, and its log lines
 
 
 def test_counters_in_param_groups_are_sent_to_a_joining_learner(tmp_path):
@@ -177,11 +182,11 @@ def test_counters_in_param_groups_are_restored_from_a_part(tmp_path):
         one = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
         with training(run, one):
             number = snapshot_of(run)["snapshot"]
-        again = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
-        with again.learner:
-            (group,) = again.optimizers[0].param_groups
+        restarted = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
+        with restarted.learner:
+            (group,) = restarted.optimizers[0].param_groups
             assert group["k"] > 0
-        (started,) = [line for line in again.lines if "training starts" in line]
+        (started,) = [line for line in restarted.lines if "training starts" in line]
         assert started.endswith(f"saved in snapshot {number}: 4 state tensors and 4 counters")
 
 
@@ -190,12 +195,12 @@ def test_a_part_with_no_state_of_a_wrapper_is_followed_by_a_warmup(tmp_path):
         one = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
         with training(run, one):
             assert snapshot_of(run)["state"] == "durable"
-        again = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
-        with again.learner as joined:
+        restarted = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
+        with restarted.learner as joined:
             assert joined.lr_scale < 1
-        assert "pass the list of optimizers" in again.warnings("has no optimizer state, warmup of")[0]
+        assert "pass the list of optimizers" in restarted.warnings("has no optimizer state, warmup of")[0]
         assert [
-            line for line in again.lines if "saved in snapshot" in line and "0 state tensors and 0 counters" in line
+            line for line in restarted.lines if "saved in snapshot" in line and "0 state tensors and 0 counters" in line
         ]
 
 
@@ -220,7 +225,10 @@ def test_wrapper_without_findable_state_is_not_reported_as_sent(tmp_path):
             two = island(run, 2, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
             with two.learner as joined:
                 assert joined.lr_scale < 1
-        assert fix in one.warnings("cannot send optimizer state to learner 2: ChainedOptimizers holds no optimizer state")[0]
+        assert (
+            fix
+            in one.warnings("cannot send optimizer state to learner 2: ChainedOptimizers holds no optimizer state")[0]
+        )
         assert fix in two.warnings("no optimizer state from learner 1: ")[0]
         (started,) = [line for line in two.lines if "training starts" in line]
         assert "fresh optimizer state" in started

@@ -1,6 +1,6 @@
-"""The notice of a machine that is taken away: what its learner has trained is merged before it goes.
+"""Preemption notices: the work of a preempted learner is merged before its machine ends.
 
-Rounds of these runs come every million steps: without a push nothing but the first fragment would ever be merged.
+Scheduled rounds of these runs come every million steps. Without a drain only the first fragment would be merged.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from tests.learner.in_process import learner_of, train
 from tests.learner.run_tapes import entries, sent_together
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
 from tests.learner.small_models import BATCH, work
-from tests.syncer.test_controls import asked
+from tests.syncer.test_controls import apply_control
 
 LONG_S = 60.0
 
 
-def rare(**settings: Any) -> RunConfig:
+def rare_rounds(**settings: Any) -> RunConfig:
+    """Return the config of a run with a scheduled round every million steps."""
     return endless(every_steps=1_000_000, **settings)
 
 
@@ -47,13 +48,16 @@ def spec(number: int, notice_s: float | None = LONG_S) -> LearnerSpec:
 
 
 def trained(run: Run, *numbers: int, steps: int = 5) -> None:
-    def train(status: dict[str, Any]) -> bool:
+    """Wait until each of these learners has taken more than this number of steps."""
+
+    def have_trained(status: dict[str, Any]) -> bool:
         return {each["learner"] for each in status["learners"] if each["step"] > steps} >= {*numbers}
 
-    run.until(train, "they train")
+    run.until(have_trained, "they train")
 
 
 def left(child: Child, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """Wait until a drained learner has left and ended. Return its report."""
     child.expected_to_end = True
     report: dict[str, Any] = child.expect("ended", limit_s)
     assert (report["finished"], report["drained"]) == (True, True)
@@ -62,56 +66,57 @@ def left(child: Child, limit_s: float = LIMIT_S) -> dict[str, Any]:
     return report
 
 
-def everything_merged(run: Run) -> None:
-    """Assert that learner 1, the only one, has left no unmerged work."""
+def assert_all_merged(run: Run) -> None:
+    """Assert that learner 1, the only one, has left without unmerged work."""
     run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
     for line in run.status()["ledger"]:
         assert (line["pending"], line["dropped"]) == (0, {})
     run.verdict()
 
 
-def why_stopped(run: Run, number: int) -> str:
+def stop_code(run: Run, number: int) -> str:
+    """Return the reason code with which a learner has stopped."""
     codes = [effect.reason.code for entry in entries(run, number) for effect in entry.effects if type(effect) is Stop]
     assert len(codes) == 1
     return str(codes[0])
 
 
 def dropped(run: Run) -> list[dict[str, int]]:
-    """Of every fragment, by the tapes alone, as `atoll ledger` reads them; the syncer says the same."""
+    """Return the dropped tokens of every fragment, computed from the tapes alone, as `atoll ledger` does."""
     lines = [line for _, line in sorted(read_history(RunTapes(run.directory)).token_ledger().items())]
     assert all(line.is_balanced() for line in lines)
     return [line.dropped for line in lines]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Long enough
+# Notices that are long enough
 
 
 def test_unmerged_work_of_a_draining_learner_is_merged_and_the_run_continues(tmp_path):
-    with Run(tmp_path, rare()) as run:
+    with Run(tmp_path, rare_rounds()) as run:
         one, two = run.joined(spec(1), 2)
         run.go(one, two)
         trained(run, 1, 2)
         one.send(signal.SIGTERM)
         report = left(one)
         assert report["stats"]["unmerged_tokens"] == 0
-        gone = run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
+        status = run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
         assert [line["dropped"] for line in run.status()["ledger"]] == [{}, {}, {}]
         (line,) = run.log_lines(one, "This learner was drained; the run continues.")
         before = int(line.partition("Unmerged tokens: ")[2].split()[0])
-        assert before > 0, "there was something to push"
+        assert before > 0, "all tokens were merged before the notice"
         assert line.endswith(f"{before} then, 0 now")
-        trained(run, 2, steps=gone["step"] + 20)
+        trained(run, 2, steps=status["step"] + 20)
         run.end()
         run.assert_same(run.finish(two), 2)
         run.assert_clean()
-        assert why_stopped(run, 1) == "learner-drained"
+        assert stop_code(run, 1) == "learner-drained"
         assert dropped(run) == [{}, {}, {}]
 
 
 def test_sigterm_without_notice_s_is_not_handled_and_tokens_are_lost(tmp_path):
     """Control for the other tests: without a notice the tokens are not merged."""
-    with Run(tmp_path, rare()) as run:
+    with Run(tmp_path, rare_rounds()) as run:
         one, two = run.joined(spec(1, None), 2)
         run.go(one, two)
         trained(run, 1, 2)
@@ -123,13 +128,13 @@ def test_sigterm_without_notice_s_is_not_handled_and_tokens_are_lost(tmp_path):
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_only_learner_leaves_after_all_its_work_is_merged(tmp_path, paused):
-    with Run(tmp_path, rare()) as run:
+    with Run(tmp_path, rare_rounds()) as run:
         (one,) = run.joined(spec(1))
         run.go(one)
         trained(run, 1)
         if paused:
-            asked(run, "pause")
-            run.until(lambda status: "stands still" in status["learners"][0]["reason"], "it is paused")
+            apply_control(run, "pause")
+            run.until(lambda status: "paused" in status["learners"][0]["reason"], "it is paused")
         one.send(signal.SIGTERM)
         assert left(one)["stats"]["unmerged_tokens"] == 0
         run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
@@ -140,7 +145,7 @@ def test_only_learner_leaves_after_all_its_work_is_merged(tmp_path, paused):
 
 
 def test_two_learners_that_drain_concurrently_are_both_merged(tmp_path):
-    with Run(tmp_path, rare()) as run:
+    with Run(tmp_path, rare_rounds()) as run:
         one, two = run.joined(spec(1), spec(2))
         run.go(one, two)
         trained(run, 1, 2)
@@ -155,8 +160,8 @@ def test_two_learners_that_drain_concurrently_are_both_merged(tmp_path):
 
 @pytest.mark.long
 def test_many_large_fragments_are_uploaded_a_few_at_a_time_and_none_is_dropped(tmp_path):
-    """In slices: what of them has arrived stays until all has."""
-    with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
+    """Fragments are sent in slices. The syncer stores the slices of a fragment until all have arrived."""
+    with Run(tmp_path, rare_rounds(fragments=12), Numerics(plan="rows")) as run:
         planted = "small-slices counted-uploads"
         (one,) = run.joined(LearnerSpec(1, "wide", notice_s=LONG_S, planted=planted, max_rate="16mbit"))
         run.go(one)
@@ -164,12 +169,12 @@ def test_many_large_fragments_are_uploaded_a_few_at_a_time_and_none_is_dropped(t
         one.send(signal.SIGTERM)
         assert left(one)["stats"]["unmerged_tokens"] == 0
         assert run.log_lines(one, "syncer refused contribution") == []
-        assert (tmp_path / "most-uploads").read_text() == str(MAX_CONCURRENT_UPLOADS)
+        assert (tmp_path / "max-uploads").read_text() == str(MAX_CONCURRENT_UPLOADS)
         run.verdict()
 
 
 def test_small_fragments_are_uploaded_concurrently_and_accepted(tmp_path):
-    with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
+    with Run(tmp_path, rare_rounds(fragments=12), Numerics(plan="rows")) as run:
         (one,) = run.joined(LearnerSpec(1, "wide", notice_s=LONG_S, planted="small-slices", max_rate="16mbit"))
         run.go(one)
         trained(run, 1)
@@ -180,14 +185,17 @@ def test_small_fragments_are_uploaded_concurrently_and_accepted(tmp_path):
 
 @pytest.mark.long
 def test_drain_request_is_repeated_to_a_restarted_syncer(tmp_path):
-    with Run(tmp_path, rare(quorum=2)) as run:
+    with Run(tmp_path, rare_rounds(quorum=2)) as run:
         one, two = run.joined(spec(1), 2)
         run.go(one, two)
         trained(run, 1, 2)
         two.command("hold")
         two.expect("held")
         one.send(signal.SIGTERM)
-        run.until(lambda status: "leaves soon" in status["learners"][0]["reason"], "it has said that it leaves")
+        run.until(
+            lambda status: status["learners"][0]["reason"].startswith("leaving; "),
+            "the syncer has received the drain request",
+        )
         run.syncer.kill()
         run.start_syncer()
         run.until(lambda status: len(status["learners"]) == 2, "the new syncer knows both")
@@ -200,12 +208,12 @@ def test_drain_request_is_repeated_to_a_restarted_syncer(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Too short
+# Notices that are too short
 
 
 def test_notice_shorter_than_a_round_is_respected_and_the_loss_is_counted(tmp_path):
-    """The quorum wants the other one, which does not come to a boundary in time."""
-    with Run(tmp_path, rare(quorum=2)) as run:
+    """The quorum needs the other learner, which does not reach a step boundary in time."""
+    with Run(tmp_path, rare_rounds(quorum=2)) as run:
         one, two = run.joined(spec(1, 1.5), 2)
         run.go(one, two)
         trained(run, 1, 2)
@@ -222,27 +230,25 @@ def test_notice_shorter_than_a_round_is_respected_and_the_loss_is_counted(tmp_pa
         assert run.log_lines(one, f"{lost} then, {lost} now")
         run.go(two)
         run.verdict()
-        assert why_stopped(run, 1) == "learner-left-early"
-        report = run.until(
-            lambda status: dropped(run)[1], "the record of who has left is durable, and the tape says so"
-        )
-        assert report == {"left": lost}
+        assert stop_code(run, 1) == "learner-left-early"
+        recorded = run.until(lambda status: dropped(run)[1], "the tape has the durable record of the leave")
+        assert recorded == {"left": lost}
 
 
 def test_stalled_syncer_does_not_delay_a_preempted_learner(tmp_path):
-    with Run(tmp_path, rare()) as run:
+    with Run(tmp_path, rare_rounds()) as run:
         (one,) = run.joined(spec(1, 2.0))
         run.go(one)
         trained(run, 1)
         run.syncer.send(signal.SIGSTOP)
         try:
-            began = time.monotonic()
+            started_at = time.monotonic()
             one.send(signal.SIGTERM)
             assert left(one)["stats"]["unmerged_tokens"] > 0
-            assert time.monotonic() - began < READ_TIMEOUT_S, "and not for as long as a link may be quiet"
+            assert time.monotonic() - started_at < READ_TIMEOUT_S, "it waited for the read timeout"
         finally:
             run.syncer.send(signal.SIGCONT)
-        assert why_stopped(run, 1) == "learner-left-early"
+        assert stop_code(run, 1) == "learner-left-early"
 
 
 def test_second_signal_ends_the_drain_at_once():
@@ -251,7 +257,7 @@ def test_second_signal_ends_the_drain_at_once():
     notice.on_signal()
     now[0] += DUPLICATE_SIGNAL_S
     notice.on_signal()
-    assert not notice.has_expired(), "torchrun passes on what its ranks have got already"
+    assert not notice.has_expired(), "torchrun forwards a signal that its ranks have already received"
     now[0] += 0.1
     notice.on_signal()
     assert notice.has_expired()
@@ -259,7 +265,7 @@ def test_second_signal_ends_the_drain_at_once():
 
 
 def test_the_notice_of_another_rank_is_counted_from_the_boundary_before():
-    """Its machine received the notice after that boundary."""
+    """The other machine received its notice after that boundary."""
     now = [100.0]
     notice = Preemption(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
     notice.merge_rank_level(0)
@@ -278,11 +284,11 @@ def test_second_signal_at_another_rank_ends_the_drain_at_once():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Whose signal it is
+# Signal handlers
 
 
 def test_signal_handler_of_the_script_is_called_and_restored(tmp_path):
-    """Its loop ends before the learner has come to another boundary."""
+    """The loop ends before the learner reaches another step boundary."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -290,7 +296,7 @@ def test_signal_handler_of_the_script_is_called_and_restored(tmp_path):
 
     before = signal.signal(signal.SIGTERM, handle)
     try:
-        with Run(tmp_path, rare()) as run:
+        with Run(tmp_path, rare_rounds()) as run:
             job = work()
             with learner_of(run, job, 1, notice_s=LONG_S) as learner:
                 train(learner, job, 5)
@@ -317,7 +323,7 @@ def test_preemption_outside_of_the_main_thread_is_logged_once(tmp_path, caplog):
             found.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
-    with Run(tmp_path, rare()) as run:
+    with Run(tmp_path, rare_rounds()) as run:
         thread = threading.Thread(target=island, args=(run,))
         thread.start()
         thread.join(LIMIT_S)
@@ -327,7 +333,7 @@ def test_preemption_outside_of_the_main_thread_is_logged_once(tmp_path, caplog):
 
 def test_command_forwards_the_first_signal_and_ends_at_a_later_one():
     watch = LearnerProgress("text", is_shown=False, has_preemption_notice=True)
-    assert not watch.handles_preemption(), "while it joins there is nothing to push"
+    assert not watch.handles_preemption(), "a joining learner has no work to merge"
     watch.steps = 1
     with sigterm_as_interrupt(watch.handles_preemption):
         signal.raise_signal(signal.SIGTERM)
@@ -336,9 +342,9 @@ def test_command_forwards_the_first_signal_and_ends_at_a_later_one():
         watch.preempted_at -= 2 * DUPLICATE_SIGNAL_S
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-    unwarned = LearnerProgress("text", is_shown=False, has_preemption_notice=False)
-    unwarned.steps = 1
-    with sigterm_as_interrupt(unwarned.handles_preemption), pytest.raises(KeyboardInterrupt):
+    without_notice = LearnerProgress("text", is_shown=False, has_preemption_notice=False)
+    without_notice.steps = 1
+    with sigterm_as_interrupt(without_notice.handles_preemption), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
 
 
@@ -355,7 +361,7 @@ def test_invalid_notice_s_is_refused(monkeypatch, seconds):
 
 
 def test_notice_at_any_rank_drains_the_island(tmp_path):
-    with Run(tmp_path, rare()) as run:
+    with Run(tmp_path, rare_rounds()) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp", notice_s=LONG_S))
         island.joined()
         island.command("go")
@@ -363,12 +369,12 @@ def test_notice_at_any_rank_drains_the_island(tmp_path):
         island.ranks[1].send(signal.SIGTERM)
         report = island.left()
         assert [(each["finished"], each["drained"]) for each in report] == [(True, True)] * 2
-        everything_merged(run)
+        assert_all_merged(run)
 
 
 def test_loop_of_many_ranks_that_ends_by_the_notice_is_drained_on_exit(tmp_path):
-    """Its ranks have come to the end of their loops before their next boundary."""
-    with Run(tmp_path, rare()) as run:
+    """The ranks leave their loops before their next step boundary."""
+    with Run(tmp_path, rare_rounds()) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp", notice_s=LONG_S))
         island.joined()
         island.command("go")
@@ -380,7 +386,7 @@ def test_loop_of_many_ranks_that_ends_by_the_notice_is_drained_on_exit(tmp_path)
         island.command("break")
         report = island.left()
         assert [(each["finished"], each["drained"]) for each in report] == [(True, True)] * 2
-        everything_merged(run)
+        assert_all_merged(run)
 
 
 @pytest.mark.long
@@ -388,14 +394,14 @@ def test_sigterm_to_torchrun_and_its_ranks_drains_all_of_them(tmp_path):
     """A launcher signals every process, so the ranks receive the signal twice."""
     report = tmp_path / "report"
     report.mkdir()
-    with Run(tmp_path, rare()) as run:
+    with Run(tmp_path, rare_rounds()) as run:
         command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-        named = {"ATOLL_SYNCER": run.address, "ATOLL_LEARNER": "1", "ATOLL_RUN_DIRECTORY": str(run.directory)}
-        names = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ATOLL_NOTICE_S": "25"}
+        run_variables = {"ATOLL_SYNCER": run.address, "ATOLL_LEARNER": "1", "ATOLL_RUN_DIRECTORY": str(run.directory)}
+        settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ATOLL_NOTICE_S": "25"}
         with (tmp_path / "torchrun.log").open("w") as log:
             torchrun = subprocess.Popen(
                 [*command, "--nproc-per-node", "2", "-m", "tests.learner.preempted_island", str(report)],
-                env={**os.environ, **named, **names},
+                env={**os.environ, **run_variables, **settings},
                 stdout=log,
                 stderr=log,
             )
@@ -408,9 +414,9 @@ def test_sigterm_to_torchrun_and_its_ranks_drains_all_of_them(tmp_path):
             if torchrun.poll() is None:
                 torchrun.kill()
                 torchrun.wait()
-        said = (tmp_path / "torchrun.log").read_text()
-        assert [path.read_text() for path in sorted(report.glob("*.left"))] == ["True True", "True True"], said
-        everything_merged(run)
+        output = (tmp_path / "torchrun.log").read_text()
+        assert [path.read_text() for path in sorted(report.glob("*.left"))] == ["True True", "True True"], output
+        assert_all_merged(run)
 
 
 def _pids(report: Path) -> list[int]:

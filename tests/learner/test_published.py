@@ -1,4 +1,4 @@
-"""`Learner.published()`: inside the published model, afterwards the learner's own, whatever happens in between."""
+"""`Learner.published()`: the model is the published one inside the block and the learner's own afterwards."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from tests.learner.small_models import BATCH, Work, values, work
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
-def are_published(run: Path, shown: Mapping[str, Tensor]) -> bool:
-    """Return whether every fragment is the newest durable version or the one before: a paused learner may not have
-    adopted the newest, and no learner can have merged two without it. Three versions are stored."""
+def are_published(run: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether every fragment is the newest durable version or the one before.
+
+    A paused learner may not have adopted the newest version. A syncer cannot be two versions ahead of the only
+    learner. Three versions are stored.
+    """
     plan = read_plan(run)
     for p in range(len(plan.fragments)):
         files = sorted((run / STORE_FOLDER / "fragments" / f"{p:03d}").glob("*.safetensors"))[-2:]
@@ -37,7 +40,7 @@ def are_published(run: Path, shown: Mapping[str, Tensor]) -> bool:
         durable = [assemble_tensors(plan, [(p, read_tensors(file)[1]["published"])]) for file in files]
         pieces = [piece for piece, _, _ in plan.spans(p)]
         is_one = [
-            all(torch.equal(rows(each[piece.tensor], piece), rows(shown[piece.tensor], piece)) for piece in pieces)
+            all(torch.equal(rows(each[piece.tensor], piece), rows(tensors[piece.tensor], piece)) for piece in pieces)
             for each in durable
         ]
         if not any(is_one):
@@ -58,8 +61,8 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def ahead(learner: Learner, job: Work, adopted: int = 9) -> None:
-    """Train until something was adopted and the model is not what is published."""
+def train_ahead(learner: Learner, job: Work, adopted: int = 9) -> None:
+    """Train until this many versions are adopted and the model differs from the published one."""
     number = 0
     while learner.stats().adopted < adopted:
         learner.step(tokens=BATCH, loss=job.step(number))
@@ -71,14 +74,14 @@ def ahead(learner: Learner, job: Work, adopted: int = 9) -> None:
 def test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_path, name, dtype):
     job = work(name, 1, dtype)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
-        ahead(learner, job)
+        train_ahead(learner, job)
         own = bits(job.model)
         with learner.published():
             assert are_published(tmp_path, values(job.model))
-            assert not same(own, bits(job.model)), "nothing was trained since: the test shows nothing"
+            assert not same(own, bits(job.model)), "the learner has not trained since its last adoption"
             job.model.train()
             if name == "mixed":
-                job.model(torch.arange(8))  # BatchNorm moves its averages, which travel
+                job.model(torch.arange(8))  # BatchNorm changes its running averages, which are merged
         assert same(own, bits(job.model))
         assert not are_published(tmp_path, values(job.model))
         learner.step(tokens=BATCH, loss=job.step(0))
@@ -87,12 +90,12 @@ def test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_
 def test_exception_inside_the_block_is_propagated_and_the_model_is_restored(tmp_path):
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
-        ahead(learner, job)
+        train_ahead(learner, job)
         own = bits(job.model)
-        with pytest.raises(ArithmeticError, match="of the evaluation"), learner.published():
-            raise ArithmeticError("a mistake of the evaluation")
+        with pytest.raises(ArithmeticError, match="in the evaluation"), learner.published():
+            raise ArithmeticError("an error in the evaluation")
         assert same(own, bits(job.model))
-        with learner.published():  # and it can be used again
+        with learner.published():  # the block can be entered again
             assert are_published(tmp_path, values(job.model))
 
 
@@ -103,22 +106,22 @@ def test_step_and_nested_block_inside_published_are_refused(tmp_path):
         with pytest.raises(ValueError, match="before this learner has joined"), learner.published():
             pass
         with learner:
-            ahead(learner, job)
+            train_ahead(learner, job)
             own = bits(job.model)
             with learner.published():
                 with pytest.raises(ValueError, match=r"published\(\) inside of published\(\)"), learner.published():
                     pass
                 with pytest.raises(ValueError, match=r"step inside of published\(\)"):
                     learner.step(tokens=BATCH)
-                assert are_published(tmp_path, values(job.model)), "a refusal changes nothing"
+                assert are_published(tmp_path, values(job.model)), "the refused calls changed the model"
             assert same(own, bits(job.model))
 
 
 def test_parameter_frozen_after_the_join_is_restored_too(tmp_path):
-    """For a while, as some frameworks do: it travels all the same."""
+    """Some frameworks freeze parameters for a while. These are still merged."""
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
-        ahead(learner, job)
+        train_ahead(learner, job)
         own = bits(job.model)
         job.model.requires_grad_(False)
         with learner.published():
@@ -128,15 +131,15 @@ def test_parameter_frozen_after_the_join_is_restored_too(tmp_path):
         learner.step(tokens=BATCH, loss=job.step(0))
 
 
-def _keeps_in_f32(model: nn.Module, *_: object) -> dict[str, Tensor]:
+def _copy_in_f32(model: nn.Module, *_: object) -> dict[str, Tensor]:
     return {name: tensor.detach().float() for name, tensor in named_tensors(model).items()}
 
 
-def _shares_memory(model: nn.Module, *_: object) -> dict[str, Tensor]:
+def _share_memory(model: nn.Module, *_: object) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_tensors(model).items()}
 
 
-@pytest.mark.parametrize("invalid", [_keeps_in_f32, _shares_memory])
+@pytest.mark.parametrize("invalid", [_copy_in_f32, _share_memory])
 def test_the_tests_above_fail_for_an_inexact_copy(monkeypatch, tmp_path, invalid: Callable[..., Any]):
     monkeypatch.setattr(published, "_copy_own_values", invalid)
     with pytest.raises(AssertionError):
@@ -146,11 +149,11 @@ def test_the_tests_above_fail_for_an_inexact_copy(monkeypatch, tmp_path, invalid
 def test_the_tests_above_fail_for_a_fragment_that_is_not_loaded(monkeypatch, tmp_path):
     adopt = FragmentTensors.adopt
 
-    def forgets_one(fragment: FragmentTensors, how: AdoptMode, value: Buffer, *rest: Any) -> None:
+    def skip_fragment_1(fragment: FragmentTensors, mode: AdoptMode, value: Buffer, *rest: Any) -> None:
         if fragment.p != 1 or value is not fragment.adopted:
-            adopt(fragment, how, value, *rest)
+            adopt(fragment, mode, value, *rest)
 
-    monkeypatch.setattr(FragmentTensors, "adopt", forgets_one)
+    monkeypatch.setattr(FragmentTensors, "adopt", skip_fragment_1)
     with pytest.raises(AssertionError):
         test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_path, "plain", "bfloat16")
 
@@ -164,9 +167,9 @@ def test_all_ranks_of_an_island_load_the_same_published_model(tmp_path, shape):
         run.until(run.merges(6), "a few merges")
         island.command("show")
         assert all(report["restored"] for report in island.expect("shown"))
-        shown = [load_file(path) for path in (model_file(tmp_path, 1), rank_file(tmp_path, 1, 1))]
-        assert same(*shown)
-        assert are_published(tmp_path, shown[0])
+        tensors = [load_file(path) for path in (model_file(tmp_path, 1), rank_file(tmp_path, 1, 1))]
+        assert same(*tensors)
+        assert are_published(tmp_path, tensors[0])
         island.command("go")
         run.until(run.merges(run.status()["merges"] + 3), "it trains on")
         run.end()

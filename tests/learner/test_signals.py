@@ -1,4 +1,4 @@
-"""Interrupts reach the program's own handlers, at once or after the block that holds them back."""
+"""Signals reach the handlers of the program at once, or after the block that defers them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from atoll.learner.preemption import DeferredSignals
 
 @pytest.fixture
 def received() -> Iterator[list[int]]:
-    """Signals that the program's handler of SIGTERM has received."""
-    came: list[int] = []
+    """Signals that the SIGTERM handler of the program has received."""
+    numbers: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        numbers.append(number)
 
     before = signal.signal(signal.SIGTERM, handle)
-    yield came
+    yield numbers
     signal.signal(signal.SIGTERM, before)
 
 
@@ -44,7 +44,7 @@ def test_signals_are_deferred_only_inside_the_block(received):
 
 
 def test_block_of_another_thread_defers_no_signal(received):
-    """The background handles events too, while the main thread may be anywhere."""
+    """The background thread also handles events, while the main thread executes any code."""
     interrupts = DeferredSignals()
     interrupts.install()
     inside, done = threading.Event(), threading.Event()

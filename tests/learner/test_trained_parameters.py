@@ -1,4 +1,4 @@
-"""Parameters that are frozen for long, unfrozen, added or replaced after the join are found."""
+"""Parameters that are permanently frozen, unfrozen, added or replaced after the join are detected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.learner.small_models import BATCH, work
 
 
 def halves() -> tuple[nn.Sequential, ParameterCheck, torch.optim.Optimizer]:
-    """The first of three layers is frozen."""
+    """Return a model of three layers, the first of them frozen, with its check and its optimizer."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
@@ -60,9 +60,9 @@ def test_permanently_frozen_parameter_is_logged_once(caplog):
 
 def test_two_halves_may_be_trained_alternately(caplog):
     model, trained, _ = halves()
-    for turn in range(4 * FROZEN_STEPS_BEFORE_WARNING):
-        model[1].requires_grad_(turn % 6 != 0)
-        model[2].requires_grad_(turn % 6 == 0)
+    for step in range(4 * FROZEN_STEPS_BEFORE_WARNING):
+        model[1].requires_grad_(step % 6 != 0)
+        model[2].requires_grad_(step % 6 == 0)
         trained.check()
     assert caplog.records == []
     model.requires_grad_(False)
@@ -71,11 +71,11 @@ def test_two_halves_may_be_trained_alternately(caplog):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Parameters that were not there at the join
+# Parameters that are added after the join
 
 
 def test_parameter_added_after_joining_is_an_error(tmp_path):
-    """It is trained by an optimizer of which the learner knows nothing."""
+    """The learner does not know the optimizer that trains it."""
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
         learner.step(tokens=BATCH, loss=job.step(0))
@@ -104,7 +104,7 @@ def test_parameter_added_to_the_optimizer_is_found_at_the_next_step():
 
 
 def test_modules_may_be_wrapped_and_frozen_ones_added_after_joining(caplog):
-    """The parameters are the same objects, which travel; what is frozen is not trained. Until it is switched on."""
+    """Wrapping keeps the parameter objects. An added module is an error only when it is unfrozen."""
     model, trained, _ = halves()
     trained.check()
     model[2] = nn.Sequential(model[2])

@@ -1,4 +1,4 @@
-"""One training loop in README, pages, docstrings and examples: it checks `finished` before each step, and it runs."""
+"""The training loop of README, docs, docstrings and examples checks `finished` before each step, and it runs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SOURCES = [
     "src/atoll/integrations/data.py",
     "src/atoll/learner/api.py",
 ]
-"""Files with a loop around `with ...Learner(...) as learner:`. The tutorial shows that of examples/with_atoll.py."""
+"""Files with a loop inside of `with ...Learner(...) as learner:`. The tutorial quotes examples/with_atoll.py."""
 
 
 def codes(path: Path) -> Iterator[str]:
-    """Yield the Python code that readers copy: blocks of a page, a whole example, indented code of docstrings."""
+    """Yield the Python code that users copy: code blocks of a page, an example file, indented code of docstrings."""
     text = path.read_text(encoding="utf-8")
     if "Learner(" not in text:
         return
@@ -77,9 +77,11 @@ def mistakes(code: str) -> list[str]:
 
 def test_every_page_example_and_docstring_checks_finished_before_the_step():
     paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py"), *ROOT.rglob("src/atoll/**/*.py")]
-    shown = {str(path.relative_to(ROOT)): [code for code in codes(path) if loops(code)] for path in paths}
-    assert sorted(path for path, found in shown.items() if found) == SOURCES
-    assert [f"{path}, {invalid}" for path, found in shown.items() for code in found for invalid in mistakes(code)] == []
+    codes_by_path = {str(path.relative_to(ROOT)): [code for code in codes(path) if loops(code)] for path in paths}
+    assert sorted(path for path, found in codes_by_path.items() if found) == SOURCES
+    assert [
+        f"{path}, {invalid}" for path, found in codes_by_path.items() for code in found for invalid in mistakes(code)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_planted_loop_that_checks_finished_late_or_never_is_found(planted):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The loop of the README, as it is written there
+# The loop of the README, executed without changes
 
 
 class Script:
@@ -121,9 +123,9 @@ class Script:
 
     def main(self) -> None:
         (code,) = [code for code in codes(ROOT / "README.md") if loops(code)]
-        given = 'syncer="head:7400", keys="keys/far"'
-        assert given in code
-        code = code.replace(given, f'syncer="{self._run.address}", join_timeout_s=60.0')
+        arguments = 'syncer="head:7400", keys="keys/far"'
+        assert arguments in code
+        code = code.replace(arguments, f'syncer="{self._run.address}", join_timeout_s=60.0')
         names: dict[str, Any] = {
             "model": self.job.model,
             "optimizer": self.job.optimizer,
@@ -133,12 +135,12 @@ class Script:
         exec(code, names)
         self.learner = names["learner"]
 
-    def assert_holds(self, published: dict[str, Tensor]) -> None:
+    def assert_published(self, published: dict[str, Tensor]) -> None:
         for name, value in values(self.job.model).items():
             assert torch.equal(value, published[name]), name
 
 
-def test_the_loop_of_the_readme_trains_over_epochs_to_the_end_and_holds_the_published_model(tmp_path):
+def test_the_loop_of_the_readme_trains_over_epochs_and_ends_with_the_published_model(tmp_path):
     with Run(tmp_path, config()) as run:
         script = Script(run, 1)
         script.main()
@@ -147,14 +149,14 @@ def test_the_loop_of_the_readme_trains_over_epochs_to_the_end_and_holds_the_publ
         assert script.learner.finished
         assert script.steps > 3
         published = load_file(tmp_path / "published.safetensors")
-        script.assert_holds(published)
+        script.assert_published(published)
 
         run.start_syncer()
         late = Script(run, 2)
         late.main()
         assert late.learner.finished
         assert late.steps == 0, "the run was over when it joined: the final model must not be trained further"
-        late.assert_holds(published)
+        late.assert_published(published)
 
 
 def test_the_loop_of_the_readme_ends_when_the_learner_is_drained(tmp_path):
@@ -165,7 +167,7 @@ def test_the_loop_of_the_readme_ends_when_the_learner_is_drained(tmp_path):
         def drain() -> None:
             if script.steps == 5:
                 body = json.dumps({"kind": "drain", "value": 1, "requested_by": "test"}).encode()
-                requested.append(run.ask("POST", "/v1/control", body)[0])
+                requested.append(run.request("POST", "/v1/control", body)[0])
 
         script.on_step = drain  # type: ignore[method-assign]
         script.main()

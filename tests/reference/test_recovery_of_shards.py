@@ -1,4 +1,4 @@
-"""A run of `atoll train --shards` takes snapshots as any other, and a new run starts from one."""
+"""Test of snapshots of `atoll train --shards` and of a new run restored from one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ TOKENS = 2 * 150 * STEP
 
 
 @pytest.mark.long
-def test_a_snapshot_of_a_run_with_shards_is_restored_into_a_new_one(tmp_path, capsys):
+def test_snapshot_of_a_run_with_shards_is_restored_into_a_new_run(tmp_path, capsys):
     text, run, new = small_text(tmp_path / "text"), tmp_path / "run", tmp_path / "new"
-    words = small(text, "--learners", "2", "--tokens", str(TOKENS), "--kill", "none", "--snapshot-every", "16")
-    assert main(["train", "--out", str(run), *words, "--shards", "2", "--json"]) == 0
+    arguments = small(text, "--learners", "2", "--tokens", str(TOKENS), "--kill", "none", "--snapshot-every", "16")
+    assert main(["train", "--out", str(run), *arguments, "--shards", "2", "--json"]) == 0
     capsys.readouterr()
     newest = list_snapshots(run)[-1]
     assert newest.record is not None
     assert [learner for learner, _ in newest.record.parts] == [1, 2]
 
-    # The values of the cut, to the last bit, at shards of the new run.
+    # The shards of the new run have the values of the snapshot, bit by bit.
     source = parse_restore_source(str(run))
     restore_run(
         source, tmp_path / "bare", run_settings_for(JobSettings.load(run / CONFIG_FILE), "bare-1"), lambda _: None
@@ -47,7 +47,7 @@ def test_a_snapshot_of_a_run_with_shards_is_restored_into_a_new_one(tmp_path, ca
     assert sorted(path.name for path in (tmp_path / "bare" / "shards").iterdir()) == ["0", "1"]
     assert list((tmp_path / "bare" / "store" / "fragments").iterdir()) == []
 
-    # And it trains on from there.
+    # The new run continues from there.
     assert main(["train", "--out", str(new), "--restore", str(run), "--tokens", str(2 * TOKENS), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     first = report["islands"][0]["inner_state"][0]

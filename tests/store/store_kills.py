@@ -1,13 +1,15 @@
-"""Kills a syncer's store in the middle of writes and looks at what the next one finds. Run as a process of its own.
+"""Kill a process in the middle of writes to its store, and report what the next process restores. Run as a program:
 
     python -m tests.store.store_kills lines KIND STORE FOLDER
     python -m tests.store.store_kills anywhere COUNT STORE FOLDER
     python -m tests.store.store_kills race COUNT STORE FOLDER
 
-`lines`: one write is repeated in forked processes; the first is killed at its first line of the store's code, the
-second at its second, until one comes through. `anywhere`: processes write version after version and are killed from
-outside, wherever they are. One line of JSON per kill says what was found. `race`: nobody is killed; processes take over
-from each other at the same moment, and write.
+- `lines` repeats one write in forked processes. Process n is killed at line n of the store's code, until one process
+  completes the write.
+- `anywhere` lets processes write version after version, and kills them at random moments.
+- `race` kills no process. Several processes take over the store at the same moment, and write.
+
+Each kill, or race, prints one line of JSON with the restored state.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from tests.store.store_samples import (
 )
 
 STORES: dict[str, type[Store]] = {"Store": Store, "InPlaceStore": InPlaceStore}
-NUMEL = 2**15  # a file is written in several pieces, whatever its size
+NUMEL = 2**15  # files are written in several pieces, whatever their size
 CODE = {files.__file__, tensor_file.__file__, version_store.__file__, str(Path(__file__).with_name("store_samples.py"))}
 
 
@@ -81,7 +83,7 @@ KINDS: dict[str, Callable[[type[Store], Path], None]] = {
     "open": open_store,
 }
 
-lines_until_kill = 0  # lines until this process dies
+lines_until_kill = 0  # lines of traced code until this process kills itself
 
 
 def start_kill_countdown() -> None:
@@ -102,7 +104,7 @@ def trace_line(frame: FrameType, event: str, arg: Any) -> Any:
 
 
 def fork_child(action: Callable[[], int | None]) -> int:
-    """The process id of a copy of this process that does this and nothing else."""
+    """Fork a process that runs `action` and exits. Return its process id."""
     child = os.fork()
     if child == 0:
         run_and_exit(action)
@@ -113,14 +115,14 @@ def run_and_exit(action: Callable[[], int | None]) -> NoReturn:
     try:
         code = action() or 0
         sys.settrace(None)
-    except BaseException as wrong:
-        print(f"the child failed: {wrong!r}", file=sys.stderr, flush=True)
+    except BaseException as error:
+        print(f"the child failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(2)
     os._exit(code)
 
 
 def reopen_and_report(folder: Path, any_epoch: bool = False) -> dict[str, Any]:
-    """What the next syncer finds. The samples know only records of epoch 1."""
+    """Return what the next syncer restores. Sample records have epoch 1, unless `any_epoch` is set."""
     try:
         with Store.open(folder) as opened:
             versions = {}
@@ -140,13 +142,13 @@ def reopen_and_report(folder: Path, any_epoch: bool = False) -> dict[str, Any]:
                     for number in list_complete_snapshots(folder)
                 ],
                 "epoch": opened.epoch,
-                "left over": sorted(str(path.relative_to(folder)) for path in folder.rglob(".*")),
+                "leftovers": sorted(str(path.relative_to(folder)) for path in folder.rglob(".*")),
             }
-    except StoreDamagedError as wrong:
-        return {"damaged": str(wrong.path.relative_to(folder)), "why": str(wrong)}
+    except StoreDamagedError as error:
+        return {"damaged": str(error.path.relative_to(folder)), "cause": str(error)}
 
 
-def kill_at_every_line(what: str, kind: type[Store], folder: Path) -> None:
+def kill_at_every_line(action: str, kind: type[Store], folder: Path) -> None:
     global lines_until_kill
     create_store(folder / "before", 2, NUMEL).close()
     here = folder / "run"
@@ -154,7 +156,7 @@ def kill_at_every_line(what: str, kind: type[Store], folder: Path) -> None:
         lines_until_kill = line
         shutil.rmtree(here, ignore_errors=True)
         shutil.copytree(folder / "before", here)
-        _, status = os.waitpid(fork_child(lambda: KINDS[what](kind, here)), 0)
+        _, status = os.waitpid(fork_child(lambda: KINDS[action](kind, here)), 0)
         assert status in (0, signal.SIGKILL), status
         print(json.dumps({"line": line, "killed": status == signal.SIGKILL} | reopen_and_report(here)), flush=True)
         if status == 0:
@@ -166,26 +168,26 @@ def kill_anywhere(count: int, kind: type[Store], folder: Path) -> None:
     for number in range(count):
         here = folder / f"run{number}"
         create_store(here, 0, NUMEL).close()
-        told, tell = os.pipe()
+        progress, report = os.pipe()
 
-        def write_on(here: Path = here, tell: int = tell) -> None:
+        def write_versions(here: Path = here, report: int = report) -> None:
             with kind.open(here) as opened:
                 for number in range(1, 1000):
                     opened.write(make_version(0, number), make_tensors(number, NUMEL))
-                    os.write(tell, b".")
+                    os.write(report, b".")
 
-        child = fork_child(write_on)
-        os.close(tell)
+        child = fork_child(write_versions)
+        os.close(report)
         durable_versions = 0
         for _ in range(rng.randrange(1, 6)):
-            durable_versions += len(os.read(told, 1))
-        for _ in range(rng.randrange(3000)):  # until the child is somewhere in its next write
+            durable_versions += len(os.read(progress, 1))
+        for _ in range(rng.randrange(3000)):  # let the child continue into its next write
             os.stat(here)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        durable_versions += len(os.read(told, 1000))
-        os.close(told)
-        row = {"killed": status == signal.SIGKILL, "told": durable_versions, "unfinished": len([*here.rglob(".*")])}
+        durable_versions += len(os.read(progress, 1000))
+        os.close(progress)
+        row = {"killed": status == signal.SIGKILL, "durable": durable_versions, "unfinished": len([*here.rglob(".*")])}
         print(json.dumps(row | reopen_and_report(here)), flush=True)
         shutil.rmtree(here)
 
@@ -197,39 +199,41 @@ def race(count: int, kind: type[Store], folder: Path) -> None:
     for number in range(count):
         here = folder / f"race{number}"
         create_store(here, 1, NUMEL).close()
-        go, start = os.pipe()
-        go_on, restart = os.pipe()
-        told, tell = os.pipe()
+        started, start = os.pipe()
+        write_allowed, allow_write = os.pipe()
+        progress, report = os.pipe()
 
-        def take_and_write(here: Path = here, go: int = go, go_on: int = go_on, tell: int = tell) -> int:
-            os.read(go, 1)
+        def take_over_and_write(
+            here: Path = here, started: int = started, write_allowed: int = write_allowed, report: int = report
+        ) -> int:
+            os.read(started, 1)
             try:
                 store = kind.open(here, is_takeover=True)
             except (FencedError, StoreInUseError):
                 return 1
             finally:
-                os.write(tell, b".")
-            os.read(go_on, 1)
+                os.write(report, b".")
+            os.read(write_allowed, 1)
             try:
                 store.write(make_version(0, 2, store.epoch), make_tensors(2, NUMEL))
             except (FencedError, ValueError):
                 return 1
             return 0
 
-        children = [fork_child(take_and_write) for _ in range(RACERS)]
+        children = [fork_child(take_over_and_write) for _ in range(RACERS)]
         os.write(start, b"." * RACERS)
         for _ in children:
-            os.read(told, 1)
-        os.write(restart, b"." * RACERS)
+            os.read(progress, 1)
+        os.write(allow_write, b"." * RACERS)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        for pipe in (go, start, go_on, restart, told, tell):
+        for pipe in (started, start, write_allowed, allow_write, progress, report):
             os.close(pipe)
         row: dict[str, Any] = {"codes": codes}
         print(json.dumps(row | reopen_and_report(here, any_epoch=True)), flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a forked process has none of the others
+    torch.set_num_threads(1)  # a forked process lacks the other threads
     mode, argument, store_name, folder_name = sys.argv[1:]
     if mode == "lines":
         kill_at_every_line(argument, STORES[store_name], Path(folder_name))

@@ -1,4 +1,4 @@
-"""Records and values for tests of the store, and stores that are wrong on purpose."""
+"""Records and values for tests of the store, and store classes with injected bugs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def make_version(fragment: int, number: int, epoch: int = 1) -> VersionRecord:
 
 
 def make_tensors(number: int, numel: int = 8) -> dict[str, Tensor]:
-    """Every version has other values, and they can be told from its number alone."""
+    """Return the values of a version, which follow from its number. Each version has different values."""
     values = torch.arange(numel, dtype=torch.float32) + number / 16
     return {"value": values, "momentum": values * -2, "step": torch.tensor(number)}
 
 
-def has_sample_tensors(found: dict[str, Tensor], number: int, numel: int = 8) -> bool:
-    wanted = make_tensors(number, numel)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+def has_sample_tensors(tensors: dict[str, Tensor], number: int, numel: int = 8) -> bool:
+    expected = make_tensors(number, numel)
+    return tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 def make_members(serial: int) -> MembersRecord:
@@ -49,7 +49,7 @@ MANIFEST = ManifestRecord((2, 1), 3, 123_456)
 
 
 def create_store(directory: Path, versions: int = 0, numel: int = 8, kind: type[Store] = Store, keep: int = 3) -> Store:
-    """A store of a founded run whose fragments all have this version."""
+    """Create the store of a run with initial values, and write this many versions of each fragment."""
     store = kind.open(directory, keep)
     for fragment in range(FRAGMENTS):
         store.write_initial(fragment, make_tensors(0, numel))
@@ -62,7 +62,7 @@ def create_store(directory: Path, versions: int = 0, numel: int = 8, kind: type[
 
 
 class InPlaceStore(Store):
-    """Wrong: writes into the file that has the name already, or takes the name before the values are there."""
+    """Bug: writes in place, so that a file with the final name may be incomplete."""
 
     def _put(self, path: Path, pieces: list[Any], replace: bool = True) -> None:
         self.check_epoch()
@@ -75,7 +75,7 @@ class InPlaceStore(Store):
 
 
 class NameFirstStore(Store):
-    """Wrong: the file has its name before it is durable. A machine that loses its power may keep the name alone."""
+    """Bug: renames the file before it is durable. After a power failure, the name may exist without the contents."""
 
     def _put(self, path: Path, pieces: list[Any], replace: bool = True) -> None:
         self.check_epoch()
@@ -88,7 +88,7 @@ class NameFirstStore(Store):
 
 
 class NoClaimsStore(Store):
-    """Wrong: two who start at the same moment take the same epoch, and neither fences the other."""
+    """Bug: two syncers that start at the same moment take the same epoch, and neither fences the other."""
 
     def _claim(self, epoch: int) -> int:
         return epoch

@@ -15,7 +15,7 @@ from tests.syncer.scripted_learner import ScriptedLearner
 
 
 def plan_of(run: Run) -> FragmentPlan:
-    """Return the plan of the `plain` model, which most runs use."""
+    """Retimer the plan of the `plain` model, which most runs use."""
     return make_plan(describe_tensors(work("plain").model), run.settings.config.fragments, run.settings.numerics.plan)
 
 
@@ -28,20 +28,20 @@ class RawLearner(ScriptedLearner):
         tls = ClientTls(keys).make_context() if keys is not None else None
         super().__init__(run.address, run.settings, plan_of(run), learner, incarnation, session, run.token, tls)
 
-    def connections(self) -> aiohttp.ClientSession:
-        self._others = _watched()
-        return super().connections()
+    def open_session(self) -> aiohttp.ClientSession:
+        self._others = _count_connections()
+        return super().open_session()
 
     async def close_session(self) -> None:
         """Close the session, and wait until its connections are closed, with the closing handshake of TLS."""
         await super().close_session()
         async with asyncio.timeout(LIMIT_S):
-            while _watched() > self._others:
-                turn = asyncio.Event()
-                asyncio.get_running_loop().call_later(0.01, turn.set)
-                await turn.wait()
+            while _count_connections() > self._others:
+                timer = asyncio.Event()
+                asyncio.get_running_loop().call_later(0.01, timer.set)
+                await timer.wait()
 
 
-def _watched() -> int:
+def _count_connections() -> int:
     """Count the connections of this loop, and its own pipe."""
     return len(asyncio.get_running_loop()._selector.get_map())  # type: ignore[attr-defined]

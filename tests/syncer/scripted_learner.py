@@ -22,11 +22,11 @@ from atoll.tensors.plan import FragmentPlan
 from atoll.transport.wire import CODEC_NUMBERS, FrameKind, decode_message, encode_frame_head, encode_message
 
 WAIT_TIMEOUT_S = 30.0
-"""Of every single wait."""
+"""Timeout of each wait."""
 
 
 class ScriptedLearner:
-    """`async with`. `plan`: of the model of the run."""
+    """Learner client with one link. Use it with `async with`. `plan` is the plan of the run."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class ScriptedLearner:
         self.http: aiohttp.ClientSession
         self.socket: aiohttp.ClientWebSocketResponse
 
-    def connections(self) -> aiohttp.ClientSession:
+    def open_session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True)
         return aiohttp.ClientSession(self._base, headers=self._headers, connector=connector)
 
     async def __aenter__(self) -> Self:
-        self.http = self.connections()
+        self.http = self.open_session()
         try:
             self.socket = await self.http.ws_connect("/v1/link", max_msg_size=2**26)
         except BaseException:
@@ -67,15 +67,15 @@ class ScriptedLearner:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.socket.close()
         await self.close_session()
 
     @asynccontextmanager
     async def without_link(self) -> AsyncIterator[Self]:
-        """For requests alone."""
-        self.http = self.connections()
+        """Open a session for HTTP requests, without a link."""
+        self.http = self.open_session()
         try:
             yield self
         finally:
@@ -89,7 +89,7 @@ class ScriptedLearner:
         return Envelope(self.learner, self.incarnation, self.session, self.epoch, self.tick, 0, 0, body)
 
     def hello(self, **other: Any) -> Hello:
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "run_id": self.settings.config.run_id,
             "fingerprint": self.plan.fingerprint(),
             "received": (NO_VERSION,) * len(self.plan.fragments),
@@ -97,13 +97,13 @@ class ScriptedLearner:
             "trained": 0,
             "training": False,
         }
-        return Hello(**(known | other))
+        return Hello(**(fields | other))
 
     async def send(self, body: Body) -> None:
         await self.socket.send_bytes(encode_message(self.envelope(body)))
 
     async def receive(self, *kinds: type) -> Any:
-        """The next message of one of these kinds; None when the syncer closes first."""
+        """Return the next message of one of these kinds, or None if the syncer closes the link first."""
         async with asyncio.timeout(WAIT_TIMEOUT_S):
             while True:
                 message = await self.socket.receive()
@@ -122,7 +122,7 @@ class ScriptedLearner:
         return welcome
 
     async def wait_closed(self) -> tuple[int, str]:
-        """The code and the sentence with which the syncer closes the link."""
+        """Wait until the syncer closes the link, and return the code and the reason."""
         async with asyncio.timeout(WAIT_TIMEOUT_S):
             while True:
                 message = await self.socket.receive()
@@ -134,7 +134,7 @@ class ScriptedLearner:
     # ------------------------------------------------------------------------------------------ bulk
 
     def contribution(self, pull: Pull, step: int, **other: Any) -> Contribution:
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "round": pull.round,
             "copied_at": step,
             "steps": 1,
@@ -142,7 +142,7 @@ class ScriptedLearner:
             "trained": 16 * step,
             "dropped": 0,
         }
-        return Contribution(**(known | other))
+        return Contribution(**(fields | other))
 
     def values(self, fragment: int, fill: float = 0.001) -> Tensor:
         return get_codec(self.numerics.upload_codecs[0]).encode(torch.full((self.plan.numel(fragment),), fill))
@@ -157,6 +157,6 @@ class ScriptedLearner:
         return encode_frame_head(kind, number, header, raw) + header + raw
 
     async def put(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
-        async with asyncio.timeout(WAIT_TIMEOUT_S), self.http.put(path, data=data) as answer:
-            text = await answer.read()
-            return answer.status, json.loads(text) if text else {}
+        async with asyncio.timeout(WAIT_TIMEOUT_S), self.http.put(path, data=data) as response:
+            text = await response.read()
+            return response.status, json.loads(text) if text else {}

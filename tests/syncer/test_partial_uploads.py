@@ -54,15 +54,15 @@ def test_spans_are_a_set_of_bytes(steps, most):
         assert all(one[1] < other[0] for one, other in itertools.pairwise(listed)), "neighbours are joined"
         assert spans.bytes == len(known)
         assert spans.contains(begin, end) is (begin < end and set(range(begin, end)) <= known) or begin >= end
-    taken: list[int] = []
+    bytes_taken: list[int] = []
     while (span := spans.take(most)) is not None:
         assert span[1] - span[0] <= most
-        taken += range(*span)
-    assert taken == sorted(known)
+        bytes_taken += range(*span)
+    assert bytes_taken == sorted(known)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# How fast
+# Rates
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_rate_limit_allows_one_burst_after_idle_time():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# How many connections, and slices of which size
+# Number of streams, size of slices
 
 
 @pytest.mark.parametrize("wanted", [0, 17, -1, 2.0, True, "4"])
@@ -118,7 +118,7 @@ def test_slice_size_is_one_second_of_throughput():
         await direction.transfer(Spans([(0, size)]), move)
         return direction.slice_bytes()
 
-    assert asyncio.run(scene(2**20)) == FIRST_SLICE_BYTES, "a small transfer says nothing"
+    assert asyncio.run(scene(2**20)) == FIRST_SLICE_BYTES, "a small transfer is not measured"
     assert asyncio.run(scene(64 * 2**20)) == MAX_SLICE_BYTES
 
 
@@ -126,7 +126,7 @@ def test_only_failed_slice_is_missing_again():
     moved: list[tuple[int, int]] = []
 
     async def move(begin: int, end: int) -> None:
-        await asyncio.to_thread(int)  # the others have their turn
+        await asyncio.to_thread(int)  # let the other streams run
         if begin <= 10 * 2**20 < end:
             raise ConnectionError("broken")
         moved.append((begin, end))
@@ -141,7 +141,7 @@ def test_only_failed_slice_is_missing_again():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Sent while they are still written
+# Transfer of a buffer that is still written
 
 
 def test_streaming_buffer_wait_does_not_count_as_link_time():
@@ -149,14 +149,14 @@ def test_streaming_buffer_wait_does_not_count_as_link_time():
     moved: list[tuple[int, int]] = []
     sent = threading.Event()
 
-    def write(growing: StreamingBuffer) -> None:
-        growing.set_buffer(torch.zeros(size, dtype=torch.uint8))
-        growing.mark_written([(0, 10), (500, first)])  # as scales and integers are: with a gap
+    def write(stream: StreamingBuffer) -> None:
+        stream.set_buffer(torch.zeros(size, dtype=torch.uint8))
+        stream.mark_written([(0, 10), (500, first)])  # with a gap, as between scales and integers
         if sent.wait(300):
-            growing.mark_written([(10, 500), (first, size)])
-            growing.finish(None)
+            stream.mark_written([(10, 500), (first, size)])
+            stream.finish(None)
         else:
-            growing.finish(AssertionError("what is written waits for what is not"))
+            stream.finish(AssertionError("written slices wait for unwritten ones"))
 
     async def move(begin: int, end: int) -> None:
         moved.append((begin, end))
@@ -164,14 +164,14 @@ def test_streaming_buffer_wait_does_not_count_as_link_time():
 
     async def scene() -> TransferDirection:
         direction = TransferDirection(None, "up")
-        growing = StreamingBuffer(size)
-        writing = asyncio.create_task(asyncio.to_thread(write, growing))
-        await direction.transfer(growing.missing, move, growing)
+        stream = StreamingBuffer(size)
+        writing = asyncio.create_task(asyncio.to_thread(write, stream))
+        await direction.transfer(stream.missing, move, stream)
         await writing
         return direction
 
     direction = asyncio.run(scene())
-    assert moved[0] == (500, 500 + FIRST_SLICE_BYTES), "a whole slice; what is smaller waits until all is written"
+    assert moved[0] == (500, 500 + FIRST_SLICE_BYTES), "a full slice; smaller ones wait until all bytes are written"
     assert Spans(moved).contains(0, size)
     assert sum(end - begin for begin, end in moved) == size
     assert direction.idle_s > 0
@@ -182,34 +182,34 @@ def test_error_of_writer_is_raised_by_transfer():
         raise AssertionError("nothing was written")
 
     async def scene() -> None:
-        growing = StreamingBuffer(2 * FIRST_SLICE_BYTES)
+        stream = StreamingBuffer(2 * FIRST_SLICE_BYTES)
         direction = TransferDirection(None, "up", streams=3)
-        asyncio.get_running_loop().call_later(0.01, growing.finish, MemoryError("no room"))
-        await direction.transfer(growing.missing, move, growing)
+        asyncio.get_running_loop().call_later(0.01, stream.finish, MemoryError("no room"))
+        await direction.transfer(stream.missing, move, stream)
 
     with pytest.raises(MemoryError, match="no room"):
         asyncio.run(scene())
 
 
 def test_direction_is_not_idle_while_any_transfer_moves():
-    """Of two that share a link one is still encoded: what the other one takes is the link's time."""
+    """While one of two transfers waits for its encoder, the time of the other counts as link time."""
 
     async def scene() -> float:
         direction = TransferDirection(None, "up")
-        growing, other = StreamingBuffer(2 * FIRST_SLICE_BYTES), Spans([(0, 10)])
-        turn = asyncio.Event()
+        stream, other = StreamingBuffer(2 * FIRST_SLICE_BYTES), Spans([(0, 10)])
+        may_finish = asyncio.Event()
 
         async def slowly(begin: int, end: int) -> None:
-            growing.finish(None)
-            await turn.wait()
+            stream.finish(None)
+            await may_finish.wait()
 
         async def nothing(begin: int, end: int) -> None: ...
 
         moving = asyncio.create_task(direction.transfer(other, slowly))
-        waiting = asyncio.create_task(direction.transfer(growing.missing, nothing, growing))
+        waiting = asyncio.create_task(direction.transfer(stream.missing, nothing, stream))
         await waiting
         idle_s = direction.idle_s
-        turn.set()
+        may_finish.set()
         await moving
         return idle_s
 
@@ -217,7 +217,7 @@ def test_direction_is_not_idle_while_any_transfer_moves():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Put together at the syncer
+# Assembly at the syncer
 
 
 def key(learner: int = 1, fragment: int = 0, attempt: int = 1, incarnation: int = 1) -> UploadKey:
@@ -225,88 +225,88 @@ def key(learner: int = 1, fragment: int = 0, attempt: int = 1, incarnation: int 
 
 
 @pytest.fixture
-def arrivals(tmp_path):
+def uploads(tmp_path):
     return PartialUploads(tmp_path, ByteBufferPool(), MemoryGate(100))
 
 
-def bring(arrivals: PartialUploads, of: UploadKey, begin: int, end: int, size: int) -> None:
-    claim = arrivals.begin_slice(of, begin, end, size)
-    assert claim is not None
-    claim.memory[:] = bytes(range(begin, end))
-    arrivals.finish_slice(claim)
+def upload_slice(uploads: PartialUploads, of: UploadKey, begin: int, end: int, size: int) -> None:
+    write = uploads.begin_slice(of, begin, end, size)
+    assert write is not None
+    write.memory[:] = bytes(range(begin, end))
+    uploads.finish_slice(write)
 
 
-def in_loop(scene: Any) -> Any:
+def run_in_loop(scene: Any) -> Any:
     async def run() -> Any:
         return scene()
 
     return asyncio.run(run())
 
 
-def test_a_contribution_has_one_size(arrivals):
-    """A second one, in another codec, would be written beyond the memory of the first."""
+def test_slices_of_different_total_size_are_refused(uploads):
+    """A slice of a larger encoding would be written beyond the allocated memory."""
 
     def scene() -> None:
-        bring(arrivals, key(), 0, 10, 20)
+        upload_slice(uploads, key(), 0, 10, 20)
         for size in (10, 40):
-            for ask in (
-                lambda size=size: arrivals.begin_slice(key(), 5, size, size),
-                lambda size=size: arrivals.missing(key(), size),
-                lambda size=size: arrivals.take_complete(key(), size),
+            for call in (
+                lambda size=size: uploads.begin_slice(key(), 5, size, size),
+                lambda size=size: uploads.missing(key(), size),
+                lambda size=size: uploads.take_complete(key(), size),
             ):
                 with pytest.raises(WireError, match=f"contribution of {size} bytes, its first slice said 20"):
-                    ask()
-        assert arrivals.missing(key(), 20) == [(10, 20)]
-        arrivals.close()
+                    call()
+        assert uploads.missing(key(), 20) == [(10, 20)]
+        uploads.close()
 
-    in_loop(scene)
+    run_in_loop(scene)
 
 
 @pytest.mark.parametrize("size", [80, 200], ids=["in memory", "in a file"])
-def test_slices_in_any_order_complete_the_upload(arrivals, size):
+def test_slices_in_any_order_complete_the_upload(uploads, size):
     def scene() -> None:
-        other = arrivals.begin_slice(key(learner=2), 0, 1, 60)  # leaves no room for the large one
+        other = uploads.begin_slice(key(learner=2), 0, 1, 60)  # leaves no room for the large one
         assert other is not None
-        bring(arrivals, key(), 50, size, size)
-        assert arrivals.missing(key(), size) == [(0, 50)]
-        assert arrivals.take_complete(key(), size) is None
-        bring(arrivals, key(), 0, 50, size)
-        whole = arrivals.take_complete(key(), size)
-        assert bytes(whole.data.numpy()) == bytes(range(size))
-        assert (whole.reserved_bytes > 0) is (size <= 100 - 60)
-        arrivals.release(whole)
-        arrivals.close()
+        upload_slice(uploads, key(), 50, size, size)
+        assert uploads.missing(key(), size) == [(0, 50)]
+        assert uploads.take_complete(key(), size) is None
+        upload_slice(uploads, key(), 0, 50, size)
+        upload = uploads.take_complete(key(), size)
+        assert bytes(upload.data.numpy()) == bytes(range(size))
+        assert (upload.reserved_bytes > 0) is (size <= 100 - 60)
+        uploads.release(upload)
+        uploads.close()
 
-    in_loop(scene)
+    run_in_loop(scene)
 
 
-def test_repeated_slice_replaces_pending_write_but_no_received_bytes(arrivals):
+def test_repeated_slice_replaces_pending_write_but_no_received_bytes(uploads):
     def scene() -> None:
-        first = arrivals.begin_slice(key(), 0, 10, 30)
-        second = arrivals.begin_slice(key(), 5, 15, 30)
+        first = uploads.begin_slice(key(), 0, 10, 30)
+        second = uploads.begin_slice(key(), 5, 15, 30)
         assert (first.is_wanted, second.is_wanted) == (False, True)
-        arrivals.finish_slice(second)
-        assert arrivals.begin_slice(key(), 5, 15, 30) is None
-        assert arrivals.begin_slice(key(), 14, 16, 30) is None, "bytes of it are here, and must stay as they are"
-        arrivals.close()
+        uploads.finish_slice(second)
+        assert uploads.begin_slice(key(), 5, 15, 30) is None
+        assert uploads.begin_slice(key(), 14, 16, 30) is None, "received bytes are never overwritten"
+        uploads.close()
 
-    in_loop(scene)
+    run_in_loop(scene)
 
 
-def test_idle_upload_is_dropped(arrivals):
+def test_idle_upload_is_dropped(uploads):
     def scene() -> None:
-        arrivals.begin_slice(key(attempt=1), 0, 10, 30)
-        newer = arrivals.begin_slice(key(attempt=2), 0, 10, 30)
-        assert arrivals.missing(key(attempt=1), 30) == [(0, 30)]
+        uploads.begin_slice(key(attempt=1), 0, 10, 30)
+        newer = uploads.begin_slice(key(attempt=2), 0, 10, 30)
+        assert uploads.missing(key(attempt=1), 30) == [(0, 30)]
         for fragment in range(1, 100):
-            arrivals.begin_slice(key(fragment=fragment), 0, 10, 30)
-        assert newer.is_wanted, "one who leaves brings all fragments at once"
-        arrivals.begin_slice(key(incarnation=2), 0, 10, 30)
-        assert len(arrivals._uploads) == 1, "what an older incarnation began never comes"
-        arrivals.close()
-        assert arrivals._gate.used_bytes == 0
+            uploads.begin_slice(key(fragment=fragment), 0, 10, 30)
+        assert newer.is_wanted, "a draining learner uploads all fragments at the same time"
+        uploads.begin_slice(key(incarnation=2), 0, 10, 30)
+        assert len(uploads._uploads) == 1, "uploads of an older incarnation never continue"
+        uploads.close()
+        assert uploads._gate.used_bytes == 0
 
-    in_loop(scene)
+    run_in_loop(scene)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def test_sliced_uploads_do_not_change_the_run(tmp_path):
 CONTRIBUTION = 988_008  # of the wide model, as bf16
 
 
-def breaks_in_the_middle(directory: Any, bug: str = "") -> int:
-    """No connection lives for more than 0.6 of a contribution. Merges until the fourth has broken, or the first."""
+def count_merges_with_broken_connections(directory: Any, bug: str = "") -> int:
+    """Break every connection after 0.6 of a contribution. Return the merges after the first one or four breaks."""
     with (
         Run(directory, endless(fragments=1, every_steps=4), Numerics(plan="rows"), planted=bug) as run,
         relay_to(run.address) as relay,
@@ -348,18 +348,18 @@ def breaks_in_the_middle(directory: Any, bug: str = "") -> int:
         run.until(lambda status: relay.broken >= 4 or status["merges"], "connections break")
         merges: int = run.status()["merges"]
         assert relay.broken >= 1
-        assert run.log_lines(far, "connection closed: ") == [], "messages went on"
+        assert run.log_lines(far, "connection closed: ") == [], "the link must stay open"
         far.command("break")
         return merges
 
 
 def test_contribution_upload_resumes_after_lost_connection(tmp_path):
-    assert breaks_in_the_middle(tmp_path / "resumed") >= 1
-    assert breaks_in_the_middle(tmp_path / "bug", "forgotten-slices") == 0
+    assert count_merges_with_broken_connections(tmp_path / "resumed") >= 1
+    assert count_merges_with_broken_connections(tmp_path / "bug", "dropped-slices") == 0
 
 
 def test_fragment_download_resumes_after_lost_connection(tmp_path):
-    """A learner joins over a link on which no connection lives for as long as its fragment of 2 MB takes."""
+    """A learner joins over a link that breaks every connection before a fragment of 2 MB is complete."""
     with (
         Run(tmp_path, endless(fragments=1, every_steps=8), Numerics(plan="rows")) as run,
         relay_to(run.address) as relay,
@@ -384,7 +384,7 @@ def test_codec_adapts_to_link_bandwidth(tmp_path):
         Run(tmp_path, endless(fragments=1, every_steps=4), Numerics(plan="rows")) as run,
         relay_to(run.address) as relay,
     ):
-        far = wide(run, 1, relay.address, "telling")
+        far = wide(run, 1, relay.address, "measured-small-transfers")
         far.expect("joined")
         relay.throttle(1e6)
         far.command("go")
@@ -393,8 +393,8 @@ def test_codec_adapts_to_link_bandwidth(tmp_path):
         run.until(lambda _: run.log_lines(run.syncer, down), "updates are coarser")
         relay.throttle(None)
         up, down = "contributions are now sent in bf16", "updates are now sent in bf16"
-        run.until(lambda _: run.log_lines(far, up), "contributions are fine again")
-        run.until(lambda _: run.log_lines(run.syncer, down), "updates are fine again")
+        run.until(lambda _: run.log_lines(far, up), "contributions are finer again")
+        run.until(lambda _: run.log_lines(run.syncer, down), "updates are finer again")
         run.end()
         run.assert_same(run.finish(far), 1)
 
@@ -413,9 +413,7 @@ def test_rate_limit_of_learner_is_respected(tmp_path):
         took_s, after = time.monotonic() - began, relay.counts()
         assert after.up_bytes - before.up_bytes > 2 * CONTRIBUTION
         assert after.up_bytes - before.up_bytes < 2e6 * took_s + 200_000
-        assert (
-            after.down_bytes - before.down_bytes < 2e6 * took_s + 1_500_000
-        )  # what sockets hold has come, not been read
+        assert after.down_bytes - before.down_bytes < 2e6 * took_s + 1_500_000  # buffered in sockets, not read
         far.command("break")
 
 
@@ -423,8 +421,8 @@ def test_rate_limit_of_learner_is_respected(tmp_path):
 # Hostile slices
 
 
-def slice_frame(client: RawLearner, said: SliceHeader, payload: bytes) -> bytes:
-    header = said.encode()
+def slice_frame(client: RawLearner, fields: SliceHeader, payload: bytes) -> bytes:
+    header = fields.encode()
     return encode_frame_head(FrameKind.SLICE, 0, header, payload) + header + payload
 
 
@@ -437,26 +435,26 @@ def test_invalid_slices_are_refused_and_missing_ranges_reported(tmp_path):
                 await client.join()
                 size = len(client.values(0).numpy())
                 good = SliceHeader(9, 1, 1, RoundId(0, 0, client.epoch, 1), 0, size)
-                wrong = {
+                invalid = {
                     "another size": (good._replace(total_bytes=size + 1), b"x"),
                     "beyond the end": (good._replace(begin=size - 1), b"xx"),
                     "nothing": (good, b""),
                     "no such fragment": (good._replace(round=RoundId(99, 0, 1, 1)), b"x"),
                 }
-                for name, (said, payload) in wrong.items():
-                    status, told = await client.put("/v1/slice", slice_frame(client, said, payload))
-                    assert status == 400, (name, told)
+                for name, (fields, payload) in invalid.items():
+                    status, reply = await client.put("/v1/slice", slice_frame(client, fields, payload))
+                    assert status == 400, (name, reply)
                 for other in (good._replace(learner=5), good._replace(session=7), good._replace(incarnation=2)):
                     status, _ = await client.put("/v1/slice", slice_frame(client, other, b"x"))
                     assert status == 409, "there is no such link"
                 frame = bytearray(slice_frame(client, good, b"abc"))
                 frame[-1] ^= 1
-                status, told = await client.put("/v1/slice", bytes(frame))
-                assert (status, told["code"]) == (400, "digest")
+                status, reply = await client.put("/v1/slice", bytes(frame))
+                assert (status, reply["code"]) == (400, "digest")
                 assert (await client.put("/v1/slice", slice_frame(client, good, b"abc")))[0] == 204
                 assert (await client.put("/v1/slice", slice_frame(client, good, b"abc")))[0] == 204
                 pull = Pull(good.round)
-                status, told = await client.put("/v1/contribution", client.frame(client.contribution(pull, 1), b""))
-                assert (status, told["missing"]) == (202, [[3, size]])
+                status, reply = await client.put("/v1/contribution", client.frame(client.contribution(pull, 1), b""))
+                assert (status, reply["missing"]) == (202, [[3, size]])
 
         asyncio.run(scene())

@@ -39,11 +39,11 @@ def test_status_before_model_is_waiting_for_a_model(tmp_path):
     with Run(tmp_path, extra={"lr": 0.5}) as run:
         status = run.status()
         assert (status["stage"], status["founded"], status["merges"]) == ("waiting for a model", False, 0)
-        settings = json.loads(run.ask("GET", "/v1/run")[1])
+        settings = json.loads(run.request("GET", "/v1/run")[1])
         assert (settings["founded"], settings["extra"], settings["protocol"]) == (False, {"lr": 0.5}, 3)
-        assert run.ask("GET", "/v1/link", Connection="Upgrade", Upgrade="websocket")[0] == 409
-        assert run.ask("GET", "/v1/fragment/0/0")[0] == 404
-        assert run.ask("POST", "/v1/finish")[0] == 204
+        assert run.request("GET", "/v1/link", Connection="Upgrade", Upgrade="websocket")[0] == 409
+        assert run.request("GET", "/v1/fragment/0/0")[0] == 404
+        assert run.request("POST", "/v1/finish")[0] == 204
         assert run.status()["stage"] == "waiting for a model"
 
 
@@ -59,7 +59,7 @@ def test_next_learner_creates_run_after_interrupted_upload(tmp_path):
         run.assert_same(run.finish(*learners), 1, 2)
 
 
-def test_a_directory_serves_one_syncer_at_a_time(tmp_path):
+def test_directory_is_locked_by_one_syncer(tmp_path):
     with Run(tmp_path) as run:
         with pytest.raises(ValueError, match=rf"in use by process {run.syncer.pid}"):
             serve_syncer(tmp_path, RunSettings(config()), port=0)
@@ -74,9 +74,9 @@ def test_stored_settings_override_all_but_the_budget(tmp_path):
         run.syncer.kill()
         run.settings = RunSettings(config(every_steps=7, budget_merges=6), Numerics(outer_lr=0.75))
         run.start_syncer()
-        told = RunSettings.from_json(json.loads(run.ask("GET", "/v1/run")[1]))
-        assert (told.config.every_steps, told.numerics.outer_lr) == (4, 0.25)
-        assert told.config.budget_merges == 6
+        settings = RunSettings.from_json(json.loads(run.request("GET", "/v1/run")[1]))
+        assert (settings.config.every_steps, settings.numerics.outer_lr) == (4, 0.25)
+        assert settings.config.budget_merges == 6
         run.assert_same(run.finish(one), 1)
         assert run.log_lines(run.syncer, "the budget is used up")
 
@@ -100,14 +100,14 @@ def test_learner_ids_are_assigned_once(tmp_path):
     with Run(tmp_path) as run:
 
         def join(learner: int | None) -> tuple[int, int]:
-            told = json.loads(run.ask("POST", "/v1/join", json.dumps({"learner": learner}).encode())[1])
-            return told["learner"], told["incarnation"]
+            reply = json.loads(run.request("POST", "/v1/join", json.dumps({"learner": learner}).encode())[1])
+            return reply["learner"], reply["incarnation"]
 
         assert [join(None), join(None), join(7), join(7), join(None)] == [(1, 1), (2, 1), (7, 1), (7, 2), (3, 1)]
 
 
 def test_resumed_finished_run_ends_again(tmp_path):
-    """Started once more on a finished directory: who missed the end may come for it; then there is nothing to do."""
+    """A syncer on a finished directory serves the end to learners that missed it, and exits."""
     with Run(tmp_path, config(budget_merges=3, limits=Limits(initial_wait_s=0.5))) as run:
         (one,) = run.joined(1)
         run.go(one)
@@ -124,93 +124,99 @@ def test_resumed_finished_run_ends_again(tmp_path):
 # Served versions
 
 
-def held_fragment() -> SyncerFragment:
+def make_fragment() -> SyncerFragment:
     model = nn.Linear(4, 4)
     plan = make_plan(describe_tensors(model), 1, "balanced")
     return SyncerFragment(plan, 0, Numerics(up="f32", down="f32"), 0, torch.arange(20.0))
 
 
-def merged(held: SyncerFragment) -> None:
-    """One more version, up to the moment before it is durable."""
-    round_id = RoundId(0, held.served.version, 1, 1)
+def merge_next_version(fragment: SyncerFragment) -> None:
+    """Merge one more version, which is not durable yet."""
+    round_id = RoundId(0, fragment.served.version, 1, 1)
     data = get_codec("f32").encode(torch.full((20,), 0.5))
-    held.accumulate(round_id, AcceptedContribution(1, 1, 1, 1, 16, 16, 0, 256.0), data, "f32")
-    held.merge(round_id, 1)
+    fragment.accumulate(round_id, AcceptedContribution(1, 1, 1, 1, 16, 16, 0, 256.0), data, "f32")
+    fragment.merge(round_id, 1)
 
 
-def test_what_is_served_changes_at_the_moment_it_is_durable():
-    held = held_fragment()
-    before = held.served
-    merged(held)
-    assert held.served is before
-    held.mark_durable()
-    assert (held.served.version, held.served.base) == (1, 0)
-    assert not torch.equal(held.served.value, before.value)
+def test_served_version_changes_when_durable():
+    fragment = make_fragment()
+    before = fragment.served
+    merge_next_version(fragment)
+    assert fragment.served is before
+    fragment.mark_durable()
+    assert (fragment.served.version, fragment.served.base) == (1, 0)
+    assert not torch.equal(fragment.served.value, before.value)
 
 
 def test_version_in_download_stays_unchanged():
-    """On a thin link the next two versions come sooner than the last byte of this one."""
-    held = held_fragment()
-    slow = held.pin(0)
-    assert slow is held.served
-    kept = slow.value.clone()
+    """On a slow link two newer versions are published before the download of this one ends."""
+    fragment = make_fragment()
+    slow = fragment.pin(0)
+    assert slow is fragment.served
+    expected = slow.value.clone()
     for _ in range(4):
-        held.pin(held.served.version)  # a faster learner
-        merged(held)
-        held.mark_durable()
-        held.unpin(held.served.version - 1)
-    assert torch.equal(slow.value, kept)
-    assert held.served.version == 4
-    assert held.pin(0) is slow
-    held.unpin(0)
-    held.unpin(0)
-    assert held.pin(0) is None
+        fragment.pin(fragment.served.version)  # a faster learner
+        merge_next_version(fragment)
+        fragment.mark_durable()
+        fragment.unpin(fragment.served.version - 1)
+    assert torch.equal(slow.value, expected)
+    assert fragment.served.version == 4
+    assert fragment.pin(0) is slow
+    fragment.unpin(0)
+    fragment.unpin(0)
+    assert fragment.pin(0) is None
     buffers = set()
     for _ in range(6):
-        merged(held)
-        held.mark_durable()
-        buffers.add(held.served.value.data_ptr())
-    assert len(buffers) == 2, "when nobody is slow two buffers take turns"
+        merge_next_version(fragment)
+        fragment.mark_durable()
+        buffers.add(fragment.served.value.data_ptr())
+    assert len(buffers) == 2, "two buffers alternate if no learner is slow"
 
 
 def test_number_of_pinned_old_versions_is_bounded():
-    held = held_fragment()
+    fragment = make_fragment()
     for version in range(MAX_PINNED_VERSIONS + 3):
-        held.pin(version)
-        merged(held)
-        held.mark_durable()
-    assert [version for version in range(MAX_PINNED_VERSIONS + 4) if held.pin(version) is not None] == [3, 4, 5, 6, 7]
-    held.unpin(0)  # the slow learner gives up
-    held.unpin(1)
+        fragment.pin(version)
+        merge_next_version(fragment)
+        fragment.mark_durable()
+    assert [version for version in range(MAX_PINNED_VERSIONS + 4) if fragment.pin(version) is not None] == [
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
+    fragment.unpin(0)  # the slow learner abandons its download
+    fragment.unpin(1)
 
 
-def test_sums_that_differ_from_what_was_sealed_fail_the_merge_and_publish_nothing():
-    held = held_fragment()
+def test_sum_that_differs_from_sealed_round_is_not_merged():
+    fragment = make_fragment()
     round_id = RoundId(0, 0, 1, 1)
     with pytest.raises(AssertionError, match="nothing of"):
-        held.merge(round_id, 1)
-    merged(held)
-    held.discard(round_id)
+        fragment.merge(round_id, 1)
+    merge_next_version(fragment)
+    fragment.discard(round_id)
     with pytest.raises(AssertionError, match="durable before it was merged"):
-        held_fragment().mark_durable()
+        make_fragment().mark_durable()
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What waits for a learner
+# Send queue of a learner
 
 
 class Reader:
-    """The peer of a link. It reads on command."""
+    """Peer of a link that reads messages only after `reads` is set."""
 
     def __init__(self) -> None:
         self.reads = asyncio.Event()
-        self.got: list[Any] = []
+        self.received: list[Any] = []
         self.closed_with: tuple[int, bytes] | None = None
         self.aborted = False
 
     async def send_bytes(self, data: bytes) -> None:
         await self.reads.wait()
-        self.got.append(decode_message(data, "syncer").body)
+        self.received.append(decode_message(data, "syncer").body)
 
     async def close(self, *, code: int, message: bytes) -> None:
         self.closed_with = code, message
@@ -219,10 +225,10 @@ class Reader:
         self.aborted = True
 
 
-def on_a_link(
+def run_with_link(
     test: Callable[[SyncerLink, Reader], Coroutine[Any, Any, None]], fragments: dict[int, SyncerFragment] | None = None
 ) -> None:
-    async def whole() -> None:
+    async def run_test() -> None:
         reader = Reader()
         link = SyncerLink((1, 1, 1), WebSocketConnection(reader, reader), fragments or {})  # type: ignore[arg-type]
         try:
@@ -230,7 +236,7 @@ def on_a_link(
         finally:
             link.abandon()
 
-    asyncio.run(asyncio.wait_for(whole(), LIMIT_S))
+    asyncio.run(asyncio.wait_for(run_test(), LIMIT_S))
 
 
 def to_learner(body: Any) -> Envelope:
@@ -240,61 +246,61 @@ def to_learner(body: Any) -> Envelope:
 def test_newer_version_replaces_queued_notice():
     async def test(link: SyncerLink, reader: Reader) -> None:
         link.post(to_learner(Pong(0)))
-        await others()  # the first message is on its way and cannot be replaced any more
+        await run_other_tasks()  # the first message is being sent and cannot be replaced
         for version in range(1, 200):
             link.post(to_learner(Published(version % 2, version, None, None, 0.0)))
             link.post(to_learner(Pong(version)))
         reader.reads.set()
-        link.connection.close("that was all")
+        link.connection.close("all sent")
         await link.connection.wait_closed()
-        assert [body for body in reader.got if type(body) is Pong] == [Pong(serial) for serial in range(200)]
-        notices = [(body.fragment, body.version) for body in reader.got if type(body) is Published]
+        assert [body for body in reader.received if type(body) is Pong] == [Pong(serial) for serial in range(200)]
+        notices = [(body.fragment, body.version) for body in reader.received if type(body) is Published]
         assert notices == [(0, 198), (1, 199)]
-        assert reader.closed_with == (1001, b"that was all")
+        assert reader.closed_with == (1001, b"all sent")
 
-    on_a_link(test)
+    run_with_link(test)
 
 
 def test_one_version_is_announced_at_a_time_and_pinned():
-    held = held_fragment()
+    fragment = make_fragment()
 
     def published() -> Envelope:
-        return to_learner(Published(0, held.served.version, None, None, 0.0))
+        return to_learner(Published(0, fragment.served.version, None, None, 0.0))
 
     async def test(link: SyncerLink, reader: Reader) -> None:
         reader.reads.set()
         link.post(published())
         for _ in range(3):
-            merged(held)
-            held.mark_durable()
+            merge_next_version(fragment)
+            fragment.mark_durable()
             link.post(published())
-            await others()
-        assert [body.version for body in reader.got] == [0]
-        assert held.pin(0) is not None
-        held.unpin(0)
-        link.acknowledge(PublishAck(0, -1))  # of something before
-        await others()
-        assert [body.version for body in reader.got] == [0]
+            await run_other_tasks()
+        assert [body.version for body in reader.received] == [0]
+        assert fragment.pin(0) is not None
+        fragment.unpin(0)
+        link.acknowledge(PublishAck(0, -1))  # for an older version
+        await run_other_tasks()
+        assert [body.version for body in reader.received] == [0]
         link.acknowledge(PublishAck(0, 0))
-        await others()
-        assert [body.version for body in reader.got] == [0, 3]
-        assert held.pin(0) is None
-        link.post(published())  # once more, because it takes so long
+        await run_other_tasks()
+        assert [body.version for body in reader.received] == [0, 3]
+        assert fragment.pin(0) is None
+        link.post(published())  # repeated, because the acknowledgement is late
         link.acknowledge(PublishAck(0, 3))
-        await others()
-        assert [body.version for body in reader.got] == [0, 3], "it has it, and need not be told again"
+        await run_other_tasks()
+        assert [body.version for body in reader.received] == [0, 3], "an acknowledged version is not announced again"
         link.post(published())
-        await others()
+        await run_other_tasks()
         link.post(published())
         link.acknowledge(Resync(0, 2))
-        await others()
-        assert [body.version for body in reader.got] == [0, 3, 3, 3]
+        await run_other_tasks()
+        assert [body.version for body in reader.received] == [0, 3, 3, 3]
         link.abandon()
-        merged(held)
-        held.mark_durable()
-        assert held.pin(3) is None, "a link that is gone keeps nothing"
+        merge_next_version(fragment)
+        fragment.mark_durable()
+        assert fragment.pin(3) is None, "a closed link pins no version"
 
-    on_a_link(test, {0: held})
+    run_with_link(test, {0: fragment})
 
 
 def test_learner_that_never_reads_is_disconnected(monkeypatch):
@@ -305,39 +311,39 @@ def test_learner_that_never_reads_is_disconnected(monkeypatch):
             link.post(to_learner(Pong(serial)))
         await link.connection.wait_closed()
         assert reader.aborted
-        assert reader.got == []
+        assert reader.received == []
         assert len(link.connection) <= MAX_QUEUED_MESSAGES + 1
 
-    on_a_link(test)
+    run_with_link(test)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Memory
 
 
-async def others() -> None:
+async def run_other_tasks() -> None:
     """Let all other tasks run, and the tasks that they wake."""
     loop = asyncio.get_running_loop()
     for _ in range(3):
-        turn = loop.create_future()
-        loop.call_soon(turn.set_result, None)
-        await turn
+        future = loop.create_future()
+        loop.call_soon(future.set_result, None)
+        await future
 
 
-async def taken(gate: MemoryGate, size: int) -> asyncio.Task[None]:
+async def start_acquire(gate: MemoryGate, size: int) -> asyncio.Task[None]:
     """Start a task that acquires this much. It has acquired it, or waits."""
     task = asyncio.ensure_future(gate.acquire(size))
-    await others()
+    await run_other_tasks()
     return task
 
 
 def test_gate_admits_in_order():
     async def test() -> None:
         gate = MemoryGate(100)
-        first, second, third, fourth = [await taken(gate, size) for size in (60, 50, 30, 10)]
+        first, second, third, fourth = [await start_acquire(gate, size) for size in (60, 50, 30, 10)]
         assert [task.done() for task in (first, second, third, fourth)] == [True, False, False, False]
-        gate.release(60)  # 30 would have fitted before, but 50 came first
-        await others()
+        gate.release(60)  # 30 would have fitted before, but 50 is first in the queue
+        await run_other_tasks()
         assert [task.done() for task in (second, third, fourth)] == [True, True, True]
         assert gate.used_bytes == 90
 
@@ -347,32 +353,32 @@ def test_gate_admits_in_order():
 def test_gate_admits_larger_piece_alone():
     async def test() -> None:
         gate = MemoryGate(100)
-        small, huge, later = [await taken(gate, size) for size in (10, 500, 10)]
+        small, huge, later = [await start_acquire(gate, size) for size in (10, 500, 10)]
         assert [task.done() for task in (small, huge, later)] == [True, False, False]
         gate.release(10)
-        await others()
+        await run_other_tasks()
         assert (huge.done(), later.done(), gate.used_bytes) == (True, False, 500)
         gate.release(500)
-        await others()
+        await run_other_tasks()
         assert later.done()
 
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("when", ["while it waits", "at the moment of its turn"])
+@pytest.mark.parametrize("when", ["while it waits", "when it is admitted"])
 def test_cancelled_waiter_reserves_nothing(when):
     async def test() -> None:
         gate = MemoryGate(100)
-        first, impatient, small = [await taken(gate, size) for size in (60, 90, 30)]
+        first, impatient, small = [await start_acquire(gate, size) for size in (60, 90, 30)]
         assert not small.done()
-        if when == "at the moment of its turn":
+        if when == "when it is admitted":
             gate.release(60)
             impatient.cancel()
-            await others()
+            await run_other_tasks()
             assert gate.used_bytes == 30
         else:
             impatient.cancel()
-            await others()
+            await run_other_tasks()
             assert gate.used_bytes == 90
         assert first.done()
         assert impatient.cancelled()
@@ -387,25 +393,25 @@ def test_gate_never_exceeds_limit_nor_loses_waiter(seed):
         rng = random.Random(seed)
         gate = MemoryGate(100)
         waiting: list[tuple[int, asyncio.Task[None]]] = []
-        held: list[int] = []
+        acquired: list[int] = []
         for _ in range(500):
             choice = rng.random()
             if choice < 0.5:
                 size = rng.choice([1, 10, 50, 99, 300])
-                waiting.append((size, await taken(gate, size)))
+                waiting.append((size, await start_acquire(gate, size)))
             elif choice < 0.6 and waiting:
                 waiting.pop(rng.randrange(len(waiting)))[1].cancel()
-            elif held:
-                gate.release(held.pop(rng.randrange(len(held))))
-            await others()
-            held += [size for size, task in waiting if task.done()]
+            elif acquired:
+                gate.release(acquired.pop(rng.randrange(len(acquired))))
+            await run_other_tasks()
+            acquired += [size for size, task in waiting if task.done()]
             waiting = [(size, task) for size, task in waiting if not task.done()]
-            assert gate.used_bytes == sum(held)
-            assert sum(held) <= 100 or len(held) == 1
-        while held or waiting:
-            gate.release(held.pop())
-            await others()
-            held += [size for size, task in waiting if task.done()]
+            assert gate.used_bytes == sum(acquired)
+            assert sum(acquired) <= 100 or len(acquired) == 1
+        while acquired or waiting:
+            gate.release(acquired.pop())
+            await run_other_tasks()
+            acquired += [size for size, task in waiting if task.done()]
             waiting = [(size, task) for size, task in waiting if not task.done()]
         assert gate.used_bytes == 0
 
@@ -413,10 +419,10 @@ def test_gate_never_exceeds_limit_nor_loses_waiter(seed):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Inner state on its way
+# Spooled optimizer state
 
 
-def spooled(spool: StateSpool, key: tuple[int, int], payload: bytes) -> Path:
+def spool_state(spool: StateSpool, key: tuple[int, int], payload: bytes) -> Path:
     file = spool.create_file(key, b"header", len(payload))
     file.payload[:] = payload
     file.write_head()
@@ -429,8 +435,8 @@ def spooled(spool: StateSpool, key: tuple[int, int], payload: bytes) -> Path:
 
 def test_spool_stores_newest_optimizer_state_as_frame(tmp_path):
     spool = StateSpool(tmp_path)
-    first = spooled(spool, (3, 1), b"first")
-    second = spooled(spool, (3, 1), b"the second one")
+    first = spool_state(spool, (3, 1), b"first")
+    second = spool_state(spool, (3, 1), b"the second one")
     assert not first.exists()
     assert (
         second.read_bytes()
@@ -441,7 +447,7 @@ def test_spool_stores_newest_optimizer_state_as_frame(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_files_for_one_learner_share_no_memory(tmp_path):
+def test_spool_files_of_one_learner_share_no_memory(tmp_path):
     spool = StateSpool(tmp_path)
     large, small = spool.create_file((3, 1), b"header", 2**20), spool.create_file((3, 1), b"header", 10)
     large.payload[:] = b"x" * 2**20  # writing to the mapping of a truncated file would end the process
@@ -457,7 +463,7 @@ def test_spool_deletes_oldest_and_leftover_files(tmp_path):
     spool = StateSpool(tmp_path)
     assert list(tmp_path.iterdir()) == []
     for learner in range(1, http_api.MAX_STATE_FILES + 3):
-        spooled(spool, (learner, 1), b"state")
+        spool_state(spool, (learner, 1), b"state")
     assert len(list(tmp_path.iterdir())) == http_api.MAX_STATE_FILES
     assert spool.path((1, 1)) is None
     assert spool.path((3, 1)) is not None

@@ -20,7 +20,7 @@ from tests.store.store_samples import make_tensors, make_version
 from tests.syncer.test_shards import syncer_entries, versions
 
 SOON = Limits(initial_wait_s=1.0, max_wait_s=2.0, initial_backoff_s=0.05, max_backoff_s=0.5)
-"""A run that ends without a shard does so soon."""
+"""Limits with a short wait for a missing shard at the end of a run."""
 
 
 def manifest(run: Run) -> tuple[int, ...]:
@@ -34,25 +34,28 @@ def on_disk(run: Run, shard: int) -> dict[int, list[int]]:
     return {int(folder.name): sorted(int(path.stem) for path in folder.glob("*.safetensors")) for folder in folders}
 
 
-def both() -> RunConfig:
-    """One fragment for each of two shards, and everybody in every merge: whoever is in a round has the version before
-    it, and nobody has still to fetch one from a shard that dies in it."""
+def two_fragments() -> RunConfig:
+    """One fragment per shard, and both learners in every merge.
+
+    A learner in a round already has the previous version, so none downloads from a shard that is killed in the round.
+    """
     return endless(fragments=2, quorum=2, limits=SOON)
 
 
 def ended_without_a_version(run: Run) -> tuple[list[Child], int, int]:
-    """Shard 1 has died after it had made a version durable and before it could say so, and the run is over without.
+    """Kill shard 1 after it has made a version durable and before it reports it. Then end the run without it.
 
-    The learners, the fragment and its version."""
+    Return the learners, the fragment and its version.
+    """
     learners = run.joined(1, 2)
     run.shards[1].kill()
-    run.shards[1] = run.start_shard(1, planted="deadly-version")
+    run.shards[1] = run.start_shard(1, planted="kill-after-version")
     run.go(*learners)
     run.until(run.merges(12), "merges")
     run.shards[1].expected_to_end = True
     (run.directory / "shards" / "1" / "die").touch()
     run.shards[1].ended()
-    run.until(lambda _: len(run.log_lines(run.syncer, "shard 1 disconnected")) == 2, "its end is noticed")
+    run.until(lambda _: len(run.log_lines(run.syncer, "shard 1 disconnected")) == 2, "shard 1 is disconnected")
     (run.directory / "shards" / "1" / "die").unlink()
     fragment, number = map(int, fault_marker(run.directory / "shards" / "1", "version").read_text().split())
     assert versions(run)[fragment] == number - 1
@@ -66,7 +69,7 @@ def ended_without_a_version(run: Run) -> tuple[list[Child], int, int]:
 
 @pytest.mark.long
 def test_version_not_in_manifest_is_rolled_back_on_reconnect(tmp_path):
-    with Run(tmp_path, both(), shards=2) as run:
+    with Run(tmp_path, two_fragments(), shards=2) as run:
         _, fragment, number = ended_without_a_version(run)
         run.shards[1] = run.start_shard(1)
         assert run.syncer.expect("ended") is True
@@ -79,7 +82,7 @@ def test_version_not_in_manifest_is_rolled_back_on_reconnect(tmp_path):
 
 @pytest.mark.long
 def test_version_not_in_manifest_is_rolled_back_after_restart(tmp_path):
-    with Run(tmp_path, both(), shards=2) as run:
+    with Run(tmp_path, two_fragments(), shards=2) as run:
         _, fragment, number = ended_without_a_version(run)
         run.syncer.kill()
         run.start_syncer()
@@ -90,19 +93,19 @@ def test_version_not_in_manifest_is_rolled_back_after_restart(tmp_path):
         run.assert_clean()
 
 
-def is_taken(fragment: int, number: int, status: dict[str, Any]) -> bool:
+def has_version(fragment: int, number: int, status: dict[str, Any]) -> bool:
     return bool(status["founded"] and status["fragments"][fragment]["version"] >= number)
 
 
 @pytest.mark.long
 def test_unreported_durable_version_counts_while_run_continues(tmp_path):
-    """Whether its shard, or the syncer too, starts again: it is merged once."""
+    """The version is merged once, after a restart of its shard alone or with the syncer."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
         for syncer_too in (False, True):
             run.shards[1].kill()
-            run.shards[1] = run.start_shard(1, planted="deadly-version")
+            run.shards[1] = run.start_shard(1, planted="kill-after-version")
             merges = run.status()["merges"]
             run.until(run.merges(merges + 8), "merges")
             run.shards[1].expected_to_end = True
@@ -114,7 +117,7 @@ def test_unreported_durable_version_counts_while_run_continues(tmp_path):
                 run.syncer.kill()
                 run.start_syncer()
             run.shards[1] = run.start_shard(1)
-            run.until(partial(is_taken, fragment, number), "it is taken")
+            run.until(partial(has_version, fragment, number), "the version counts")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 8), "merges")
         run.end()
@@ -125,7 +128,7 @@ def test_unreported_durable_version_counts_while_run_continues(tmp_path):
 
 @pytest.mark.long
 def test_fragments_without_syncer_record_belong_to_no_run(tmp_path):
-    with Run(tmp_path, endless(fragments=4), shards=2, planted="deadly-founding") as run:
+    with Run(tmp_path, endless(fragments=4), shards=2, planted="kill-before-settings") as run:
         run.syncer.expected_to_end = True
         learners = [run.start(1), run.start(2)]
         run.syncer.ended()
@@ -144,15 +147,14 @@ def test_fragments_without_syncer_record_belong_to_no_run(tmp_path):
 def test_new_syncer_refuses_shard_of_existing_run(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         run.joined(1)
-        held = run.log_lines(run.shards[0], "took 2 fragments")
-        assert held
+        assert run.log_lines(run.shards[0], "created 2 fragments")
         other = Run(tmp_path / "other", endless(fragments=4), shards=2)
         with other:
             other.shards[0].kill()
             run.shards[0].kill()
             shutil.copytree(tmp_path / "shards" / "0", tmp_path / "other" / "shards" / "copy")
-            wrong = other.start_shard(0, "copy")
-            other.until(lambda _: other.log_lines(wrong, "a new one, without a model"), "it is refused")
+            shard = other.start_shard(0, "copy")
+            other.until(lambda _: other.log_lines(shard, "a new run without a model"), "it is refused")
 
 
 @pytest.mark.long
@@ -166,17 +168,17 @@ def test_shard_refuses_syncer_of_older_epoch(tmp_path):
         shutil.copytree(tmp_path / "store", tmp_path / "older" / "store")
         for _ in range(2):
             run.start_syncer()
-            run.until(lambda status: status["founded"], "it goes on")
+            run.until(lambda status: status["founded"], "the run continues")
             run.syncer.kill()
         newest = run.start_syncer()
-        run.until(lambda status: status["founded"], "it goes on")
+        run.until(lambda status: status["founded"], "the run continues")
         run.shards[0].kill()
         here, run.directory, run.address = run.address, tmp_path / "older", ""
-        older = run.start_syncer()  # epoch 2, while there is one of epoch 4
+        older = run.start_syncer()  # epoch 2, while another syncer has epoch 4
         run.directory = tmp_path
         shard = run.start_shard(0)
-        run.until(lambda _: run.log_lines(shard, "one of epoch 4 was served"), "it is not obeyed")
-        assert run.log_lines(older, "shard 0 of 2 is here") == []
+        run.until(lambda _: run.log_lines(shard, "this shard has served epoch 4"), "the shard refuses it")
+        assert run.log_lines(older, "shard 0 of 2 connected") == []
         shard.kill()
         older.kill()
         run.address, run.syncer = here, newest

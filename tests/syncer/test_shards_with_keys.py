@@ -20,7 +20,7 @@ FRAGMENTS = 4
 
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
-    """With `expired`, which was a key of the syncer until yesterday."""
+    """Return a key ring with `expired`, a syncer key that expired yesterday."""
     ring = KeyRing(tmp_path_factory.mktemp("keys") / "keys")
     ring.authority.add("boss", is_operator=True)
     with days_ago(3):
@@ -32,7 +32,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory, ring: KeyRing) -> KeyRing:
-    """Keys of another authority, which trusts ours."""
+    """Return keys of another authority. Their syncer trusts ours."""
     other = KeyRing(tmp_path_factory.mktemp("others") / "keys")
     shutil.copy(ring["syncer"] / "authority.pem", other["syncer"] / "authority.pem")
     return other
@@ -40,12 +40,12 @@ def other(tmp_path_factory: pytest.TempPathFactory, ring: KeyRing) -> KeyRing:
 
 @pytest.fixture(scope="module")
 def run(ring: KeyRing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One run for all of it: it trains from the first test to the last, and must not notice any of them."""
+    """Start one run for all tests. It trains during all of them, and no test may affect it."""
     directory, settings = tmp_path_factory.mktemp("run"), endless(fragments=FRAGMENTS, every_steps=2)
-    with Run(directory, settings, keys=ring.syncer, shards=2, planted="hurried-listener") as run:
+    with Run(directory, settings, keys=ring.syncer, shards=2, planted="short-handshake-timeouts") as run:
         learners = run.joined(*(LearnerSpec(n, pace_s=0.005, keys=ring[name]) for n, name in ((1, "one"), (2, "two"))))
         run.go(*learners)
-        run.until(run.merges(FRAGMENTS), "the run is under way")
+        run.until(run.merges(FRAGMENTS), "the run trains")
         yield run
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
@@ -56,10 +56,10 @@ def run(ring: KeyRing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 
 @pytest.fixture
-def unhurt(run: Run) -> Iterator[None]:
+def run_is_unaffected(run: Run) -> Iterator[None]:
     before = run.status()
     yield
-    run.until(run.merges(before["merges"] + 2 * FRAGMENTS), "the run goes on")
+    run.until(run.merges(before["merges"] + 2 * FRAGMENTS), "the run continues")
     after = run.status()
     learners = [(each["standing"], each["link"], each["incarnation"]) for each in after["learners"]]
     assert learners == [("live", "up", 1)] * 2
@@ -68,65 +68,65 @@ def unhurt(run: Run) -> Iterator[None]:
     assert run.log_lines(run.syncer, "disconnected") == []
 
 
-async def let_go(http: aiohttp.ClientSession) -> None:
-    """Until its connections are gone: those with TLS say goodbye to each other first."""
+async def close_session(http: aiohttp.ClientSession) -> None:
+    """Close the session, and wait until its connections are closed, with the closing handshake of TLS."""
     await http.close()
     async with asyncio.timeout(LIMIT_S):
-        while len(asyncio.get_running_loop()._selector.get_map()) > 1:  # type: ignore[attr-defined] # the loop's own
-            turn = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.01, turn.set)
-            await turn.wait()
+        while len(asyncio.get_running_loop()._selector.get_map()) > 1:  # type: ignore[attr-defined] # its own pipe
+            timer = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.01, timer.set)
+            await timer.wait()
 
 
-def counted(run: Run, code: str) -> int:
+def refused_count(run: Run, code: str) -> int:
     return int(run.status()["refused"].get(code, 0))
 
 
-def assert_refused(run: Run, shard: Child, code: str, told: str) -> None:
+def assert_refused(run: Run, shard: Child, code: str, message: str) -> None:
     """Check that the syncer counts the refusal and the shard logs the reason. The shard keeps retrying."""
-    run.until(lambda _: counted(run, code) >= 2, "it is counted")
-    run.until(lambda _: run.log_lines(shard, told), "the shard is told")
+    run.until(lambda _: refused_count(run, code) >= 2, "the refusal is counted")
+    run.until(lambda _: run.log_lines(shard, message), "the shard logs the reason")
     shard.kill()
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_a_run_with_keys_trains_over_tls(run):
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_run_with_keys_trains_over_tls(run):
     assert run.log_lines(run.syncer, "TLS, for clients with a key")
-    run.until(lambda status: status["bytes"]["up"] and status["bytes"]["down"], "values go by way of the shards")
+    run.until(lambda status: status["bytes"]["up"] and status["bytes"]["down"], "the shards transfer values")
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_the_key_of_an_island_is_not_one_of_a_shard(run, ring):
-    shard = run.start_shard(0, "of-an-island", keys=ring["one"])
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_learner_key_is_refused_for_shard(run, ring):
+    shard = run.start_shard(0, "learner-key", keys=ring["one"])
     assert_refused(run, shard, "role", "the key of one is not one of an operator")
     assert run.log_lines(run.syncer, "the key of one is not one of an operator")
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_an_expired_key_is_refused_by_name(run, ring):
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_expired_shard_key_is_refused_by_name(run, ring):
     shard = run.start_shard(0, "expired", keys=ring["expired"])
     assert_refused(run, shard, "expired", "the key of syncer expired on")
     assert run.log_lines(run.syncer, "the key of syncer expired on")
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_a_key_of_another_authority_is_refused(run, other):
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_shard_key_of_another_authority_is_refused(run, other):
     shard = run.start_shard(0, "of-others", keys=other["syncer"])
     assert_refused(run, shard, "authority", "it does not trust the authority of this key")
     assert run.log_lines(run.syncer, "not of an authority that is trusted here")
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_a_shard_without_a_key_is_refused(run):
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_shard_without_key_is_refused(run):
     shard = run.start_shard(0, "without", plain=True)
     assert_refused(run, shard, "plain-text", "this port speaks TLS, and plain text came")
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_the_link_of_a_key_that_is_revoked_is_closed(run, ring):
-    """One that has said that it is shard 0, and not yet what it holds: the one that is here stays."""
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_revoked_key_closes_shard_link(run, ring):
+    """Revoke the key of a second shard 0 before it sends its inventory. The connected shard 0 stays connected."""
 
-    async def knock() -> tuple[str, str]:
+    async def connect() -> tuple[str, str]:
         connector = aiohttp.TCPConnector(ssl=ClientTls(ring["boss"]).make_context())
         async with aiohttp.ClientSession(f"https://{run.address}", connector=connector) as http:
             settings = await (await http.get("/v1/run")).json()
@@ -137,30 +137,30 @@ def test_the_link_of_a_key_that_is_revoked_is_closed(run, ring):
                 assert type(answer) is SyncerHello
                 ring.authority.revoke("boss")
                 last = await socket.receive(LIMIT_S)
-            await let_go(http)
+            await close_session(http)
             return last.type.name, str(last.extra)
 
-    assert asyncio.run(knock()) == ("CLOSE", "the key of boss is revoked: ask for a new one")
-    assert counted(run, "revoked") == 1
+    assert asyncio.run(connect()) == ("CLOSE", "the key of boss is revoked: ask for a new one")
+    assert refused_count(run, "revoked") == 1
 
 
 def test_learner_refuses_shard_without_syncer_key(run, ring):
     """A learner's certificate is not valid for a server: a stolen one cannot be used to collect models."""
-    shard = run.start_shard(0, "posing", keys=ring["one"])
+    shard = run.start_shard(0, "false", keys=ring["one"])
 
-    async def knock() -> None:
+    async def connect() -> None:
         connector = aiohttp.TCPConnector(ssl=ClientTls(ring["two"]).make_context())
         async with aiohttp.ClientSession(connector=connector) as http:
             with pytest.raises(aiohttp.ClientConnectorCertificateError, match="unsuitable certificate purpose"):
                 await http.get(f"https://{shard.address}/v1/fragment/0/0")
-            await let_go(http)
+            await close_session(http)
 
-    asyncio.run(knock())
+    asyncio.run(connect())
     shard.kill()
 
 
 @pytest.mark.long
-def test_without_keys_of_an_authority_there_is_no_tls_between_shards(ring, tmp_path, capsys):
+def test_shards_with_certificate_but_no_keys_are_refused(ring, tmp_path, capsys):
     files = ["--certificate", str(ring["syncer"] / "certificate.pem"), "--private-key", str(ring["syncer"] / "key.pem")]
     assert main(["syncer", "--out", str(tmp_path / "run"), "--token", "a long secret", "--shards", "2", *files]) == 2
     assert "authenticate each other by keys: give --keys in place of --certificate" in capsys.readouterr().err

@@ -33,9 +33,9 @@ def test_moving_transfer_does_not_time_out():
     async def transfer():
         loop = asyncio.get_running_loop()
         end = loop.time() + 5 * LIMIT_S
-        async with StallTimeout(LIMIT_S) as still:
+        async with StallTimeout(LIMIT_S) as timeout:
             while loop.time() < end:
-                still.progress += 1
+                timeout.progress += 1
                 await until(loop.time())
 
     asyncio.run(transfer())
@@ -43,8 +43,8 @@ def test_moving_transfer_does_not_time_out():
 
 def test_transfer_that_stalls_later_times_out():
     async def transfer():
-        async with StallTimeout(LIMIT_S) as still:
-            still.progress += 1
+        async with StallTimeout(LIMIT_S) as timeout:
+            timeout.progress += 1
             await asyncio.get_running_loop().create_future()
 
     with pytest.raises(TimeoutError):
@@ -54,19 +54,19 @@ def test_transfer_that_stalls_later_times_out():
 def test_paused_time_does_not_count_as_stall():
     async def transfer():
         loop = asyncio.get_running_loop()
-        async with StallTimeout(LIMIT_S) as still:
-            still.pause()
+        async with StallTimeout(LIMIT_S) as timeout:
+            timeout.pause()
             await until(loop.time() + 3 * LIMIT_S)
-            still.resume()
+            timeout.resume()
 
     asyncio.run(transfer())
 
 
 def test_full_timeout_applies_after_pause():
     async def transfer():
-        async with StallTimeout(LIMIT_S) as still:
-            still.pause()
-            still.resume()
+        async with StallTimeout(LIMIT_S) as timeout:
+            timeout.pause()
+            timeout.resume()
             await asyncio.get_running_loop().create_future()
 
     with pytest.raises(TimeoutError):
@@ -78,15 +78,15 @@ def test_other_errors_and_cancellations_pass_through():
         async with StallTimeout(LIMIT_S):
             raise KeyError("mine")
 
-    async def is_cancelled(begun):
+    async def is_cancelled(started):
         async with StallTimeout(60.0):
-            begun.set()
+            started.set()
             await asyncio.get_running_loop().create_future()
 
     async def cancel():
-        begun = asyncio.Event()
-        task = asyncio.ensure_future(is_cancelled(begun))
-        await begun.wait()
+        started = asyncio.Event()
+        task = asyncio.ensure_future(is_cancelled(started))
+        await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

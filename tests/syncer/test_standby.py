@@ -1,4 +1,4 @@
-"""A second syncer on the directory of the first: it waits, takes over, and there are never two whose writes count."""
+"""Standby syncer: it waits, takes over, and an old syncer is fenced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from atoll.store.version_store import FencedError, Store, StoreInUseError
 from atoll.transport.endpoint import parse_addresses, read_address_file
 from tests.learner.runs import Run, config, endless, versions_by_epoch
 from tests.store.store_samples import NoClaimsStore, create_store, make_members, make_tensors, make_version
-from tests.store.test_store_faults import kills
+from tests.store.test_store_faults import run_kills
 
 BRISK = Limits(initial_wait_s=1.0, min_wait_s=0.25, initial_backoff_s=0.05, max_backoff_s=0.5)
 AFTER_S = 2.5
@@ -48,25 +48,25 @@ def free_port() -> int:
 def test_standby_takes_over_and_frozen_syncer_is_fenced(tmp_path):
     with Run(tmp_path, endless(limits=BRISK)) as run:
         port = free_port()
-        both = f"{run.address},127.0.0.1:{port}"
-        learners = [run.start(number, both) for number in (1, 2)]
+        addresses = f"{run.address},127.0.0.1:{port}"
+        learners = [run.start(number, addresses) for number in (1, 2)]
         for learner in learners:
             learner.expect("joined")
         run.go(*learners)
-        run.until(run.merges(6), "the run is under way")
+        run.until(run.merges(6), "the run trains")
         standby = run.start_standby(port, AFTER_S)
         standby.expect("waits")
         before = run.status()["merges"]
         first = run.syncer
         first.send(signal.SIGSTOP)
-        turn = run.took_over(standby)
-        assert turn.is_forced
-        assert f"has shown no sign of life for {AFTER_S:g} s" in turn.reason
+        decision = run.took_over(standby)
+        assert decision.is_forced
+        assert f"has shown no sign of life for {AFTER_S:g} s" in decision.reason
         assert run.address == f"127.0.0.1:{port}"
-        status = run.until(lambda status: status if status["alive"] == 2 else None, "the learners have come over")
+        status = run.until(lambda status: status if status["alive"] == 2 else None, "learners use the standby")
         assert status["epoch"] == 2
-        assert status["merges"] >= before, "versions went back"
-        run.until(run.merges(status["merges"] + 6), "the run goes on")
+        assert status["merges"] >= before, "versions were lost"
+        run.until(run.merges(status["merges"] + 6), "the run continues")
         merged = run.status()["merges"]
         first.expected_to_end = True
         first.send(signal.SIGCONT)
@@ -74,11 +74,11 @@ def test_standby_takes_over_and_frozen_syncer_is_fenced(tmp_path):
         assert kind == "SupersededError"
         assert sentence.endswith("belongs to a syncer of epoch 2; this one, epoch 1, has to stop")
         assert first.ended() == 0
-        assert read_heartbeat(tmp_path / "store") is not None, "it has removed the sign of its successor"
+        assert read_heartbeat(tmp_path / "store") is not None, "it has removed the heartbeat of its successor"
         found = read_address_file(tmp_path)
         assert found is not None
-        assert found.address == run.address, "commands find the old one"
-        run.until(run.merges(merged + 6), "nobody was disturbed")
+        assert found.address == run.address, "commands find the old syncer"
+        run.until(run.merges(merged + 6), "the run continues undisturbed")
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         assert run.verdict().finished
@@ -86,23 +86,23 @@ def test_standby_takes_over_and_frozen_syncer_is_fenced(tmp_path):
         assert sum(started[2].values()) >= before
 
 
-def test_a_standby_takes_over_the_address_of_a_syncer_that_was_killed(tmp_path):
+def test_standby_takes_over_address_of_killed_syncer(tmp_path):
     with Run(tmp_path, endless(limits=BRISK)) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
-        run.until(run.merges(6), "the run is under way")
+        run.until(run.merges(6), "the run trains")
         standby = run.start_standby(int(run.address.rpartition(":")[2]), 600.0)
         standby.expect("waits")
         merges = run.status()["merges"]
         run.syncer.kill()
         assert run.took_over(standby) == TakeoverDecision("no syncer is there", False)
-        run.until(run.merges(merges + 6), "the run goes on")
+        run.until(run.merges(merges + 6), "the run continues")
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         run.assert_clean()
 
 
-def test_a_standby_ends_with_the_run(tmp_path):
+def test_standby_exits_when_run_ends(tmp_path):
     with Run(tmp_path, config(budget_merges=6)) as run:
         learners = run.joined(1)
         standby = run.start_standby(0, 600.0)
@@ -113,7 +113,7 @@ def test_a_standby_ends_with_the_run(tmp_path):
         assert standby.ended() == 0
 
 
-def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
+def test_copied_directory_serves_durable_versions(tmp_path):
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     with Run(here, endless(limits=BRISK)) as run:
@@ -122,13 +122,13 @@ def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
         for learner in learners:
             learner.expect("joined")
         run.go(*learners)
-        run.until(run.merges(6), "the run is under way")
+        run.until(run.merges(6), "the run trains")
         run.syncer.kill()
         shutil.copytree(here / "store", elsewhere / "store")
         standby = run.start_standby(port, 600.0, elsewhere)
         assert run.took_over(standby) == TakeoverDecision("no syncer is there", False)
         merges = run.until(lambda status: status["merges"] if status["alive"] == 2 else None, "they have come over")
-        run.until(run.merges(merges + 6), "the run goes on")
+        run.until(run.merges(merges + 6), "the run continues")
         run.end()
         for learner in learners:
             assert learner.expect("ended")["finished"]
@@ -137,7 +137,7 @@ def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
 
 
 @pytest.mark.long
-def test_the_commands_of_the_manual(tmp_path):
+def test_standby_commands_of_the_manual(tmp_path):
     """Run `atoll syncer --standby` next to `atoll syncer`, and check output and exit codes."""
     run, atoll = tmp_path / "run", [sys.executable, "-m", "atoll", "syncer", "--out", str(tmp_path / "run")]
     ports = [free_port(), free_port()]
@@ -156,10 +156,10 @@ def test_the_commands_of_the_manual(tmp_path):
         assert second.stdout is not None
         assert f"listens on 127.0.0.1:{ports[1]}" in second.stdout.readline()
         os.kill(first.pid, signal.SIGCONT)
-        _, said = first.communicate(timeout=300)
+        _, errors = first.communicate(timeout=300)
         assert first.returncode == 1
-        assert "belongs to a syncer of epoch 2; this one, epoch 1, has to stop" in said
-        assert "Traceback" not in said
+        assert "belongs to a syncer of epoch 2; this one, epoch 1, has to stop" in errors
+        assert "Traceback" not in errors
         assert (run / "syncer.json").stat().st_mode & 0o777 == 0o600
     finally:
         for process in (first, second):
@@ -169,7 +169,7 @@ def test_the_commands_of_the_manual(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The sign of life
+# Heartbeats
 
 
 class Clock:
@@ -191,9 +191,9 @@ def test_standby_measures_heartbeats_with_its_own_clock(tmp_path):
         clock.now += 9.9
         assert watcher.poll() is None
         clock.now += 0.2
-        turn = watcher.poll()
-        assert turn is not None
-        assert turn.is_forced
+        decision = watcher.poll()
+        assert decision is not None
+        assert decision.is_forced
 
 
 def test_exited_owner_is_detected_only_on_same_machine(tmp_path, monkeypatch):
@@ -207,9 +207,9 @@ def test_exited_owner_is_detected_only_on_same_machine(tmp_path, monkeypatch):
     watcher = HeartbeatWatcher(tmp_path, 10.0, clock)
     assert watcher.poll() is None
     clock.now += 10.0
-    turn = watcher.poll()
-    assert turn is not None
-    assert turn.is_forced
+    decision = watcher.poll()
+    assert decision is not None
+    assert decision.is_forced
 
 
 @pytest.mark.parametrize("text", ["", "x", "a b c d", "host/boot 1 2", "host/boot 1 2 3 4", "\x00" * 200])
@@ -219,19 +219,19 @@ def test_invalid_heartbeat_is_ignored(tmp_path, text):
 
 
 def test_live_syncer_on_another_machine_blocks_start(tmp_path, monkeypatch):
-    """As on a network file system without locks between machines."""
+    """Simulate a network file system without locks between machines."""
     create_store(tmp_path, 1).close()
     monkeypatch.setattr(fencing, "HEARTBEAT_INTERVAL_S", 0.1)
     over = threading.Event()
 
-    def live() -> None:
+    def write_heartbeats() -> None:
         serial = 0
         while not over.wait(0.05):
             serial += 1
             (tmp_path / "alive").write_text(f"elsewhere/boot 77 1 {serial}".ljust(200))
 
-    living = threading.Thread(target=live)
-    living.start()
+    writer = threading.Thread(target=write_heartbeats)
+    writer.start()
     try:
         while read_heartbeat(tmp_path) is None:
             pass
@@ -239,7 +239,7 @@ def test_live_syncer_on_another_machine_blocks_start(tmp_path, monkeypatch):
             Store.open(tmp_path)
     finally:
         over.set()
-        living.join()
+        writer.join()
     monkeypatch.setattr(fencing, "REMOTE_HEARTBEAT_WAIT_S", 0.3)
     with Store.open(tmp_path) as store:  # the owner has exited, and its heartbeat does not change
         sign = read_heartbeat(tmp_path)
@@ -247,16 +247,16 @@ def test_live_syncer_on_another_machine_blocks_start(tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The fence
+# Fencing
 
 
 @pytest.mark.long
 def test_concurrent_takeovers_leave_at_most_one_owner():
-    rows = kills("race", "20", "Store")
+    rows = run_kills("race", "20", "Store")
     assert len(rows) == 20
     for row in rows:
-        assert set(row["codes"]) <= {0, 1}, "somebody failed otherwise than by being told that it is not its turn"
-        assert row["codes"].count(0) <= 1, "two syncers have written what counts"
+        assert set(row["codes"]) <= {0, 1}, "a process failed with another error than the fencing error"
+        assert row["codes"].count(0) <= 1, "two syncers have written valid versions"
         assert row["versions"] == [2 if 0 in row["codes"] else 1, 1], row
     assert sum(0 in row["codes"] for row in rows) > 0
 
@@ -288,66 +288,69 @@ def test_concurrent_claims_get_different_epochs(tmp_path, kind, left):
 
 @pytest.mark.parametrize("kind", ["version", "members"])
 def test_write_checked_before_takeover_fails(tmp_path, kind):
-    """1. The old syncer checks the epoch for the last time and stalls. 2. Another takes over and reads. 3. The
-    old one comes back and gives its file the name."""
+    """Fail a write whose last check was before the takeover.
+
+    1. The old syncer checks the epoch for the last time and stalls.
+    2. Another syncer takes over and reads.
+    3. The old syncer continues and renames its file.
+    """
     old = create_store(tmp_path, 1)
     successors: list[Store] = []
     name = tmp_path / ("fragments/000/000000002.safetensors" if kind == "version" else "members.json")
     before = name.read_bytes() if name.exists() else None
     record = make_version(0, 2) if kind == "version" else make_members(2)
-    look, looks = old.check_epoch, []
+    check_epoch = old.check_epoch
 
-    def and_then_stand_still() -> None:
-        look()
-        looks.append(1)
+    def check_and_stall() -> None:
+        check_epoch()
         if [*tmp_path.rglob(".*.unfinished")] and not successors:
             successors.append(Store.open(tmp_path, is_takeover=True))
 
-    old.check_epoch = and_then_stand_still  # type: ignore[method-assign]
+    old.check_epoch = check_and_stall  # type: ignore[method-assign]
     with pytest.raises(FencedError):
         old.write(record, make_tensors(2) if kind == "version" else None)
-    assert len(successors) == 1, "nobody took over in the middle of the write"
+    assert len(successors) == 1, "no takeover happened during the write"
     assert (name.read_bytes() if name.exists() else None) == before
     with pytest.raises(FencedError):
-        look()
+        check_epoch()
     successors[0].write(make_version(0, 2, 2), make_tensors(5))
     assert successors[0].read_newest(0)[0] == 2
     successors[0].close()
     old.close()
 
 
-def test_two_processes_never_share_an_unfinished_file(tmp_path):
-    """The half that one writes must not get its name from the other."""
+def test_concurrent_writers_use_separate_temporary_files(tmp_path):
+    """One process must not rename the unfinished file of another."""
     names: list[str] = []
 
-    def look() -> None:
+    def list_names() -> None:
         names.extend(path.name for path in tmp_path.glob(".*"))
 
-    write_file(tmp_path / "x", [b"ours"], before_rename=look)
+    write_file(tmp_path / "x", [b"ours"], before_rename=list_names)
     child = os.fork()
     if child == 0:
-        write_file(tmp_path / "x", [b"theirs"], before_rename=look)
+        write_file(tmp_path / "x", [b"theirs"], before_rename=list_names)
         os.write(2, b"")
         os._exit(0 if len(set(names)) == 2 else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_several_addresses():
+def test_several_syncer_addresses_are_parsed():
     assert parse_addresses("head:7400") == "head:7400"
     assert parse_addresses(" a:1 , b:2,a:1") == "a:1,b:2"
-    for wrong in ("", ",", "a:1,b", "a:1,:2", "a:1,b:99999"):
+    for invalid in ("", ",", "a:1,b", "a:1,:2", "a:1,b:99999"):
         with pytest.raises(ValueError, match=r"give host:port"):
-            parse_addresses(wrong)
+            parse_addresses(invalid)
 
 
-def test_the_lock_of_a_frozen_process_is_replaced_and_not_shared(tmp_path):
+def test_lock_of_stalled_process_is_replaced(tmp_path):
     with create_store(tmp_path, 1) as frozen:
         with pytest.raises(StoreInUseError):
             Store.open(tmp_path)
-        with Store.open(tmp_path, is_takeover=True) as taken:
+        with Store.open(tmp_path, is_takeover=True) as successor:
             with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
                 Store.open(tmp_path)
-            assert taken.epoch == frozen.epoch + 1
+            assert successor.epoch == frozen.epoch + 1
             with pytest.raises(FencedError):
                 frozen.send_heartbeat()
             assert Path(tmp_path / "alive").exists()

@@ -1,4 +1,4 @@
-"""Optimizers that keep state where those of torch do not: in parameter groups, or in optimizers that they wrap."""
+"""Optimizers with state outside of `Optimizer.state`: in parameter groups, or in wrapped optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class ScheduleFreeLike(Optimizer):
-    """Counts steps and weights in its groups, as schedule-free optimizers do."""
+    """Stores step and weight counters in its groups, as schedule-free optimizers do."""
 
     def __init__(self, params: Any, lr: float = 0.05, beta: float = 0.9) -> None:
         counters = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": False}
@@ -39,7 +39,7 @@ class ScheduleFreeLike(Optimizer):
 
 
 class ProdigyLike(Optimizer):
-    """Finds its step size `d` by itself and keeps it in its groups, as Prodigy does."""
+    """Estimates its step size `d` and stores it in its groups, as Prodigy does."""
 
     def __init__(self, params: Any, lr: float = 1.0, d0: float = 1e-6) -> None:
         super().__init__(params, {"lr": lr, "d0": d0, "d": d0, "d_numerator": 0.0})
@@ -50,17 +50,17 @@ class ProdigyLike(Optimizer):
             denominator = 0.0
             for parameter, gradient in _gradients(group):
                 state = self.state[parameter]
-                seen = state.setdefault("s", torch.zeros_like(parameter))
-                seen.add_(gradient, alpha=group["d"])
+                gradient_sum = state.setdefault("s", torch.zeros_like(parameter))
+                gradient_sum.add_(gradient, alpha=group["d"])
                 group["d_numerator"] += float(gradient.abs().sum()) * group["d"] * 1e3
-                denominator += float(seen.abs().sum())
+                denominator += float(gradient_sum.abs().sum())
             group["d"] = max(group["d"], min(group["d_numerator"] / max(denominator, 1e-12) * group["d"], 1e-2))
             for parameter, gradient in _gradients(group):
                 parameter.add_(gradient, alpha=-group["lr"] * group["d"])
 
 
 class LazyCounters(Optimizer):
-    """Its groups get their counters at the first step, as those of Adan do: a number, and a tensor changed in place."""
+    """Adds counters to its groups at the first step, as Adan does: a number, and a tensor changed in place."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -75,7 +75,7 @@ class LazyCounters(Optimizer):
 
 
 class WrappingOptimizer(Optimizer):
-    """Wraps another optimizer without Optimizer.__init__, so that it has no step hooks, and counts in its groups."""
+    """Wraps another optimizer and counts steps in its groups. Has no step hooks: Optimizer.__init__ is not called."""
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
@@ -101,20 +101,20 @@ class WrappingOptimizer(Optimizer):
 
 
 class ChainedOptimizers(Optimizer):
-    """Steps several optimizers and has no state of its own."""
+    """Steps several optimizers. Its own state is empty."""
 
-    def __init__(self, *inner: Optimizer) -> None:
-        super().__init__([group for each in inner for group in each.param_groups], {})
+    def __init__(self, *optimizers: Optimizer) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self.state = defaultdict(dict)
-        self._inner = inner
+        self._optimizers = optimizers
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for each in self._inner:
-            each.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
 
 
 class Uncloneable(Tensor):
-    """Mimics a quantized state tensor that implements no copy."""
+    """Tensor type without `clone`, like some quantized state tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +124,7 @@ class Uncloneable(Tensor):
 
 
 def make_two_optimizers(model: nn.Module) -> list[Optimizer]:
-    """Momentum for matrices, AdamW for the rest."""
+    """Return SGD with momentum for matrices and AdamW for the rest."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     others = [parameter for parameter in trained if parameter.dim() <= 1]

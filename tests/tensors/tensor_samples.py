@@ -1,4 +1,4 @@
-"""Numbers from seeds, and plans of one fragment, for the tests of codecs, merge and outer step."""
+"""Random tensors and plans of one fragment, for the tests of codecs, merge and outer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from atoll.tensors.robust_merge import RunningSums
 
 
 def random_tensor(seed: int, numel: int, spread: float = 0.0) -> Tensor:
-    """Numbers of both signs up to 3e38; with `spread` their magnitudes differ by so many powers of ten."""
+    """Return random values of both signs, at most 3e38.
+
+    Args:
+        spread: Magnitudes vary by up to this many powers of ten in both directions.
+    """
     random = np.random.default_rng(seed)
     values = random.standard_normal(numel) * 10.0 ** random.uniform(-spread, spread, numel)
     return torch.from_numpy(values.clip(-3e38, 3e38).astype(np.float32))
@@ -23,22 +27,22 @@ def has_same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def make_single_fragment_plan(*tensors: tuple[str, int]) -> FragmentPlan:
-    """One fragment: (kind, values) of tensors that lie in it in this order."""
-    infos = [TensorInfo(f"t{place:02}", (numel,), "float32", kind) for place, (kind, numel) in enumerate(tensors)]
+    """Return a plan of one fragment with these tensors in this order; each is (kind, number of values)."""
+    infos = [TensorInfo(f"t{index:02}", (numel,), "float32", kind) for index, (kind, numel) in enumerate(tensors)]
     return make_plan(infos, 1, "balanced")
 
 
 def add_contribution(sums: RunningSums, delta: Tensor, weight: float, scale: float = 1.0) -> None:
-    """Add a contribution that travelled in f32."""
+    """Add a contribution encoded in f32."""
     sums.add_encoded(get_codec("f32"), get_codec("f32").encode(delta), weight, scale)
 
 
-def max_rounding_error(coder: Codec, x: Tensor) -> Tensor:
-    """For each value the bound of |x - decode(encode(x))|."""
-    if coder.name == "f32":
+def max_rounding_error(codec: Codec, x: Tensor) -> Tensor:
+    """Return the upper bound of |x - decode(encode(x))| for each value."""
+    if codec.name == "f32":
         return torch.zeros_like(x)
-    if coder.name == "bf16":  # one rounding to 8 bits, or half the smallest denormal
+    if codec.name == "bf16":  # one rounding to 8 bits, or half the smallest denormal
         return x.abs().mul_(2.0**-8).clamp_(min=2.0**-133)
-    assert isinstance(coder, BlockCodec)  # half a scale, and a little for the rounding of scale and products
-    scales = coder.scales(coder.encode(x), x.numel()).float()
-    return (scales * (0.5 + 2.0**-12)).repeat_interleave(coder.block_size)[: x.numel()]
+    assert isinstance(codec, BlockCodec)  # half a scale, plus the rounding of scale and products
+    scales = codec.scales(codec.encode(x), x.numel()).float()
+    return (scales * (0.5 + 2.0**-12)).repeat_interleave(codec.block_size)[: x.numel()]

@@ -29,7 +29,7 @@ class KeyRing:
         return self.directory / name
 
     def add(self, name: str, learner: int, is_expired: bool = False) -> Path:
-        """`ended`: a key that has expired yesterday."""
+        """Add a key. With `is_expired`, it expired yesterday."""
         if is_expired:
             with days_ago(3):
                 self.authority.add(name, (learner,), days=2)
@@ -40,7 +40,7 @@ class KeyRing:
 
 @contextmanager
 def days_ago(days: float) -> Iterator[None]:
-    """Keys are made as of then."""
+    """Create keys as if it were some days ago."""
     real = keys._now
     keys._now = lambda: datetime.now(UTC) - timedelta(days=days)
     try:

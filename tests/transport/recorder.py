@@ -28,10 +28,10 @@ class Recorder:
                 self._open += [near, far]
                 record = bytearray()
                 self.sent.append(record)
-                threading.Thread(target=self._pass_on, args=(near, far, record), daemon=True).start()
-                threading.Thread(target=self._pass_on, args=(far, near, None), daemon=True).start()
+                threading.Thread(target=self._forward, args=(near, far, record), daemon=True).start()
+                threading.Thread(target=self._forward, args=(far, near, None), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, to: socket.socket, record: bytearray | None) -> None:
+    def _forward(self, source: socket.socket, to: socket.socket, record: bytearray | None) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if record is not None:
@@ -48,7 +48,7 @@ class Recorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.disconnect()
         for each in self._open:
@@ -57,7 +57,7 @@ class Recorder:
             each.close()
 
     def replay(self, record: bytes) -> bytes:
-        """Once more, on a connection of its own: what the syncer answers until it hangs up or has nothing to say."""
+        """Send a record on a new connection. Return the reply until the syncer closes it or is silent for a second."""
         with socket.create_connection(self._target) as raw:
             raw.settimeout(1.0)
             answer = bytearray()

@@ -1,4 +1,4 @@
-"""Links that are thin, break, swallow or change what they carry. Each test asserts that its fault happened."""
+"""Slow, breaking, lossy and corrupting links. Each test asserts that its fault happened."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from tests.learner.runs import LearnerSpec, Run, config, endless
 
 @pytest.mark.long
 def test_slow_link_carries_reports_during_transfers(tmp_path):
-    """A fragment travels for as long as two of its versions live, however fast the machine is, so newer ones come
-    meanwhile."""
+    """A transfer takes as long as two merges of its fragment on any machine, so newer versions arrive meanwhile."""
     with (
         Run(tmp_path, endless(fragments=4, every_steps=8), Numerics(plan="rows")) as run,
         relay_to(run.address) as relay,
     ):
         (near,) = run.joined(LearnerSpec(1, "wide", pace_s=0.01))
         run.go(near)
-        run.until(run.merges(8), "versions come")
+        run.until(run.merges(8), "versions are merged")
         began, merges = time.monotonic(), run.status()["merges"]
-        run.until(run.merges(merges + 16), "four versions of each fragment come")
+        run.until(run.merges(merges + 16), "four versions of each fragment are merged")
         two_versions_s = (time.monotonic() - began) / 2
         far = run.start(LearnerSpec(2, "wide"), relay.address)
         far.expect("joined")
@@ -44,27 +43,27 @@ def test_slow_link_carries_reports_during_transfers(tmp_path):
                 relay.counts().down_bytes - before.down_bytes > 3_000_000
                 and relay.counts().up_bytes - before.up_bytes > 300_000
             ),
-            "fragments have travelled both ways",
+            "fragments were transferred in both directions",
         )
         run.until(lambda _: len(received_messages(run, 0, Report, until=1e9, learner=2)) > 40, "its reports arrive")
-        thin = run.status()
-        shown = run.learner(2)(thin)
+        status = run.status()
+        shown = run.learner(2)(status)
         assert shown is not None
         assert (shown["standing"], shown["incarnation"]) == ("live", 1)
-        assert thin["merges"] > merges + 8, "the near one does not wait for the far one"
+        assert status["merges"] > merges + 8, "the fast learner does not wait for the slow one"
         relay.throttle(None)
         run.end()
         run.assert_same(run.finish(near, far), 1, 2)
         assert not run.log_lines(run.syncer, "learner 2: no message for"), "reports were starved"
         assert not run.log_lines(far, "connection closed: ")
         arrived: dict[int, list[int]] = {}
-        for body in received_messages(run, 2, Published, until=thin["wall_s"]):
+        for body in received_messages(run, 2, Published, until=status["wall_s"]):
             arrived.setdefault(body.fragment, []).append(body.version)
         assert len(arrived) == 4
         assert all(versions == sorted(versions) for versions in arrived.values())
         assert all(versions[-1] > 0 for versions in arrived.values()), "a fragment was starved by its newer versions"
         assert any(b - a > 1 for each in arrived.values() for a, b in itertools.pairwise(each)), "nothing was replaced"
-        reports = received_messages(run, 0, Report, until=thin["wall_s"], learner=2)
+        reports = received_messages(run, 0, Report, until=status["wall_s"], learner=2)
         assert len(reports) > 40
         assert events(run, 2, FragmentDamaged) == []
         run.assert_clean()
@@ -72,14 +71,14 @@ def test_slow_link_carries_reports_during_transfers(tmp_path):
 
 @pytest.mark.long
 def test_high_latency_link_gets_pinned_fragments(tmp_path):
-    """A request is under way for as long as eight versions of the only fragment live, however quick the machine is."""
+    """A request takes as long as eight merges of the only fragment on any machine."""
     with Run(tmp_path, endless(fragments=1, every_steps=1)) as run, relay_to(run.address) as relay:
         near = run.start(LearnerSpec(1, pace_s=0.001))
         near.expect("joined")
         near.command("go")
-        run.until(run.merges(10), "versions come")
+        run.until(run.merges(10), "versions are merged")
         began, merges = time.monotonic(), run.status()["merges"]
-        run.until(run.merges(merges + 8), "versions come")
+        run.until(run.merges(merges + 8), "versions are merged")
         relay.delay(time.monotonic() - began)
         merges = run.status()["merges"]
         far = run.start(2, relay.address)
@@ -104,14 +103,14 @@ def test_slow_link_does_not_restart_the_same_contribution(tmp_path):
         relay.throttle(30_000.0)  # the fragment has 104 KB
         before = relay.counts().up_bytes
         one.command("go")
-        run.until(lambda _: run.log_lines(run.syncer, "pulling 1 learners again"), "the syncer is impatient")
+        run.until(lambda _: run.log_lines(run.syncer, "pulling 1 learners again"), "the syncer pulls again")
         relay.throttle(60_000.0)
         run.until(run.merges(1), "merges go on")
         one.command("break")
-        told = one.expect("ended")["stats"]
-        assert told["bytes_up"] > 100_000
-        sent = relay.counts().up_bytes - before - 110_000  # one more may be under way when the learner ends
-        assert sent < 2 * told["bytes_up"], "most of what was sent was sent in vain"
+        stats = one.expect("ended")["stats"]
+        assert stats["bytes_up"] > 100_000
+        sent = relay.counts().up_bytes - before - 110_000  # one more may be in flight when the learner ends
+        assert sent < 2 * stats["bytes_up"], "most of the sent bytes were wasted"
 
 
 def test_learner_reconnects_after_connection_reset(tmp_path):
@@ -124,7 +123,7 @@ def test_learner_reconnects_after_connection_reset(tmp_path):
             merges = run.status()["merges"]
             run.until(run.merges(merges + 2), "merges go on")
             relay.reset()
-            run.until(run.learner(1, standing="live", link="up"), "it is back")
+            run.until(run.learner(1, standing="live", link="up"), "it has reconnected")
         assert run.until(run.learner(1), "learner 1 is shown")["incarnation"] == 1
         assert len(run.log_lines(one, "connection closed: ")) >= 2
         run.end()
@@ -140,14 +139,14 @@ def test_both_sides_detect_black_hole_and_reconnect(tmp_path):
         for learner in (one, two):
             learner.expect("joined")
         run.go(one, two)
-        run.until(run.merges(4), "the run is under way")
+        run.until(run.merges(4), "the run trains")
         relay.cut()
-        run.until(run.learner(1, standing="disconnected"), "the syncer gives the link up")
-        run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner gives the link up")
+        run.until(run.learner(1, standing="disconnected"), "the syncer detects the lost link")
+        run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner detects the lost link")
         merges = run.status()["merges"]
-        run.until(run.merges(merges + 3), "the other goes on")
+        run.until(run.merges(merges + 3), "the other continues")
         relay.cut(is_cut=False)
-        back = run.until(run.learner(1, standing="live", link="up"), "it is back")
+        back = run.until(run.learner(1, standing="live", link="up"), "it has reconnected")
         assert back["incarnation"] == 1
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
@@ -155,7 +154,7 @@ def test_both_sides_detect_black_hole_and_reconnect(tmp_path):
 
 
 class Flip:
-    """Changes the last byte of pieces that hold the payload of a fragment, `count` times."""
+    """Change the last byte of chunks with fragment payload, `count` times."""
 
     def __init__(self, count: int) -> None:
         self.left = count
@@ -171,7 +170,7 @@ class Flip:
 
 
 def test_damaged_bytes_are_detected_and_downloaded_again(tmp_path):
-    """At once, and if they are damaged again the whole value: six are more than can be under way at once."""
+    """Download damaged bytes again, and after a second damage the full value. Six exceeds the concurrent transfers."""
     with Run(tmp_path, endless()) as run, relay_to(run.address) as relay:
         flip = Flip(6)
         one, two = run.start(1, relay.address), run.start(2)
@@ -186,15 +185,15 @@ def test_damaged_bytes_are_detected_and_downloaded_again(tmp_path):
         run.assert_same(run.finish(one, two), 1, 2)
         assert flip.fired == 6
         damaged = events(run, 1, FragmentDamaged)
-        assert len(run.log_lines(one, "came damaged")) + len(damaged) == 6
+        assert len(run.log_lines(one, "were damaged")) + len(damaged) == 6
         assert len(damaged) >= 1
         assert all("digest" in event.cause for event in damaged)
         assert len(sent_together(run, 1, Resync)) >= 1
         run.assert_clean()
 
 
-def wrong_updates(directory: Path, planted: str) -> list[Any]:
-    """A syncer whose updates lead elsewhere, on frames whose digests are right."""
+def run_with_invalid_updates(directory: Path, planted: str) -> list[Any]:
+    """Run with a syncer that sends updates with invalid results in frames with valid digests."""
     with Run(directory, config(), planted="wrong-update") as run:
         learners = run.joined(LearnerSpec(1, planted=planted), LearnerSpec(2, planted=planted))
         run.go(*learners)
@@ -205,12 +204,12 @@ def wrong_updates(directory: Path, planted: str) -> list[Any]:
         return events(run, 1, FragmentDamaged)
 
 
-def test_an_update_that_leads_to_another_value_is_never_adopted(tmp_path):
-    damaged = wrong_updates(tmp_path, "")
+def test_update_with_invalid_result_is_never_adopted(tmp_path):
+    damaged = run_with_invalid_updates(tmp_path, "")
     assert damaged
     assert {event.cause for event in damaged} == {"the downloaded value differs from the published one"}
 
 
-def test_the_test_above_finds_a_learner_that_does_not_check(tmp_path):
+def test_learner_without_the_check_adopts_invalid_update(tmp_path):
     with pytest.raises(AssertionError, match="is not the published one"):
-        wrong_updates(tmp_path, "no-digest-check")
+        run_with_invalid_updates(tmp_path, "no-digest-check")

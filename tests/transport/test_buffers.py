@@ -16,7 +16,7 @@ def test_released_buffer_is_reused():
     assert buffers.acquire(40) is not first
 
 
-def test_another_size_is_another_buffer():
+def test_other_size_gets_another_buffer():
     buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
     buffers.release(buffers.acquire(40))
     assert buffers.acquire(41).numel() == 41
@@ -25,23 +25,23 @@ def test_another_size_is_another_buffer():
 
 def test_pool_is_bounded_and_drops_oldest():
     buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
-    taken = [buffers.acquire(40) for _ in range(3)]
-    for buffer in taken:
+    acquired = [buffers.acquire(40) for _ in range(3)]
+    for buffer in acquired:
         buffers.release(buffer)
     assert buffers.pooled_bytes == 80
-    assert buffers.acquire(40) is taken[2]
-    assert buffers.acquire(40) is taken[1]
+    assert buffers.acquire(40) is acquired[2]
+    assert buffers.acquire(40) is acquired[1]
     assert buffers.pooled_bytes == 0
 
 
-def test_a_single_buffer_is_kept_however_large_it_is():
+def test_one_buffer_above_the_limit_is_kept():
     buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
     large = buffers.acquire(1000)
     buffers.release(large)
     assert buffers.acquire(1000) is large
 
 
-def test_small_ones_are_left_to_the_allocator():
+def test_small_buffers_are_not_pooled():
     buffers = ByteBufferPool(max_bytes=100, min_bytes=10)
     buffers.release(buffers.acquire(9))
     assert buffers.pooled_bytes == 0
@@ -51,5 +51,5 @@ def test_releasing_twice_is_an_assertion():
     buffers = ByteBufferPool(max_bytes=100, min_bytes=1)
     buffer = buffers.acquire(40)
     buffers.release(buffer)
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(AssertionError, match="already in the pool"):
         buffers.release(buffer)

@@ -1,4 +1,4 @@
-"""Keys that are renewed, revoked and replaced while a run goes on, and sessions that are played once more."""
+"""Keys that are renewed, revoked and replaced during a run, and replayed sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.transport.key_rings import KeyRing, days_ago
 from tests.transport.recorder import Recorder
 
 
-def knock(run: Run, **settings: Any) -> None:
+def join_briefly(run: Run, **settings: Any) -> None:
     job = work()
     with Learner(job.model, job.optimizer, run.address, join_timeout_s=LIMIT_S, **settings):
         pass
@@ -32,58 +32,58 @@ NEW_AT_THE_SYNCER = "the keys have changed: new connections use them"
 NEW_AT_THE_LEARNER = "the key files have changed; connecting with the new keys"
 
 
-def test_every_key_and_the_authority_change_while_the_run_goes_on(tmp_path):
+def test_all_keys_and_authority_are_replaced_during_run(tmp_path):
     """Follow the order of docs/security.md. No process restarts. A learner with only an old key is refused."""
     ring = KeyRing(tmp_path / "keys")
     shutil.copytree(ring["one"], tmp_path / "old key")
-    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="short-handshake-timeouts") as run:
         with relay_to(run.address) as relay:
             one, two = (run.start(LearnerSpec(n, keys=ring[k]), relay.address) for n, k in ((1, "one"), (2, "two")))
             for learner in (one, two):
                 learner.expect("joined")
             run.go(one, two)
 
-            def dial_again(times: int) -> None:
+            def reconnect_with_new_keys(times: int) -> None:
                 relay.reset()
                 for learner in (one, two):
                     until_logged(run, learner, NEW_AT_THE_LEARNER, times)
                 for number in (1, 2):
-                    run.until(run.learner(number, standing="live", link="up", incarnation=1), "it is back")
-                run.until(run.merges(run.status()["merges"] + 3), "the run goes on")
+                    run.until(run.learner(number, standing="live", link="up", incarnation=1), "it has reconnected")
+                run.until(run.merges(run.status()["merges"] + 3), "the run continues")
 
             old = ring.authority.issued[0].fingerprint
             ring.authority.renew_authority()
             until_logged(run, run.syncer, NEW_AT_THE_SYNCER)
-            dial_again(1)  # they trust both authorities now, with keys of the old one
+            reconnect_with_new_keys(1)  # with keys of the old authority; both authorities are trusted
             for name in ("syncer", "one", "two"):
                 ring.authority.renew(name)
             until_logged(run, run.syncer, NEW_AT_THE_SYNCER, 2)
-            dial_again(2)
+            reconnect_with_new_keys(2)
             assert ring.authority.find_key("syncer").fingerprint != old
             assert ring.authority.retire_old_authorities() == 1
             until_logged(run, run.syncer, NEW_AT_THE_SYNCER, 3)
-            dial_again(3)
+            reconnect_with_new_keys(3)
         with pytest.raises(KeysRefusedError, match="it does not trust the authority of this key"):
-            knock(run, keys=tmp_path / "old key", ca=ring["authority.pem"], learner=1)
+            join_briefly(run, keys=tmp_path / "old key", ca=ring["authority.pem"], learner=1)
         with pytest.raises(KeysRefusedError, match="authority that is not trusted here"):
-            knock(run, keys=tmp_path / "old key", learner=1)
+            join_briefly(run, keys=tmp_path / "old key", learner=1)
 
 
 @pytest.mark.long
 def test_learner_with_revoked_key_reconnects_with_new_key(tmp_path):
-    """It trains on meanwhile, and says why it has no link."""
+    """The learner trains meanwhile, and logs why it has no link."""
     ring = KeyRing(tmp_path / "keys")
-    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="short-handshake-timeouts") as run:
         one, two = run.joined(LearnerSpec(1, keys=ring["one"]), LearnerSpec(2, keys=ring["two"]))
         run.go(one, two)
-        run.until(run.merges(3), "the run is under way")
+        run.until(run.merges(3), "the run trains")
         ring.authority.revoke("two")
         until_logged(run, two, "the key of two is revoked")
         run.until(run.learner(2, link="down"), "its link is closed")
         until_logged(run, two, "cannot reach syncer at")
         assert run.log_lines(run.syncer, "was refused: the key of two is revoked")
         assert run.status()["refused"]["revoked"] >= 1
-        run.until(run.merges(run.status()["merges"] + 3), "the other one goes on")
+        run.until(run.merges(run.status()["merges"] + 3), "the other learner continues")
         assert run.until(run.learner(1), "learner 1 is shown")["link"] == "up"
         two.command("hold")
         two.expect("held")
@@ -93,31 +93,32 @@ def test_learner_with_revoked_key_reconnects_with_new_key(tmp_path):
         for file in ("authority.pem", "key.pem", "certificate.pem"):
             shutil.copy(ring["two-again"] / file, ring["two"] / file)
         two.command("go")
-        run.until(run.learner(2, standing="live", link="up", incarnation=1), "it is back with its new key")
+        run.until(run.learner(2, standing="live", link="up", incarnation=1), "it has reconnected with its new key")
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
 
 
 def test_unusable_keys_do_not_replace_usable_ones(tmp_path):
     ring = KeyRing(tmp_path / "keys")
-    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="short-handshake-timeouts") as run:
         (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
         run.go(one)
         run.keys = find_key_files(Path(shutil.copytree(ring["syncer"], tmp_path / "as it was")))
         shutil.copy(ring["two"] / "certificate.pem", tmp_path / "other.pem")
-        (tmp_path / "other.pem").replace(ring["syncer"] / "certificate.pem")  # at once, or half of it is a change too
+        # Atomic: a partial file would also count as a change.
+        (tmp_path / "other.pem").replace(ring["syncer"] / "certificate.pem")
         until_logged(run, run.syncer, "cannot be used, the previous ones stay in use")
-        run.until(run.merges(run.status()["merges"] + 2), "new connections are taken, and the run goes on")
-        assert len(run.log_lines(run.syncer, "cannot be used")) == 1, "it is said once"
+        run.until(run.merges(run.status()["merges"] + 2), "new connections are accepted and the run continues")
+        assert len(run.log_lines(run.syncer, "cannot be used")) == 1, "it is logged once"
 
 
 @pytest.mark.long
-def test_a_key_that_expires_while_its_link_is_up_ends_it(tmp_path):
+def test_expiring_key_closes_its_link(tmp_path):
     ring = KeyRing(tmp_path / "keys")
-    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="short-handshake-timeouts") as run:
         (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
         with days_ago(1 - 5 / 86400):
-            ring.authority.add("brief", (3,), days=1)  # it ends in a few seconds
+            ring.authority.add("brief", (3,), days=1)  # expires in a few seconds
         brief = run.start(LearnerSpec(3, keys=ring["brief"]))
         brief.expect("joined")
         run.go(one, brief)
@@ -126,7 +127,7 @@ def test_a_key_that_expires_while_its_link_is_up_ends_it(tmp_path):
         assert run.status()["refused"]["expired"] >= 1
         until_logged(run, brief, "the key of brief expired on")
         with pytest.raises(LearnerRefusedError, match="the key of brief expired"):
-            knock(run, keys=ring["brief"], learner=3)
+            join_briefly(run, keys=ring["brief"], learner=3)
         assert run.until(run.learner(1), "learner 1 is shown")["link"] == "up"
 
 
@@ -145,7 +146,7 @@ def test_replayed_tls_session_has_no_effect(tmp_path):
         one = run.start(LearnerSpec(1, keys=ring["one"]), recorder.address)
         one.expect("joined")
         one.command("go")
-        run.until(run.merges(5), "there is something to record")
+        run.until(run.merges(5), "merges are recorded")
         one.command("break")
         one.expect("ended")
         run.until(run.learner(1, link="down"), "it has left")
@@ -154,7 +155,7 @@ def test_replayed_tls_session_has_no_effect(tmp_path):
         assert sum(map(len, records)) > 5_000
         for record in records * 2:
             answer = recorder.replay(record)
-            assert b"HTTP" not in answer, "a request was heard"
+            assert b"HTTP" not in answer, "a request was processed"
         after = run.status()
         for name in ("merges", "trained", "learners", "ledger", "bytes"):
             assert after[name] == before[name]
@@ -163,12 +164,12 @@ def test_replayed_tls_session_has_no_effect(tmp_path):
 
 @pytest.mark.long
 def test_replayed_plain_session_changes_nothing(tmp_path):
-    """On this machine nothing is encrypted, and who replays is let in. Incarnations and sessions make it harmless."""
+    """Loopback traffic is plain text, and a replay is accepted. Incarnations and sessions make it harmless."""
     with Run(tmp_path, endless()) as run, Recorder(run.address) as recorder:
         one = run.start(LearnerSpec(1, pace_s=0.01), recorder.address)
         one.expect("joined")
         one.command("go")
-        run.until(run.merges(5), "there is something to record")
+        run.until(run.merges(5), "merges are recorded")
         recorder.disconnect()
         until_logged(run, one, "connection closed: ")
         run.until(run.learner(1, standing="live", link="up"), "its second session")
@@ -177,27 +178,27 @@ def test_replayed_plain_session_changes_nothing(tmp_path):
         assert len(old) >= 2
         one.command("hold")
         steps = one.expect("held")
-        run.until(lambda status: status["rounds_in_flight"] == 0 or None, "nothing is on its way")
+        run.until(lambda status: status["rounds_in_flight"] == 0 or None, "no round is open")
         before = run.status()
         for record in old:
             recorder.replay(record)
         after = run.status()
         assert (after["merges"], merged_by(run, after)) == (before["merges"], merged_by(run, before))
-        # The report of its last step may have come meanwhile; nothing is counted that it has not trained.
+        # The report of its last step may have arrived meanwhile. Tokens that it has not trained must not be counted.
         assert before["trained"] <= after["trained"] <= steps * BATCH
         shown = run.until(run.learner(1), "learner 1 is shown")
         assert (shown["link"], shown["incarnation"]) == ("up", 1)
-        assert shown["standing"] in ("live", "suspect"), "it stands still, and may be suspected for that"
-        assert run.log_lines(one, "WARNING") == [], "the live link is left alone"
+        assert shown["standing"] in ("live", "suspect"), "it does not train, and may be suspected for that"
+        assert run.log_lines(one, "WARNING") == [], "the live link is not affected"
         one.command("go")
-        run.until(run.merges(before["merges"] + 3), "the run goes on")
+        run.until(run.merges(before["merges"] + 3), "the run continues")
         run.end()
         run.assert_same(run.finish(one), 1)
         run.verdict()
 
 
-def test_what_a_directory_of_a_key_holds_is_enough_wherever_it_is(tmp_path):
-    """An island gets nothing but its own directory."""
+def test_key_directory_works_after_copy(tmp_path):
+    """A learner needs only its own key directory."""
     ring = KeyRing(tmp_path / "keys")
     island: Path = shutil.copytree(ring["one"], tmp_path / "elsewhere")
     assert sorted(path.name for path in island.iterdir()) == ["authority.pem", "certificate.pem", "key.pem"]

@@ -1,6 +1,6 @@
-"""What became of every planned fault, written down as it happens: `chaos/faults.jsonl` in the run's directory.
+"""Log of the injected faults, `chaos/faults.jsonl` in the run's directory.
 
-The tool itself may be interrupted or killed; what it had done by then is in the file.
+Every line is written at once, so the log is complete even if `atoll chaos` itself is interrupted or killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
-    """One fault as it was done. Times are seconds of the Unix epoch."""
+    """One fault as it was injected. Times are seconds of the Unix epoch."""
 
     number: int
     was_injected: bool
@@ -38,26 +38,26 @@ class FaultLog:
             file.write(json.dumps(line).encode() + b"\n")
 
     def record_start(self, at: float) -> None:
-        """All learners train: the plan's clock starts."""
+        """Record that all learners train and the plan's clock has started."""
         self.write({"plan_started_at": at})
 
-    def record_fault(self, what: FaultRecord) -> None:
-        self.write(asdict(what))
+    def record_fault(self, fault: FaultRecord) -> None:
+        self.write(asdict(fault))
 
 
 def read_fault_log(run: Path) -> tuple[float | None, dict[int, FaultRecord]]:
-    """When the plan's clock started, and the newest word on every fault."""
-    began: float | None = None
-    found: dict[int, FaultRecord] = {}
+    """Return when the plan's clock started, and the newest record of every fault by number."""
+    started_at: float | None = None
+    records: dict[int, FaultRecord] = {}
     try:
         lines = (run / CHAOS_FOLDER / FAULTS_FILE).read_text(encoding="utf-8").split("\n")[:-1]
     except FileNotFoundError:
         return None, {}
     for line in lines:
-        told = json.loads(line)
-        if "plan_started_at" in told:
-            began = told["plan_started_at"]
+        fields = json.loads(line)
+        if "plan_started_at" in fields:
+            started_at = fields["plan_started_at"]
         else:
-            struck = FaultRecord(**told)
-            found[struck.number] = struck
-    return began, found
+            record = FaultRecord(**fields)
+            records[record.number] = record
+    return started_at, records

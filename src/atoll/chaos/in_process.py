@@ -1,8 +1,8 @@
-"""What runs inside the processes of a run under fault, around the very functions that `atoll train` starts.
+"""Entry points of the processes of a run under fault, around the functions that `atoll train` starts.
 
-Most faults come from outside: signals, links, mounts. Two cannot: values that go wrong on their way out of a learner,
-and a disk that is slow. For these a process looks at its orders, a small file that the tool writes, whenever it is
-about to send a contribution or to wait for its disk, and it notes down what it did.
+Most faults come from outside: signals, links, mounts. Two kinds cannot: corrupt values in a contribution, and a slow
+disk. For these, a process reads its orders before each contribution and each fsync. The orders are a small file that
+`atoll chaos` writes. The process logs every order that it carries out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHAOS_FOLDER = "chaos"
 
 @dataclass(frozen=True, slots=True)
 class FaultOrders:
-    """What one process is told to do wrong. `run` is the run's directory, `who` such as learner-3 or syncer."""
+    """Faults that one process injects into itself. `process` is a name such as learner-3 or syncer."""
 
     run: Path
     process: str
@@ -45,24 +45,24 @@ class FaultOrders:
     def done_path(self) -> Path:
         return self.run / CHAOS_FOLDER / f"{self.process}.done.jsonl"
 
-    # ------------------------------------------------------------------------------------------ by the tool
+    # ------------------------------------------------------------------------------------------ called by atoll chaos
 
     def write(self, **orders: dict[str, Any] | None) -> None:
-        """Change some of the orders. A reader finds the old file or the new one."""
+        """Change some of the orders; None removes an order. The file is replaced atomically."""
         pending = {**self.read(), **orders}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({name: order for name, order in pending.items() if order is not None})
         write_text(self.path, text, durable=False)
 
     def count_done(self, fault: int) -> int:
-        """How often a process has carried out this fault."""
+        """Return how often the process has injected this fault."""
         try:
             lines = self.done_path.read_text(encoding="utf-8").split("\n")[:-1]
         except FileNotFoundError:
             return 0
         return sum(json.loads(line)["fault"] == fault for line in lines)
 
-    # ------------------------------------------------------------------------------------------ in the process
+    # ------------------------------------------------------------------------------------------ called by the process
 
     def read(self) -> dict[str, Any]:
         try:
@@ -71,8 +71,8 @@ class FaultOrders:
         except FileNotFoundError:
             return {}
 
-    def record_done(self, fault: int, what: str) -> None:
-        line = json.dumps({"at": time.time(), "fault": fault, "what": what}) + "\n"
+    def record_done(self, fault: int, operation: str) -> None:
+        line = json.dumps({"at": time.time(), "fault": fault, "what": operation}) + "\n"
         with open(self.done_path, "ab", buffering=0) as file:
             file.write(line.encode())
 
@@ -80,12 +80,12 @@ class FaultOrders:
 def run_faulty_learner(
     orders: FaultOrders, namespace: Path | None, settings: JobSettings, learner: int, syncer: str, token: str, run: Path
 ) -> None:
-    """A learner, in its own network where it has one."""
+    """Train one learner, in its own network namespace if it has one."""
     if namespace is not None:
         enter_namespace(namespace)
     slow_down_fsync(orders)
     poison_contributions(orders)
-    train_learner(settings, learner, f"http://{syncer}", token, run)  # nothing of it leaves this machine
+    train_learner(settings, learner, f"http://{syncer}", token, run)  # plain HTTP: no byte leaves this machine
 
 
 def run_faulty_syncer(
@@ -100,17 +100,17 @@ def run_faulty_syncer(
 
 
 def slow_down_fsync(orders: FaultOrders) -> None:
-    """Every fsync takes longer while the orders say so."""
+    """Delay every fsync of this process while there is an order to."""
     fsync = os.fsync
 
-    def slowly(file: Any) -> None:
+    def slow_fsync(file: Any) -> None:
         order = orders.read().get("slow")
         if order is not None:
             time.sleep(order["wait_s"])
             orders.record_done(order["fault"], "fsync")
         fsync(file)
 
-    os.fsync = slowly  # type: ignore[assignment]
+    os.fsync = slow_fsync  # type: ignore[assignment]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -118,10 +118,10 @@ def slow_down_fsync(orders: FaultOrders) -> None:
 
 
 def poison_contributions(orders: FaultOrders) -> None:
-    """What is sent is wrong; the learner's own weights are not, as with memory that fails on the way out."""
+    """Corrupt encoded contributions while there is an order to, as failing memory would. The weights stay valid."""
     encode = LearnerFragment.encode
 
-    def poisoned(
+    def poisoned_encode(
         self: LearnerFragment,
         round_id: RoundId,
         codec: Codec,
@@ -136,18 +136,19 @@ def poison_contributions(orders: FaultOrders) -> None:
         if order is None or orders.count_done(order["fault"]) >= order["count"]:
             return encode(self, round_id, codec, *values, out, on_progress)
         data = encode(self, round_id, codec, *values, out)
-        honest = codec.decode(data, copy.numel())
-        data.copy_(codec.encode(poison_values(honest, order["kind"], order.get("factor", 1.0))))
+        original = codec.decode(data, copy.numel())
+        data.copy_(codec.encode(poison_values(original, order["kind"], order.get("factor", 1.0))))
         if on_progress is not None:
             on_progress(0, copy.numel())
         orders.record_done(order["fault"], f"fragment {self.id}")
         return data
 
-    LearnerFragment.encode = poisoned  # type: ignore[method-assign]
+    LearnerFragment.encode = poisoned_encode  # type: ignore[method-assign]
 
 
 def poison_values(values: Tensor, kind: str, factor: float) -> Tensor:
-    """
+    """Return the values with a fault of this kind: "nan", "infinity" or "wild".
+
     >>> poison_values(torch.ones(4), "nan", 1.0)
     tensor([nan, 1., 1., nan])
     """

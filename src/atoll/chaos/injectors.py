@@ -1,7 +1,7 @@
-"""Injectors: each begins a fault, keeps it up, ends it, and records evidence that it really happened.
+"""Injectors: each starts a fault, maintains it, ends it, and looks for evidence that it really happened.
 
-Evidence never comes from the injector itself. A kill has happened when the process is gone, a stop when the kernel
-reports the process as stopped, a cut when no byte has passed, damage when bytes were changed, a full disk when the
+The evidence is independent of the injection. A kill has happened when the process has exited, a stop when the kernel
+reports the process as stopped, a cut when no byte passes, corruption when bytes were changed, a full disk when the
 kernel refuses a byte.
 """
 
@@ -45,37 +45,37 @@ class InjectorContext(Protocol):
     def add_learner(self, number: int) -> None: ...
 
     def has_failed_write(self) -> bool:
-        """Return whether a version waits at the syncer because its disk refused it."""
+        """Return whether the syncer has a version that its disk refused to store."""
 
 
 class Injector(ABC):
-    """One fault. `begin` is called once, when `is_ready`; `keep` at every poll until `end`."""
+    """One fault. `begin` is called once, when `is_ready` returns True; `poll` regularly until `end`."""
 
-    method = ""  # the means, for the verdict
-    failure_cause = "it was done, and nothing shows that it happened"  # reason if it was never seen
+    method = ""  # how the fault is injected, for the verdict
+    failure_cause = "injected, but there is no evidence that it happened"  # used if `was_observed` stays False
 
-    def __init__(self, planned: PlannedFault, world: InjectorContext) -> None:
+    def __init__(self, planned: PlannedFault, context: InjectorContext) -> None:
         self.planned = planned
-        self.context = world
+        self.context = context
         self.target = planned.target
         self.number = planned.target.number
-        self.was_observed = False  # there is evidence that it happened
+        self.was_observed = False  # there is evidence that the fault happened
 
     def is_ready(self) -> bool:
-        """Return whether the target is there."""
+        """Return whether the target runs and trains, so that the fault can begin."""
         return self.context.is_training(self.target)
 
     @abstractmethod
     def begin(self) -> None: ...
 
-    def poll(self) -> None:  # noqa: B027 - some have nothing to keep up
-        """Called while the fault lasts, and for faults without a length until it was seen."""
+    def poll(self) -> None:  # noqa: B027 - some faults need no maintenance
+        """Maintain the fault and look for evidence. Called until the fault ends, or until it is observed."""
 
-    def end(self) -> None:  # noqa: B027 - some leave nothing behind
-        """Undo the fault. Called exactly once after `begin`, also when the run is interrupted."""
+    def end(self) -> None:  # noqa: B027 - some faults need no undoing
+        """Undo the fault. Called exactly once after `begin`, even if the run is interrupted."""
 
     def has_taken_effect(self) -> bool:
-        """Return whether the target has met the fault. A fault that has a length does not end before."""
+        """Return whether the fault has affected its target. A fault with a duration does not end before that."""
         return self.was_observed
 
     def option_value(self, option: str) -> float:
@@ -83,7 +83,7 @@ class Injector(ABC):
 
     def target_process(self) -> SupervisedProcess:
         member = self.context.member(self.target)
-        assert member is not None, f"{self.target} was there when the fault was ready"
+        assert member is not None, f"{self.target} existed when the fault was ready"
         return member
 
 
@@ -105,7 +105,7 @@ class KillFault(Injector):
         self.was_observed = self.was_observed or (member is not None and member.child.pid != self._pid)
 
     def has_taken_effect(self) -> bool:
-        """A process is gone at once; `seen` is set by the next one."""
+        """Return True: the process exits at once. `was_observed` is set when its successor runs."""
         return True
 
 
@@ -122,7 +122,7 @@ class StopFault(Injector):
 
     def end(self) -> None:
         member = self.context.member(self.target)
-        if member is not None and member.child.pid == self._pid:  # its number may belong to another process by now
+        if member is not None and member.child.pid == self._pid:  # the pid may belong to another process by now
             member.child.send(signal.SIGCONT)
 
 
@@ -140,7 +140,7 @@ class JoinFault(Injector):
 
 
 class LeaveFault(Injector):
-    method = "SIGTERM, and never started again"
+    method = "SIGTERM, not restarted"
 
     def begin(self) -> None:
         member = self.target_process()
@@ -166,15 +166,15 @@ def process_state(pid: int) -> str:
 
 
 class LinkFault(Injector):
-    """Cut, flap, thin, delay and damage: in the kernel if the run has namespaces, otherwise in the relay.
+    """Cut, flap, throttle, delay and corrupt links: in the kernel if the run has namespaces, otherwise in the relay.
 
-    Damage is always made by a relay: TCP of the kernel would notice, drop the packet and send it again. A delay is,
-    where the kernel has no `netem`.
+    Corruption always uses a relay: the kernel's TCP would detect it, drop the packet and send it again. A delay uses a
+    relay if the kernel has no `netem`.
     """
 
-    def __init__(self, planned: PlannedFault, world: InjectorContext) -> None:
-        super().__init__(planned, world)
-        kernel = world.namespaces
+    def __init__(self, planned: PlannedFault, context: InjectorContext) -> None:
+        super().__init__(planned, context)
+        kernel = context.namespaces
         in_kernel = kernel is not None and (
             kernel.has_netem if planned.fault == "delay" else planned.fault != "corrupt"
         )
@@ -191,14 +191,14 @@ class LinkFault(Injector):
 
     def begin(self) -> None:
         relay = self.context.relay(self.number)
-        assert self._kernel is not None or relay is not None, f"no relay leads to the link of learner {self.number}"
+        assert self._kernel is not None or relay is not None, f"the link of learner {self.number} has no relay"
         self._before = self._count(relay) if relay is not None else 0
         self._set(True)
         if self.planned.fault == "flap":
             self._toggle_at = time.monotonic() + self.option_value("period")
         if self._kernel is not None:
-            shape = " ".join(self._kernel.shape(self.number))
-            self.was_observed = any(queue in shape for queue in ("blackhole", "tbf", "netem"))
+            queues = " ".join(self._kernel.queues(self.number))
+            self.was_observed = any(kind in queues for kind in ("blackhole", "tbf", "netem"))
 
     def _set(self, on: bool) -> None:
         kernel, relay, fault = self._kernel, self.context.relay(self.number), self.planned.fault
@@ -234,7 +234,7 @@ class LinkFault(Injector):
             self._set(self._is_cut)
 
     def _count(self, relay: Relay) -> int:
-        """Return a count that rises when the fault has met something."""
+        """Return a counter that increases when the fault affects traffic."""
         counts = relay.counts()
         return counts.corrupted_bytes if self.planned.fault == "corrupt" else counts.delayed_chunks
 
@@ -258,14 +258,14 @@ class LinkFault(Injector):
 
 
 class DiskFault(Injector):
-    """A disk that is full or read-only. At the syncer it lasts until a write of a version has failed."""
+    """A full or read-only disk. At the syncer the fault lasts until a write of a version has failed."""
 
-    def __init__(self, planned: PlannedFault, world: InjectorContext) -> None:
-        super().__init__(planned, world)
+    def __init__(self, planned: PlannedFault, context: InjectorContext) -> None:
+        super().__init__(planned, context)
         self._has_failed_write = False
         self._is_full = planned.fault == "full"
         if not self._is_full:
-            self.failure_cause = "root may write everywhere, and nothing can be mounted here"
+            self.failure_cause = "root ignores permissions, and this machine allows no mounts"
 
     def begin(self) -> None:
         disk = self.context.disk(self.number)
@@ -290,7 +290,7 @@ class DiskFault(Injector):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# In the process: slow disks and payloads
+# Inside the process: slow disks and payloads
 
 
 class SlowFault(Injector):
@@ -308,10 +308,10 @@ class SlowFault(Injector):
 
 
 class PoisonFault(Injector):
-    method = "in the process, as it encodes a contribution"
+    method = "in the process, when it encodes a contribution"
 
     def is_ready(self) -> bool:
-        """One after the other: a process has one order at a time."""
+        """Return whether the learner trains and has no other poison order: a process has one at a time."""
         return super().is_ready() and "poison" not in self.context.orders(self.number).read()
 
     def begin(self) -> None:

@@ -1,8 +1,8 @@
-"""A link of a learner in user space: what it sends and gets passes here, and can be held, thinned, delayed or damaged.
+"""A TCP relay in user space between a learner and the syncer, which can hold, throttle, delay or corrupt the traffic.
 
-Needs no root. A relay is an end of TCP on both sides, so a single packet can be neither lost, doubled nor put out of
-order here: TCP would hide all three from whoever reads the stream. What a network can do to a stream is to hold it, to
-let it through slowly or late, to end it, and to change bytes (where checksums of 16 bits do not see it).
+Needs no root. The relay ends the TCP connection on both sides, so it cannot lose, duplicate or reorder single packets:
+TCP hides all three from the reader of a stream. A network can affect a stream only by holding it, by slowing it down,
+by delaying it, by ending it, and by changing bytes (if the 16-bit checksum does not detect it).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ACCEPT_LOOP_CYCLES = 10
 
 
 class RelayCounts(NamedTuple):
-    """What has passed so far. `up` is towards the syncer."""
+    """Traffic so far. `up` is towards the syncer."""
 
     connections: int
     up_bytes: int
     down_bytes: int
     corrupted_bytes: int
-    delayed_chunks: int  # that waited because the link was thin or late
+    delayed_chunks: int  # chunks held back by `throttle` or `delay`
 
 
 class Relays:
@@ -39,14 +39,14 @@ class Relays:
         self._thread.start()
 
     def open(self, target: str, seed: int = 0, host: str = "127.0.0.1") -> Relay:
-        """A relay that leads to `target` ("host:port"), on a port of its own."""
+        """Open a relay to `target` ("host:port") on an unused port. The seed draws the corrupted bytes."""
         relay = Relay(self._loop, target, seed, host)
         self._relays.append(relay)
         relay.call(relay.start())
         return relay
 
     def close(self) -> None:
-        """Every connection ends, every port is free, the thread is gone. Closing twice is no mistake."""
+        """Close all connections and ports, and end the thread. May be called twice."""
         if self._loop.is_closed():
             return
         for relay in self._relays:
@@ -57,7 +57,7 @@ class Relays:
 
 
 class Relay:
-    """One link. Everything that is set applies to bytes that arrive from then on, and to new connections."""
+    """One link. Settings apply to all bytes that arrive later, on old and new connections."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, target: str, seed: int, host: str) -> None:
         name, _, port = target.rpartition(":")
@@ -71,11 +71,11 @@ class Relay:
         for passing in self._passing.values():
             passing.set()
         self._rng = Random(f"damage/{seed}")
-        self._corrupt_every: dict[bool, float] = {}  # bytes between two damaged ones, on average
+        self._corrupt_every: dict[bool, float] = {}  # bytes between two corrupted ones, on average
         self._until_corruption = {True: 0.0, False: 0.0}
-        self._free_at = {True: 0.0, False: 0.0}  # when the link has sent what it was given
+        self._free_at = {True: 0.0, False: 0.0}  # time at which the link has sent all bytes
         self._counts = [0, 0, 0, 0, 0]
-        self._ends: set[asyncio.StreamWriter] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -88,19 +88,19 @@ class Relay:
         return RelayCounts(*self._counts)
 
     def cut(self, direction: str = "both", is_cut: bool = True) -> None:
-        """Nothing comes through, and nobody is told. What was held arrives when it ends, as TCP would send it again."""
+        """Hold all bytes without notifying either end. They arrive when the cut ends, as TCP would resend them."""
         for up in _directions(direction):
             self._loop.call_soon_threadsafe(self._passing[up].clear if is_cut else self._passing[up].set)
 
     def throttle(self, bytes_per_s: float | None) -> None:
-        """For each direction, shared by all connections of the link."""
+        """Limit the rate in each direction, shared by all connections of the link. None: no limit."""
         self._loop.call_soon_threadsafe(setattr, self, "_bytes_per_s", bytes_per_s)
 
     def delay(self, delay_s: float) -> None:
         self._loop.call_soon_threadsafe(setattr, self, "_delay_s", delay_s)
 
     def corrupt(self, every_bytes: float | None, direction: str = "both") -> None:
-        """One byte in so many, on average, is another one when it arrives. None: no more."""
+        """Change one byte in `every_bytes`, on average. None ends it."""
 
         def begin() -> None:
             self._corrupt_every = {} if every_bytes is None else dict.fromkeys(_directions(direction), every_bytes)
@@ -110,7 +110,7 @@ class Relay:
         self._loop.call_soon_threadsafe(begin)
 
     def reset(self) -> None:
-        """Break every connection as it stands."""
+        """Abort all connections."""
         self.call(self._reset())
 
     # ------------------------------------------------------------------------------------------ in the loop
@@ -122,20 +122,19 @@ class Relay:
     async def stop(self) -> None:
         if self._server is not None:
             for sock in self._server.sockets:
-                self._loop.remove_reader(sock.fileno())  # nobody more is taken
-            for _ in range(
-                ACCEPT_LOOP_CYCLES
-            ):  # who was just taken gets as far as `_taken`; a closed server would lose him
+                self._loop.remove_reader(sock.fileno())  # accept no more connections
+            # Connections that were just accepted reach `_accept`, which a closed server would not run.
+            for _ in range(ACCEPT_LOOP_CYCLES):
                 await asyncio.sleep(0)
             self._server.close()
         await self._reset()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # an abort is carried out at the next turn
+        await asyncio.sleep(0)  # aborts run in the next cycle of the loop
 
     async def _reset(self) -> None:
-        for writer in list(self._ends):
+        for writer in list(self._writers):
             writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,29 +142,29 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         self._counts[0] += 1
-        self._ends.add(writer)
-        onward: asyncio.StreamWriter | None = None
+        self._writers.add(writer)
+        server_writer: asyncio.StreamWriter | None = None
         try:
             for passing in self._passing.values():  # a handshake needs both directions
                 await passing.wait()
-            back, onward = await asyncio.open_connection(*self._target)
-            self._ends.add(onward)
+            server_reader, server_writer = await asyncio.open_connection(*self._target)
+            self._writers.add(server_writer)
             async with asyncio.TaskGroup() as group:
-                self._forward(group, reader, onward, True)
-                self._forward(group, back, writer, False)
+                self._forward(group, reader, server_writer, True)
+                self._forward(group, server_reader, writer, False)
         except* (OSError, asyncio.CancelledError):
-            pass  # one end is gone, so is the other; or all of it is over
+            pass  # one end has closed, so close the other; or the relay stops
         finally:
-            for end in (writer, onward):
-                if end is not None:
-                    end.transport.abort()
-                    self._ends.discard(end)
+            for each in (writer, server_writer):
+                if each is not None:
+                    each.transport.abort()
+                    self._writers.discard(each)
             self._tasks.discard(task)
 
     def _forward(
         self, group: asyncio.TaskGroup, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up: bool
     ) -> None:
-        """Read, wait until the link has had time for it, and let it arrive after the delay. In order."""
+        """Forward chunks in order, at the rate and with the delay of the link."""
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_QUEUED_CHUNKS)
         group.create_task(self._read_chunks(queue, reader, up))
         group.create_task(self._write_chunks(queue, writer, up))
@@ -207,7 +206,7 @@ class Relay:
             await asyncio.sleep(wait)
 
     def transform_chunk(self, data: bytes, up: bool) -> bytes:
-        """Return a piece as it arrives: with other bytes while the link damages them."""
+        """Return a chunk as it arrives, with corrupted bytes if the link has that fault."""
         if up not in self._corrupt_every:
             return data
         changed = bytearray(data)
@@ -220,5 +219,5 @@ class Relay:
         return bytes(changed)
 
 
-def _directions(way: str) -> tuple[bool, ...]:
-    return {"both": (True, False), "up": (True,), "down": (False,)}[way]
+def _directions(direction: str) -> tuple[bool, ...]:
+    return {"both": (True, False), "up": (True,), "down": (False,)}[direction]

@@ -1,4 +1,4 @@
-"""A decoupled run with a plan of faults: the supervisor of `atoll train`, with a hand on everything that can break."""
+"""Supervisor of a run under fault: the supervisor of `atoll train`, extended to inject the faults of a plan."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from atoll.store.snapshots import STORE_FOLDER
 
 POLL_INTERVAL_S = 0.1
 MAX_CLOCK_STEP_S = 0.5
-"""The plan's clock stands while this process stands for longer. Otherwise all faults that are due by then would begin
-at once, which no plan says."""
+"""Largest gap between two polls that the plan's clock counts. Without this limit, all faults that came due while this
+process was stalled would begin at once, against the plan."""
 
 STATUS_INTERVAL_S = 0.2
 READY_TIMEOUT_S = 120.0
-"""A fault waits so long for its target to be there, to train or to be connected. Then it has not fired."""
+"""Time that a fault waits until its target runs, trains or is connected. After that it is recorded as missed."""
 
 OBSERVE_TIMEOUT_S = 30.0
-"""A fault without a length of its own, such as poison, may take so long until it was seen. One with a length goes on
-for so much longer while its target has not met it."""
+"""Time until a fault without a duration, such as poison, must be observed. A fault with a duration is prolonged by up
+to this time until it has affected its target."""
 
 PERSIST_FAILED_TEXT = REASONS["persist-failed"].partition("}")[2].partition("(")[0]
 
@@ -53,11 +53,14 @@ class ActiveFault:
     injector: Injector
     started_at: float  # of the Unix epoch
     until: float  # on the monotonic clock
-    ended_at: float | None = None  # of the Unix epoch; from then on it is only looked at until it was seen
+    ended_at: float | None = None  # of the Unix epoch; polled after that until it is observed
 
 
 class ChaosSupervisor(Supervisor):
-    """`links`: "netns" or "relay". `limit_s`: a run that takes longer has failed."""
+    """Trains a decoupled job and injects the faults of a plan.
+
+    `links` is "netns" or "relay". A run that takes longer than `limit_s` fails.
+    """
 
     poll_interval_s = POLL_INTERVAL_S
 
@@ -71,7 +74,7 @@ class ChaosSupervisor(Supervisor):
         self._limit_s = limit_s
         self._waiting: list[PlannedFault] = list(plan.faults)
         self._active: list[ActiveFault] = []
-        self._clock_started_at: float | None = None  # the plan's clock, on the monotonic one
+        self._clock_started_at: float | None = None  # zero of the plan's clock, on the monotonic clock
         self._last_poll_at = time.monotonic()
         self._relays = Relays()
         self._cleanup.callback(self._relays.close)
@@ -79,9 +82,8 @@ class ChaosSupervisor(Supervisor):
         self._disks: dict[int, Disk] = {}
         self._namespace_paths: dict[int, Path] = {}
         try:
-            netns_or_none = self._make_namespaces() if links == "netns" else None
-            self.namespaces = netns_or_none
-            host = netns_or_none.address if netns_or_none is not None else "127.0.0.1"
+            self.namespaces = self._make_namespaces() if links == "netns" else None
+            host = self.namespaces.address if self.namespaces is not None else "127.0.0.1"
             self._make_disks(run)
             super().__init__(settings, run, view, title, host)
             self._poller = StatusPoller(self)
@@ -89,16 +91,16 @@ class ChaosSupervisor(Supervisor):
             self._cleanup.close()
             raise
 
-    # ------------------------------------------------------------------------------------------ what the run stands on
+    # ------------------------------------------------------------------------------------------ setup
 
     def _make_namespaces(self) -> Namespaces:
         netns.remove_stale()
-        made = Namespaces()
-        self._cleanup.callback(made.close)
-        return made
+        namespaces = Namespaces()
+        self._cleanup.callback(namespaces.close)
+        return namespaces
 
     def _make_disks(self, run: Path) -> None:
-        """A disk of its own for each process whose disk is to fail. It must be there before the process is."""
+        """Create a separate disk for each process with a planned disk fault, before the process starts."""
         disks.remove_stale()
         for number in sorted({fault.target.number for fault in self.plan.faults if fault.target.kind == "disk"}):
             folder = run / STORE_FOLDER if number == 0 else run / ISLANDS / f"learner-{number}"
@@ -106,11 +108,11 @@ class ChaosSupervisor(Supervisor):
             self._cleanup.callback(self._disks[number].close)
 
     def _needs_relay(self, learner: int) -> bool:
-        """In the kernel where it can be; a relay in between would hide from both ends what the kernel does."""
+        """Return whether the learner needs a relay. If not it has none: a relay hides kernel faults from both ends."""
         if self.namespaces is None:
             return True
-        hidden = RELAY_ONLY_FAULTS if self.namespaces.has_netem else RELAY_ONLY_FAULTS | {"delay"}
-        return any(fault.fault in hidden and fault.target.number == learner for fault in self.plan.faults)
+        relay_faults = RELAY_ONLY_FAULTS if self.namespaces.has_netem else RELAY_ONLY_FAULTS | {"delay"}
+        return any(fault.fault in relay_faults and fault.target.number == learner for fault in self.plan.faults)
 
     def _syncer_child(self) -> ChildProcess:
         args = (self.orders(0), self.host, self.settings, new_run_id(self.run), self.run, self._port, self._token)
@@ -128,7 +130,7 @@ class ChaosSupervisor(Supervisor):
         args = (orders, net, self.settings, learner, address, self._token, directory)
         return ChildProcess(f"learner {learner}", self.run, run_faulty_learner, args)
 
-    # ------------------------------------------------------------------------------------------ the world of injectors
+    # ------------------------------------------------------------------------------------------ context of injectors
 
     def member(self, target: Target) -> SupervisedProcess | None:
         if target.kind == "shard":
@@ -145,8 +147,8 @@ class ChaosSupervisor(Supervisor):
         )
 
     def is_connected(self, number: int) -> bool:
-        told = next((each for each in self._status.get("learners", ()) if each.get("learner") == number), None)
-        return told is not None and told.get("link") == "up"
+        status = next((each for each in self._status.get("learners", ()) if each.get("learner") == number), None)
+        return status is not None and status.get("link") == "up"
 
     def relay(self, learner: int) -> Relay | None:
         return self._relay_by_learner.get(learner)
@@ -163,39 +165,39 @@ class ChaosSupervisor(Supervisor):
 
     def has_failed_write(self) -> bool:
         if self.settings.shards:
-            return True  # versions are on the disks of the shards, and no fault strikes those
+            return True  # versions are on the disks of the shards, which have no faults
         return any(PERSIST_FAILED_TEXT in fragment["reason"] for fragment in self._status.get("fragments", ()))
 
-    # ------------------------------------------------------------------------------------------ striking
+    # ------------------------------------------------------------------------------------------ faults
 
     def _inject_due(self) -> None:
         now = time.monotonic()
         if now - self._started_at > self._limit_s:
-            raise JobFailedError(f"the run has not come to its end within {self._limit_s:.0f} s")
+            raise JobFailedError(f"the run has not ended within {self._limit_s:.0f} s")
         if self._clock_started_at is None:
             learners = [Target("learner", number) for number in range(1, self.settings.learners + 1)]
             if not all(self.is_training(learner) for learner in learners):
                 return
             self._clock_started_at = self._last_poll_at = now
             self._log.record_start(time.time())
-            self._add_news(f"all learners train; {_faults_are(len(self._waiting))} to come")
+            self._add_news(f"all learners train; {_format_planned(len(self._waiting))}")
         self._clock_started_at += max(0.0, now - self._last_poll_at - MAX_CLOCK_STEP_S)
         self._last_poll_at = now
         self._poll_and_end(now)
         for planned in list(self._waiting):
             late_s = now - self._clock_started_at - planned.at_s
             if late_s < 0.0:
-                break  # they are in the order of time
+                break  # faults are in order of time
             injector = INJECTORS[planned.fault](planned, self)
             if injector.is_ready() and not self._is_prolonged(planned.target, now):
                 self._waiting.remove(planned)
                 self._begin(injector)
             elif late_s > READY_TIMEOUT_S:
                 self._waiting.remove(planned)
-                self._record_missed(planned, f"{planned.target} was not there within {READY_TIMEOUT_S:.0f} s")
+                self._record_missed(planned, f"{planned.target} was not ready within {READY_TIMEOUT_S:.0f} s")
 
     def _is_prolonged(self, target: Target, now: float) -> bool:
-        """Return whether a fault goes on for longer than planned at what this target is part of."""
+        """Return whether a fault of an overlapping target is prolonged."""
         return any(
             active.injector.planned.duration_s > 0.0
             and active.ended_at is None
@@ -207,7 +209,7 @@ class ChaosSupervisor(Supervisor):
     def _begin(self, injector: Injector) -> None:
         planned = injector.planned
         active = ActiveFault(injector, time.time(), time.monotonic() + planned.duration_s)
-        self._active.append(active)  # before it begins: an interrupt in between is to end it too
+        self._active.append(active)  # first: an interrupt between these lines must end the fault too
         self._record_fault(active, None)
         injector.begin()
         self._add_news(f"fault {planned.number}: {planned.describe()}")
@@ -216,46 +218,47 @@ class ChaosSupervisor(Supervisor):
         for active in list(self._active):
             injector = active.injector
             injector.poll()
-            lasts = injector.planned.duration_s > 0.0
-            is_late = now >= active.until + OBSERVE_TIMEOUT_S
-            if lasts and active.ended_at is None and now >= active.until and (injector.has_taken_effect() or is_late):
+            has_duration = injector.planned.duration_s > 0.0
+            is_over, is_late = now >= active.until, now >= active.until + OBSERVE_TIMEOUT_S
+            if has_duration and active.ended_at is None and is_over and (injector.has_taken_effect() or is_late):
                 self._heal(active)
-            if (injector.was_observed and (active.ended_at is not None or not lasts)) or is_late:
+            if (injector.was_observed and (active.ended_at is not None or not has_duration)) or is_late:
                 self._finish(active)
 
     def _heal(self, active: ActiveFault) -> None:
         active.ended_at = time.time()
         active.injector.end()
         if active.injector.planned.fault != "kill":
-            self._add_news(f"fault {active.injector.planned.number} is over: {active.injector.planned.target} is whole")
+            self._add_news(f"fault {active.injector.planned.number} has ended: {active.injector.planned.target}")
 
     def _finish(self, active: ActiveFault) -> None:
         if active.ended_at is None:
             active.ended_at = time.time()
-            active.injector.poll()  # a last look: the run may have been interrupted the moment after it began
+            active.injector.poll()  # the fault may have begun just before an interrupt
             active.injector.end()
         self._active.remove(active)
         self._record_fault(active, active.ended_at)
 
     def _record_fault(self, active: ActiveFault, ended_at: float | None) -> None:
         injector = active.injector
-        why_not = "" if injector.was_observed else injector.failure_cause
-        told = FaultRecord(
-            injector.planned.number, injector.was_observed, active.started_at, ended_at, injector.method, why_not
+        cause = "" if injector.was_observed else injector.failure_cause
+        record = FaultRecord(
+            injector.planned.number, injector.was_observed, active.started_at, ended_at, injector.method, cause
         )
-        self._log.record_fault(told)
+        self._log.record_fault(record)
 
-    def _record_missed(self, planned: PlannedFault, why_not: str) -> None:
-        self._add_news(f"fault {planned.number} ({planned.describe()}) did not happen: {why_not}")
-        self._log.record_fault(FaultRecord(planned.number, False, None, None, "", why_not))
+    def _record_missed(self, planned: PlannedFault, cause: str) -> None:
+        self._add_news(f"fault {planned.number} ({planned.describe()}) did not happen: {cause}")
+        self._log.record_fault(FaultRecord(planned.number, False, None, None, "", cause))
 
-    # ------------------------------------------------------------------------------------------ looking, ending
+    # ------------------------------------------------------------------------------------------ status, end
 
     def _request_status(self) -> dict[str, Any] | None:
-        """The newest that the poller has heard. Asking here would wait while the syncer stands still."""
+        """Return the newest status of the poller. A request here would block while the syncer is stopped."""
         return self._poller.take()
 
     def request_status(self) -> dict[str, Any] | None:
+        """Request the status from the syncer; called by the poller thread."""
         return super()._request_status()
 
     def train(self) -> None:
@@ -263,58 +266,61 @@ class ChaosSupervisor(Supervisor):
         super().train()
 
     def _terminate(self) -> None:
-        """Nothing of a fault outlives the run: whoever stands goes on first, or he could not say goodbye."""
-        with self._cleanup:  # last: links, disks and relays
+        """End all faults, then all processes. A stopped process must continue first, or it could not leave in order."""
+        with self._cleanup:  # removes links, disks and relays at the end
             self._cleanup.callback(self._collect_files)
             try:
                 self._poller.stop()
                 for active in list(self._active):
                     self._finish(active)
                 for planned in self._waiting:
-                    self._record_missed(planned, "the run ended before its time came")
+                    self._record_missed(planned, "the run ended before this fault was due")
             finally:
                 super()._terminate()
 
     def _collect_files(self) -> None:
-        """What learners wrote on disks of their own is copied to where that of the others is. Runs before the disks
-        are unmounted, as exit callbacks run in the order opposite to that in which they were added."""
+        """Copy the files from the separate disks of learners into the run's directory.
+
+        Runs before the disks are unmounted: exit callbacks run in reverse order.
+        """
         for number in self._disks:
-            island = self.run / ISLANDS / f"learner-{number}"
+            directory = self.run / ISLANDS / f"learner-{number}"
             if number:
-                for path in sorted(island.rglob("*")):
+                for path in sorted(directory.rglob("*")):
                     if path.is_file() and not path.name.startswith("."):
-                        place = self.run / path.relative_to(island)
-                        place.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copyfile(path, place)
+                        copy = self.run / path.relative_to(directory)
+                        copy.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(path, copy)
 
 
-def _faults_are(faults: int) -> str:
-    return "1 fault is" if faults == 1 else f"{faults} faults are"
+def _format_planned(faults: int) -> str:
+    return "1 fault is planned" if faults == 1 else f"{faults} faults are planned"
 
 
 class StatusPoller:
-    """Asks the syncer for its status, again and again, in a thread of its own."""
+    """Thread that requests the syncer's status at a fixed interval."""
 
     def __init__(self, supervisor: ChaosSupervisor) -> None:
         self._supervisor = supervisor
         self._newest: dict[str, Any] | None = None
-        self._over = threading.Event()
+        self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="atoll-status", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._is_stopping.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def take(self) -> dict[str, Any] | None:
+        """Return the newest status, once; None if none has arrived since the last call."""
         newest, self._newest = self._newest, None
         return newest
 
     def _poll(self) -> None:
-        while not self._over.wait(STATUS_INTERVAL_S):
-            told = self._supervisor.request_status()
-            if told is not None:
-                self._newest = told
+        while not self._is_stopping.wait(STATUS_INTERVAL_S):
+            status = self._supervisor.request_status()
+            if status is not None:
+                self._newest = status

@@ -1,6 +1,6 @@
-"""The verdict: what the tapes say about a run under fault, held against what its scenario expects.
+"""The verdict: the figures of a run under fault, from its tapes, compared with the expectations of its scenario.
 
-docs/chaos.md says what every field means; a test keeps that page and these fields equal.
+docs/chaos.md explains every field. A test compares that page with these fields.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERDICT = "verdict.json"
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One line of the verdict. `passed` None: it could not be judged, and `sentence` says why."""
+    """One criterion of the verdict. `passed` is None if it could not be evaluated; `finding` has the reason."""
 
     name: str
     passed: bool | None
@@ -43,7 +43,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class FaultReport:
-    """One planned fault: what was planned and what became of it. Times are seconds on the run's clock."""
+    """One planned fault and its effects. Times are seconds on the run's clock."""
 
     number: int
     fault: str
@@ -66,7 +66,7 @@ class WorstPause:
     at_s: float
     gap_s: float
     typical_s: float
-    during: tuple[int, ...]  # numbers of the faults that were going on
+    during: tuple[int, ...]  # numbers of the active faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class Loss:
     final: float | None
     initial: float | None
     baseline: float | None
-    source: str  # where the loss without faults is from
+    source: str  # directory of the baseline
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Everything that is known of a run under fault."""
+    """Everything that was measured in a run under fault."""
 
     format: int
     scenario: str
@@ -110,10 +110,10 @@ class Verdict:
     timeline: dict[str, Any] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = asdict(self)
-        for shares, island in zip(self.islands, told["islands"], strict=True):
+        fields: dict[str, Any] = asdict(self)
+        for shares, island in zip(self.islands, fields["islands"], strict=True):
             island["goodput"] = shares.goodput
-        return told
+        return fields
 
     def save(self, run: Path) -> Path:
         path = run / VERDICT
@@ -123,7 +123,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How the run came to its end, as the tool knows it."""
+    """How the run ended, and its loss: the part of the verdict that is not on the tapes."""
 
     links: str
     interrupted: bool = False
@@ -132,18 +132,21 @@ class RunOutcome:
 
 
 def evaluate_run(
-    run: Path, plan: Plan, expectations: Mapping[str, Expectation], ending: RunOutcome, epoch_at: float | None
+    run: Path, plan: Plan, expectations: Mapping[str, Expectation], outcome: RunOutcome, epoch_at: float | None
 ) -> Verdict:
-    """`founded_at`: when the clock of the tapes began, in seconds of the Unix epoch; None: the run never began."""
-    has_begun = epoch_at is not None
-    timeline = read_timeline(run, keep=None, learners=plan.learners) if has_begun else RunTimeline()
+    """Evaluate a run from its tapes.
+
+    `epoch_at` is the start of the tapes' clock in seconds of the Unix epoch, or None if the run did not start.
+    """
+    has_started = epoch_at is not None
+    timeline = read_timeline(run, keep=None, learners=plan.learners) if has_started else RunTimeline()
     evidence = _Evidence(run, plan, timeline, epoch_at or 0.0)
     faults = tuple(map(evidence.report_fault, plan.faults))
     islands = evidence.islands()
     pause = evidence.worst_pause(faults)
     merges = evidence.merges
     shares = [len(m.contributors) / m.alive for m in merges if m.alive]
-    invariants = _invariants(run) if has_begun else {"entries": 0, "violation": None, "evaluated_until_s": None}
+    invariants = _invariants(run) if has_started else {"entries": 0, "violation": None, "evaluated_until_s": None}
     on_tapes = sum(process.tokens for processes in timeline.processes.values() for process in processes)
     ledger = _ledger(timeline.current_tenure.ledger_lines() if timeline.current_tenure is not None else [], on_tapes)
     unplanned = _unplanned_exits(run, plan)
@@ -160,18 +163,18 @@ def evaluate_run(
         "uptime": uptime,
         "merge_participation": merge_participation,
         "worst_pause_s": pause.gap_s if pause is not None else None,
-        "kill_to_step_s": _max_of(faults, "kill_to_step_s"),
-        "kill_to_merge_s": _max_of(faults, "kill_to_merge_s"),
-        "loss_within": _loss_above(ending.loss),
+        "kill_to_step_s": _max_recovery(faults, "kill_to_step_s"),
+        "kill_to_merge_s": _max_recovery(faults, "kill_to_merge_s"),
+        "loss_within": _loss_above(outcome.loss),
     }
     checks = [
-        _check_ended(ending, invariants),
+        _check_ended(outcome, invariants),
         _check_injected(faults),
         _check_exits(unplanned),
         _check_ledger(ledger),
         _check_invariants(invariants),
-        _check_learned(ending.loss),
-        *(_check_expectation(line, figures, faults, ending) for line in expectations.values()),
+        _check_learned(outcome.loss),
+        *(_check_expectation(each, figures, faults, outcome) for each in expectations.values()),
     ]
     return Verdict(
         format=FORMAT,
@@ -180,10 +183,10 @@ def evaluate_run(
         seed=plan.seed,
         duration_s=plan.duration_s,
         learners=plan.learners,
-        links=ending.links,
+        links=outcome.links,
         survived=not any(check.passed is False for check in checks),
-        interrupted=ending.interrupted,
-        failed=ending.failed,
+        interrupted=outcome.interrupted,
+        failed=outcome.failed,
         criteria=tuple(checks),
         wall_s=timeline.wall_s(),
         goodput=goodput,
@@ -199,18 +202,18 @@ def evaluate_run(
         unplanned_exits=tuple(unplanned),
         ledger=ledger,
         invariants=invariants,
-        loss=ending.loss,
+        loss=outcome.loss,
         timeline=evidence.page_timeline(),
     )
 
 
 class _Evidence:
-    """The faults of a run on the clock of its tapes, and what the tapes say about them."""
+    """The faults of a run on the clock of its tapes, and their effects on the tapes."""
 
-    def __init__(self, run: Path, plan: Plan, timeline: RunTimeline, founded_at: float) -> None:
-        began, self._records = read_fault_log(run)
-        self._founded_at = founded_at
-        self._began = began - founded_at if began is not None else None
+    def __init__(self, run: Path, plan: Plan, timeline: RunTimeline, epoch_at: float) -> None:
+        plan_started_at, self._records = read_fault_log(run)
+        self._epoch_at = epoch_at
+        self._plan_started_s = plan_started_at - epoch_at if plan_started_at is not None else None
         self._plan, self._timeline = plan, timeline
         self.merges = sorted(timeline.merges(), key=lambda merge: merge.at)
         since = timeline.training_started_at or 0.0
@@ -218,94 +221,96 @@ class _Evidence:
 
     def report_fault(self, planned: PlannedFault) -> FaultReport:
         record = self._records.get(planned.number)
-        began = self._on_tape(record.started_at) if record is not None else None
-        ended = self._on_tape(record.ended_at) if record is not None else None
-        training_s, merged_s = self._return_after(planned, began) if began is not None else (None, None)
+        started_s = self._on_tape(record.started_at) if record is not None else None
+        ended_s = self._on_tape(record.ended_at) if record is not None else None
+        step_s, merge_s = self._recovery_times(planned, started_s) if started_s is not None else (None, None)
         return FaultReport(
             number=planned.number,
             fault=planned.fault,
             target=str(planned.target),
             description=planned.describe(),
-            planned_s=planned.at_s if self._began is None else self._began + planned.at_s,
+            planned_s=planned.at_s if self._plan_started_s is None else self._plan_started_s + planned.at_s,
             was_injected=record is not None and record.was_injected,
-            started_s=began,
-            ended_s=ended,
+            started_s=started_s,
+            ended_s=ended_s,
             method=record.method if record is not None else "",
-            failure_cause=record.failure_cause if record is not None else "the run ended before its time came",
-            kill_to_step_s=training_s,
-            kill_to_merge_s=merged_s,
-            end_to_merge_s=self._merged_after_end(planned, ended) if ended is not None else None,
+            failure_cause=record.failure_cause if record is not None else "the run ended before this fault was due",
+            kill_to_step_s=step_s,
+            kill_to_merge_s=merge_s,
+            end_to_merge_s=self._end_to_merge_s(planned, ended_s) if ended_s is not None else None,
         )
 
     def _on_tape(self, at: float | None) -> float | None:
-        return at - self._founded_at if at is not None else None
+        return at - self._epoch_at if at is not None else None
 
     def _next_merge(self, target: Target, after: float, number: int = 0) -> float | None:
-        """Return the first merge after this moment: of a fragment of the target if it is a shard, else one with
-        learner `number` if that is given."""
+        """Return the time of the first merge after `after`.
+
+        For a shard, only merges of its fragments count. If `number` is given, only merges with that learner count.
+        """
         for merge in self.merges:
             if merge.at <= after:
                 continue
             if target.kind == "shard":
                 found = merge.fragment is not None and merge.fragment % self._plan.shards == target.number
             else:
-                found = not number or any(who == number for who, _ in merge.contributors)
+                found = not number or any(learner == number for learner, _ in merge.contributors)
             if found:
                 return merge.at
         return None
 
-    def _return_after(self, planned: PlannedFault, began: float) -> tuple[float | None, float | None]:
-        """Seconds from a kill until its target trains again, and until it is merged again."""
+    def _recovery_times(self, planned: PlannedFault, started_s: float) -> tuple[float | None, float | None]:
+        """Return the seconds from a kill to the next step of its target, and to its next merge."""
         if planned.fault != "kill":
             return None, None
-        target, training, merged = planned.target, None, None
+        target, step_at, merge_at = planned.target, None, None
         if target.kind == "learner":
             processes = self._timeline.processes.get(target.number, ())
-            next_one = next(
-                (p for p in processes if p.training_started_at is not None and p.first_entry_at > began), None
+            successor = next(
+                (p for p in processes if p.training_started_at is not None and p.first_entry_at > started_s), None
             )
-            if next_one is not None and next_one.steps:
-                training = next_one.log.ends[0]
-                who = target.number, next_one.incarnation
-                merged = next((merge.at for merge in self.merges if who in merge.contributors), None)
+            if successor is not None and successor.steps:
+                step_at = successor.log.ends[0]
+                contributor = target.number, successor.incarnation
+                merge_at = next((merge.at for merge in self.merges if contributor in merge.contributors), None)
         elif target.kind == "shard":
-            merged = self._next_merge(target, began + planned.duration_s)
+            merge_at = self._next_merge(target, started_s + planned.duration_s)
         else:
-            merged = next((merge.at for merge in self.merges if merge.at > began and merge.epoch > 1), None)
-            restarted = [
+            merge_at = next((merge.at for merge in self.merges if merge.at > started_s and merge.epoch > 1), None)
+            restarts = [
                 each.first_entry_at
                 for each in self._timeline.tenures
-                if each.first_entry_at is not None and each.first_entry_at > began
+                if each.first_entry_at is not None and each.first_entry_at > started_s
             ]
-            merged = merged if merged is not None and restarted and merged >= restarted[0] else None
-        training_s = training - began if training is not None else None
-        return training_s, merged - began if merged is not None else None
+            merge_at = merge_at if merge_at is not None and restarts and merge_at >= restarts[0] else None
+        step_s = step_at - started_s if step_at is not None else None
+        return step_s, merge_at - started_s if merge_at is not None else None
 
-    def _merged_after_end(self, planned: PlannedFault, ended: float) -> float | None:
-        """Seconds from the end of a fault to the next merge by its target, or with it if that is a learner."""
+    def _end_to_merge_s(self, planned: PlannedFault, ended_s: float) -> float | None:
+        """Return the seconds from the end of a fault to the next merge by its target, or with it if a learner."""
         if planned.fault == "kill" or not planned.duration_s:
             return None
-        merged = self._next_merge(planned.target, ended, planned.target.number)
-        return merged - ended if merged is not None else None
+        merge_at = self._next_merge(planned.target, ended_s, planned.target.number)
+        return merge_at - ended_s if merge_at is not None else None
 
     def _learners(self) -> list[int]:
         return sorted({*range(1, self._plan.learners + 1), *self._timeline.processes})
 
     def _stops(self, learner: int) -> list[Span]:
-        """When the process of a learner was stopped by SIGSTOP."""
+        """Return the times in which SIGSTOP had stopped the learner's process."""
         spans = []
         for planned in self._plan.faults:
             record = self._records.get(planned.number)
             if planned.fault != "stop" or planned.target != Target("learner", learner) or record is None:
                 continue
-            began, ended = self._on_tape(record.started_at), self._on_tape(record.ended_at)
-            if began is not None:
-                spans.append((began, max(began, ended if ended is not None else self._span[1])))
+            started_s, ended_s = self._on_tape(record.started_at), self._on_tape(record.ended_at)
+            if started_s is not None:
+                spans.append((started_s, max(started_s, ended_s if ended_s is not None else self._span[1])))
         return spans
 
     def islands(self) -> tuple[TimeShares, ...]:
-        found = [self._timeline.time_shares(learner, stops=self._stops(learner)) for learner in self._learners()]
-        return tuple(each for each in found if each is not None)
+        shares = [self._timeline.time_shares(learner, stops=self._stops(learner)) for learner in self._learners()]
+        return tuple(each for each in shares if each is not None)
 
     def worst_pause(self, faults: Sequence[FaultReport]) -> WorstPause | None:
         gap = self._timeline.longest_gap({learner: self._stops(learner) for learner in self._timeline.processes})
@@ -321,18 +326,18 @@ class _Evidence:
         return WorstPause(*gap, during)
 
     def page_timeline(self) -> dict[str, Any]:
-        began, ended = self._span
+        started_s, ended_s = self._span
         bands = []
         for learner in self._learners():
             begin = (self._timeline.allocated_span(learner) or self._span)[0]
-            states = self._timeline.state_spans(learner, begin, ended, self._stops(learner))
-            first = states[0].begin if states else ended
+            states = self._timeline.state_spans(learner, begin, ended_s, self._stops(learner))
+            first = states[0].begin if states else ended_s
             if begin < first:
                 states.insert(0, StateSpan(begin, first, "gone"))
             bands.append({"learner": learner, "states": [list(state) for state in states]})
         return {
-            "started_s": began,
-            "ended_s": ended,
+            "started_s": started_s,
+            "ended_s": ended_s,
             "bands": bands,
             "syncers": [
                 [each.first_entry_at, each.last_entry_at]
@@ -347,12 +352,12 @@ class _Evidence:
 # Figures
 
 
-def _max_of(faults: Sequence[FaultReport], name: str) -> float | None:
+def _max_recovery(faults: Sequence[FaultReport], name: str) -> float | None:
     return max((getattr(fault, name) for fault in faults if getattr(fault, name) is not None), default=None)
 
 
 def _ledger(lines: Sequence[LedgerLine], on_tapes: int) -> dict[str, Any]:
-    """The syncer's ledger, and the tokens that the learners' own tapes hold."""
+    """Return the syncer's ledger with the token count of the learners' tapes."""
     mean = mean_ledger_line(lines)
     return {
         "balanced": all(line.is_balanced() for line in lines) and mean.trained <= on_tapes,
@@ -361,7 +366,7 @@ def _ledger(lines: Sequence[LedgerLine], on_tapes: int) -> dict[str, Any]:
         "pending": mean.pending,
         "dropped": dict(sorted(mean.dropped.items())),
         "on_learners_tapes": on_tapes,
-        "unreported": on_tapes - mean.trained,  # steps of processes that died before they could report them
+        "unreported": on_tapes - mean.trained,  # steps of processes that exited before they reported them
     }
 
 
@@ -381,7 +386,7 @@ def _invariants(run: Path) -> dict[str, Any]:
 
 
 def _unplanned_exits(run: Path, plan: Plan) -> list[str]:
-    """Processes that ended although nothing was to end them. A learner that is quarantined for poison has to."""
+    """Return the exits of processes that no fault explains. A poisoned learner exits when it is quarantined."""
     poisoned = {f"learner {f.target.number}" for f in plan.faults if f.target.kind == "payload"}
     return [
         f"{fault['who']} ended by {fault['what']}"
@@ -395,36 +400,34 @@ def _loss_above(loss: Loss) -> float | None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Lines of the verdict
+# Criteria
 
 
-def _check_ended(ending: RunOutcome, invariants: Mapping[str, Any]) -> Criterion:
-    if ending.interrupted:
+def _check_ended(outcome: RunOutcome, invariants: Mapping[str, Any]) -> Criterion:
+    if outcome.interrupted:
         return Criterion("ended", False, "the run was interrupted")
-    if ending.failed is not None:
-        return Criterion("ended", False, f"the run failed: {ending.failed}")
+    if outcome.failed is not None:
+        return Criterion("ended", False, f"the run failed: {outcome.failed}")
     if not invariants.get("finished"):
-        return Criterion("ended", False, "no syncer has said that the run is finished")
-    return Criterion("ended", True, "the run came to its end, and every learner that was there has the final model")
+        return Criterion("ended", False, "the syncer has not finished the run")
+    return Criterion("ended", True, "the run ended, and every connected learner has the final model")
 
 
 def _check_injected(faults: Sequence[FaultReport]) -> Criterion:
     missed = [fault for fault in faults if not fault.was_injected]
     if missed:
         first = missed[0]
-        told = f"{len(missed)} of {len(faults)} faults did not happen; the first is {first.number}, {first.description}"
-        return Criterion("faults", False, f"{told}: {first.failure_cause}")
+        finding = f"{len(missed)} of {len(faults)} faults did not happen; the first is {first.number}"
+        return Criterion("faults", False, f"{finding}, {first.description}: {first.failure_cause}")
     if not faults:
-        return Criterion(
-            "faults", False, "the plan has no fault: nothing was shown; choose a longer duration or another seed"
-        )
+        return Criterion("faults", False, "the plan has no fault; use a longer duration or another seed")
     return Criterion("faults", True, f"all {len(faults)} faults happened" if len(faults) > 1 else "the fault happened")
 
 
-def _check_exits(ends: Sequence[str]) -> Criterion:
-    if ends:
-        return Criterion("unplanned ends", False, f"{len(ends)} processes ended unasked; the first: {ends[0]}")
-    return Criterion("unplanned ends", True, "no process ended that was not to end")
+def _check_exits(exits: Sequence[str]) -> Criterion:
+    if exits:
+        return Criterion("unplanned ends", False, f"{len(exits)} processes exited unplanned; the first: {exits[0]}")
+    return Criterion("unplanned ends", True, "no process exited unplanned")
 
 
 def _check_ledger(ledger: Mapping[str, Any]) -> Criterion:
@@ -434,8 +437,8 @@ def _check_ledger(ledger: Mapping[str, Any]) -> Criterion:
         f" + dropped {dropped:,} tokens"
     )
     if ledger["trained"] > ledger["on_learners_tapes"]:
-        more = ledger["trained"] - ledger["on_learners_tapes"]
-        return Criterion("ledger", False, f"the syncer counts {more:,} tokens that are on no learner's tape")
+        excess = ledger["trained"] - ledger["on_learners_tapes"]
+        return Criterion("ledger", False, f"the syncer counts {excess:,} tokens that are on no learner's tape")
     if not ledger["balanced"]:
         return Criterion("ledger", False, f"the token ledger does not balance: {sums}")
     return Criterion("ledger", True, sums)
@@ -448,52 +451,51 @@ def _check_invariants(invariants: Mapping[str, Any]) -> Criterion:
         return Criterion("invariants", None, "there are no tapes")
     if invariants["evaluated_until_s"] is not None:
         gap = (invariants["incomplete"] or ["a tape is incomplete"])[0]
-        return Criterion("invariants", False, f"judged only up to {invariants['evaluated_until_s']:.1f} s: {gap}")
-    told = f"{invariants['checkers']} checkers over {invariants['entries']:,} entries: no violation"
-    return Criterion("invariants", True, told)
+        return Criterion("invariants", False, f"evaluated only up to {invariants['evaluated_until_s']:.1f} s: {gap}")
+    finding = f"{invariants['checkers']} checkers over {invariants['entries']:,} entries: no violation"
+    return Criterion("invariants", True, finding)
 
 
 def _check_learned(loss: Loss) -> Criterion:
     if loss.final is None or loss.initial is None:
-        return Criterion("learned", None, "there is no final model to be judged")
-    told = f"the loss on held-out text fell from {loss.initial:.3f} to {loss.final:.3f}"
+        return Criterion("learned", None, "there is no final model to evaluate")
+    finding = f"the loss on held-out text fell from {loss.initial:.3f} to {loss.final:.3f}"
     if loss.final < loss.initial:
-        return Criterion("learned", True, told)
+        return Criterion("learned", True, finding)
     return Criterion(
         "learned", False, f"the model is worse than at the start: loss {loss.final:.3f} after {loss.initial:.3f}"
     )
 
 
 def _check_expectation(
-    line: Expectation, figures: Mapping[str, float | None], faults: Sequence[FaultReport], ending: RunOutcome
+    expectation: Expectation, figures: Mapping[str, float | None], faults: Sequence[FaultReport], outcome: RunOutcome
 ) -> Criterion:
-    value, (side, name) = figures[line.figure], EXPECTABLE_FIGURES[line.figure]
-    if line.figure.startswith("kill_to_"):
-        waiting = [f for f in faults if f.fault == "kill" and f.was_injected and getattr(f, line.figure) is None]
-        waiting = [f for f in waiting if f.target.startswith("learner") or line.figure == "kill_to_merge_s"]
-        if waiting:
+    value, (side, name) = figures[expectation.figure], EXPECTABLE_FIGURES[expectation.figure]
+    if expectation.figure.startswith("kill_to_"):
+        pending = [f for f in faults if f.fault == "kill" and f.was_injected and getattr(f, expectation.figure) is None]
+        pending = [f for f in pending if f.target.startswith("learner") or expectation.figure == "kill_to_merge_s"]
+        if pending:
             return Criterion(
-                name, False, f"after fault {waiting[0].number} ({waiting[0].description}): never", line.reason
+                name, False, f"after fault {pending[0].number} ({pending[0].description}): never", expectation.reason
             )
     if value is None:
-        why = "no figure: nothing of that kind happened"
-        if line.figure == "loss_within":
-            why = (
-                "no loss without faults to compare with: add --baseline" if ending.loss.final is not None else "no loss"
-            )
-        return Criterion(name, None, why, line.reason)
-    good = value >= line.bound if side == "at_least" else value <= line.bound
-    return Criterion(name, good, _describe_bound(line, value, ending), line.reason)
+        finding = "no value: nothing of this kind happened"
+        if expectation.figure == "loss_within":
+            has_loss = outcome.loss.final is not None
+            finding = "no loss without faults to compare with; use --baseline" if has_loss else "no loss"
+        return Criterion(name, None, finding, expectation.reason)
+    passed = value >= expectation.bound if side == "at_least" else value <= expectation.bound
+    return Criterion(name, passed, _describe_bound(expectation, value, outcome), expectation.reason)
 
 
-def _describe_bound(line: Expectation, value: float, ending: RunOutcome) -> str:
-    side = "at least" if EXPECTABLE_FIGURES[line.figure][0] == "at_least" else "at most"
-    if line.figure.endswith("_s"):
-        return f"{value:.2f} s, {side} {line.bound:g} s"
-    if line.figure == "loss_within":
-        loss = ending.loss
+def _describe_bound(expectation: Expectation, value: float, outcome: RunOutcome) -> str:
+    side = "at least" if EXPECTABLE_FIGURES[expectation.figure][0] == "at_least" else "at most"
+    if expectation.figure.endswith("_s"):
+        return f"{value:.2f} s, {side} {expectation.bound:g} s"
+    if expectation.figure == "loss_within":
+        loss = outcome.loss
         return (
             f"{loss.final:.3f} against {loss.baseline:.3f} without faults: {100.0 * value:+.2f} %,"
-            f" {side} +{100.0 * line.bound:g} %"
+            f" {side} +{100.0 * expectation.bound:g} %"
         )
-    return f"{100.0 * value:.1f} %, {side} {100.0 * line.bound:g} %"
+    return f"{100.0 * value:.1f} %, {side} {100.0 * expectation.bound:g} %"

@@ -110,7 +110,8 @@ class SyncerLedger:
     def merged(self, fragment: FragmentId) -> int:
         return self._closed_merged[fragment] + sum(a.merged.get(fragment, 0) for a in self.accounts.values())
 
-    def line(self, fragment: FragmentId) -> LedgerLine:
+    def fragment_totals(self, fragment: FragmentId) -> LedgerLine:
+        """Return the token totals of one fragment."""
         dropped = {cause: lines[fragment] for cause, lines in self._closed_dropped.items() if lines[fragment]}
         open_dropped = sum(a.dropped.get(fragment, 0) for a in self.accounts.values())
         if open_dropped:
@@ -328,7 +329,7 @@ class SampleCursor:
     """
 
     def __init__(self, lease_samples: int) -> None:
-        self.taken = 0
+        self.consumed = 0
         self._number = 0  # of the current lease
         self._offset = 0  # samples taken from the current lease
         self._max_recent = lease_samples
@@ -348,13 +349,13 @@ class SampleCursor:
         if not self._recent_samples:
             available = min(count, count_samples(tuple(leases.values())))  # another thread may be adding one
             first = self.take(leases, available) or ()
-        return StepSamples(first + self.again(count - len(first)), len(first))
+        return StepSamples(first + self.repeat(count - len(first)), len(first))
 
     def replayed(self, leases: Mapping[int, Interval], count: int, fresh: int) -> tuple[int, ...]:
         """Return the samples of a recorded step, of which `fresh` were new."""
         first = self.take(leases, fresh)
         assert first is not None, f"the step took {fresh} new samples, more than were leased"
-        return first + self.again(count - fresh)
+        return first + self.repeat(count - fresh)
 
     def take(self, leases: Mapping[int, Interval], count: int) -> tuple[int, ...] | None:
         """Take the next `count` samples. If there are fewer, return None and take nothing."""
@@ -372,12 +373,12 @@ class SampleCursor:
             if piece[1] == end:  # immediately: a used-up lease may be removed before the next call
                 number, offset = number + 1, 0
         self._number, self._offset = number, offset
-        self.taken += count
+        self.consumed += count
         if pieces:
             self._remember(pieces)
         return tuple(sample for begin, end in pieces for sample in range(begin, end))
 
-    def again(self, count: int) -> tuple[int, ...]:
+    def repeat(self, count: int) -> tuple[int, ...]:
         """Return samples that were taken before, cycling through about one lease of them."""
         if not count:
             return ()

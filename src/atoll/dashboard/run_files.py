@@ -1,4 +1,4 @@
-"""The files beside the tapes in a run's directory: metrics, faults, logs, the configuration, the report."""
+"""Files next to the tapes in a run directory: metrics, faults, logs, the configuration, the report."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from atoll.store.metrics_files import MetricsReader
 from atoll.tape.bounded_logs import EXACT_ROWS, TimeSeries
 
 LOG_TAIL_CHARS = 240
-"""Letters of a log's end that are shown of a process that died."""
+"""Number of characters shown from the end of the log of an exited process."""
 
 MAX_READ_BYTES = 4 * 2**20
 
 TimeResolver: TypeAlias = Callable[[int, int, int | None, float], float]
-"""Of a learner, its process, a step of that and what its clock says: when it was."""
+"""Function of learner, incarnation, step and recorded time that returns the time on the run's clock."""
 
 
 class FaultEntry(NamedTuple):
+    """Exit of a process that the supervisor observed or injected."""
+
     at: float  # on the run's clock
     process: str
     cause: str
@@ -33,46 +35,47 @@ class FaultEntry(NamedTuple):
 
 
 class JsonTail:
-    """A growing file of JSON lines, read on from where the last read ended. Lines that are not JSON are skipped."""
+    """Reader of a growing file of JSON lines. It continues where the last read ended and skips invalid lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
-        self._rest = b""
+        self._partial_line = b""
 
     def new_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects that were appended since the last call."""
         while True:
             try:
                 with open(self.path, "rb") as file:
                     file.seek(self._offset)
-                    piece = file.read(MAX_READ_BYTES)
+                    chunk = file.read(MAX_READ_BYTES)
             except OSError:
                 return
-            if not piece:
+            if not chunk:
                 return
-            self._offset += len(piece)
-            *lines, self._rest = (self._rest + piece).split(b"\n")
+            self._offset += len(chunk)
+            *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
             for line in lines:
                 try:
                     found = json.loads(line)
                 except ValueError:
-                    continue  # a full disk has cut it
+                    continue  # truncated when the disk was full
                 if isinstance(found, dict):
                     yield found
 
 
 COUNTER_METRICS = ("bytes_up", "bytes_down", "boundary_s", "waited_s")
-"""Figures of a learner's lines that are sums since its process began."""
+"""Metrics of a learner that are totals since its process started."""
 
 GAUGE_METRICS = ("loss", "tokens_per_s")
 
 
 class RunFiles:
-    """The files that are written once or seldom."""
+    """Files of a run that are written once or rarely."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self.founded_at: float | None = None
+        self.founded_at: float | None = None  # unix time at 0 on the run's clock
         self.config: dict[str, Any] | None = None
         self.report: dict[str, Any] | None = None
         self.faults: list[FaultEntry] = []
@@ -80,6 +83,7 @@ class RunFiles:
         self.refresh()
 
     def refresh(self) -> None:
+        """Read the files that exist by now and new lines of faults.jsonl."""
         if self.founded_at is None:
             stored = _read_json_object(self.run / "store" / "run.json")
             value = stored.get("value") if stored else None
@@ -99,32 +103,39 @@ class RunFiles:
                     continue
                 self.faults.append(fault)
 
-    def log_tail(self, who: str) -> str | None:
-        """The end of a process's log: `learner 3` wrote logs/learner-3.log."""
-        log = self.run / "logs" / f"{who.replace(' ', '-')}.log"
+    def log_tail(self, process: str) -> str | None:
+        """Return the end of the log of a process: of `learner 3`, that of logs/learner-3.log."""
+        log = self.run / "logs" / f"{process.replace(' ', '-')}.log"
         lines = read_tail(log, 4 * LOG_TAIL_CHARS).decode(errors="replace").strip().splitlines()
         return " / ".join(map(extract_message, lines[-2:]))[-LOG_TAIL_CHARS:] or None
 
 
 class MetricsHistory:
-    """metrics/learner-3.jsonl of every learner, eval.jsonl and syncer.jsonl beside them, on the run's clock."""
+    """Time series of metrics/learner-N.jsonl, eval.jsonl and syncer.jsonl, on the run's clock."""
 
-    def __init__(self, files: RunFiles, moment_of: TimeResolver | None = None, keep: int | None = EXACT_ROWS) -> None:
-        """`moment_of`: what tapes know of the time of a line; clocks of hosts may be wrong."""
+    def __init__(
+        self, files: RunFiles, resolve_time: TimeResolver | None = None, keep: int | None = EXACT_ROWS
+    ) -> None:
+        """Prepare to read the metrics of a run.
+
+        Args:
+            resolve_time: corrects the time of a line from the tapes, because clocks of hosts differ.
+            keep: number of exact points per series, as in `RunTimeline`.
+        """
         self._files, self._run = files, files.run
         run = files.run
-        self._moment_of = moment_of
+        self._resolve_time = resolve_time
         self._keep = keep
         self._tails: dict[Path, JsonTail] = {}
         self._eval = JsonTail(run / "metrics" / "eval.jsonl")
         self._syncer = MetricsReader(run)
-        self._pending_lines: Iterator[None] | None = None  # what the last look has not come to
+        self._pending_lines: Iterator[None] | None = None  # lines that the last call did not reach
         self._starts: dict[tuple[int, str], tuple[int, float, float]] = {}
         self.series: dict[str, TimeSeries] = {}
-        self.lines_read = 0  # lines
+        self.lines_read = 0
 
     def read_new(self, until: float = math.inf) -> bool:
-        """Read what is new, up to this moment of the monotonic clock. True: there is more."""
+        """Read new lines until this time of the monotonic clock. Return whether more remain."""
         if self._pending_lines is None:
             self._files.refresh()
             if self._files.founded_at is None:
@@ -138,7 +149,7 @@ class MetricsHistory:
         return False
 
     def _lines(self, founded_at: float) -> Iterator[None]:
-        """One after the other, so that a month of them need not be read at once."""
+        """Add new lines one at a time, so that a month of metrics is not read in one call."""
         for path in sorted((self._run / "metrics").glob("learner-*.jsonl")):
             tail = self._tails.setdefault(path, JsonTail(path))
             for line in tail.new_lines():
@@ -148,7 +159,7 @@ class MetricsHistory:
             if isinstance(line.get("at"), int | float):
                 self._add("eval.loss", line["at"] - founded_at, line.get("loss"))
             yield
-        with suppress(OSError):  # curves are worth less than the rest of the picture
+        with suppress(OSError):  # curves matter less than the other parts of the view
             for line in self._syncer.read_lines():
                 self._add_syncer_line(line)
                 yield
@@ -158,9 +169,9 @@ class MetricsHistory:
             at, learner, start = float(line["at"]) - founded_at, int(line["learner"]), int(line["start"])
         except (KeyError, TypeError, ValueError):
             return
-        if self._moment_of is not None:
+        if self._resolve_time is not None:
             step = line.get("step")
-            at = self._moment_of(learner, start, step if isinstance(step, int) else None, at)
+            at = self._resolve_time(learner, start, step if isinstance(step, int) else None, at)
         self._add_learner(learner, start, at, line)
 
     def _add_learner(self, learner: int, start: int, at: float, line: dict[str, Any]) -> None:
@@ -172,14 +183,14 @@ class MetricsHistory:
                 self._add(f"{name}.learner.{learner}", at, self._sum((learner, name), start, value))
 
     def _add_syncer_line(self, line: dict[str, Any]) -> None:
-        """What the syncer measures itself, and what learners without files here have files it."""
+        """Add a metric of the syncer, or of a learner on another host, which reports to the syncer."""
         at, kind = line.get("at"), line.get("kind")
         if not isinstance(at, int | float):
             return
         if kind == "learner" and type(line.get("learner")) is int:
             learner, start = line["learner"], line.get("incarnation", 1)
             if self._run.joinpath("metrics", f"learner-{learner}.jsonl").exists():
-                return  # it wrote its own, with more in it
+                return  # its own file has more
             self._add_learner(learner, start, at, line)
         elif kind == "merge":
             for name, value in line.items():
@@ -189,39 +200,41 @@ class MetricsHistory:
                 self._add(f"norm.learner.{learner}", at, norm)
 
     def _sum(self, key: tuple[int, str], start: int, value: float) -> float:
-        """Over all processes of a learner, each of which counts from nothing."""
-        known, before, newest = self._starts.get(key, (start, 0.0, 0.0))
-        if known != start:
+        """Return the total over all processes of a learner. Each process counts from zero."""
+        current, before, newest = self._starts.get(key, (start, 0.0, 0.0))
+        if current != start:
             before += newest
         self._starts[key] = start, before, value
         return before + value
 
     def _add(self, name: str, at: float, value: Any) -> None:
-        """What is no number leaves a gap: the figure of before must not stand for it."""
+        """Add a point. A value that is not a number becomes a gap, which hides the value before it."""
         if value is None and name not in self.series:
             return
         series = self.series.get(name)
         if series is None:
             series = self.series[name] = TimeSeries(name.partition(".")[0] in COUNTER_METRICS, self._keep)
-        fine = isinstance(value, int | float) and math.isfinite(value)
-        series.add(at, float(value) if fine else math.nan)
+        is_finite = isinstance(value, int | float) and math.isfinite(value)
+        series.add(at, float(value) if is_finite else math.nan)
 
     def is_nan(self, name: str, learner: int, at: float) -> bool:
-        """There was a figure, and the newest word of it is no number."""
+        """Return whether the metric was measured by then, and its newest value is not a number."""
         series = self.series.get(f"{name}.learner.{learner}")
         return series is not None and bisect_right(series.at, at) > 0 and series.value_at(at) is None
 
     def value(self, name: str, learner: int, at: float) -> float | None:
+        """Return the newest value of a learner's metric at a time on the run's clock."""
         series = self.series.get(f"{name}.learner.{learner}")
         return series.value_at(at) if series is not None else None
 
     def rate(self, name: str, learner: int, begin: float, end: float) -> float | None:
+        """Return the growth per second of a learner's counter between two times."""
         series = self.series.get(f"{name}.learner.{learner}")
         return series.rate(begin, end) if series is not None else None
 
 
 def read_tail(path: Path, size: int) -> bytes:
-    """Return the last bytes of a file, at most so many; none where it cannot be read."""
+    """Return at most the last `size` bytes of a file, or none if it is unreadable."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))
@@ -231,7 +244,7 @@ def read_tail(path: Path, size: int) -> bytes:
 
 
 def _read_json_object(path: Path) -> dict[str, Any] | None:
-    """None where it is missing, half written or something else."""
+    """Return the JSON object in a file, or None if the file is missing, incomplete or no object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

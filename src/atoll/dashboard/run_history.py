@@ -1,7 +1,7 @@
-"""A run as people look at it: everything that tapes and metrics say, at any moment of it, while it grows.
+"""History of a run: everything that its tapes and metrics contain, at any time, while it grows.
 
-`RunHistory.update` reads what is new, for as long as it is given. Nothing is computed that a tape does not say: state
-of rounds, members and books is that of the syncer's own core, told again what it was told; the rest is sums and rates.
+`RunHistory.update` reads new entries within a time budget. All state comes from the tapes: the state of rounds, members
+and ledger is that of the syncer's own core, which replays the recorded events. The rest is sums and rates.
 """
 
 from __future__ import annotations
@@ -26,27 +26,32 @@ from atoll.tape.time_shares import TimeShares
 from atoll.tape.timeline import RunTimeline, read_expected_learners
 
 RATE_WINDOW_S = 10.0
-"""Rates are of so long; simulated runs take so many steps."""
+"""Minimum length of the interval over which rates are computed."""
 
 RECENT_MERGES = 3
-"""Of every fragment: who weighs how much lately."""
+"""Number of merges per fragment that count as recent, for the weights of learners."""
 
 LATE_JOIN_S = 60.0
-"""After the others: such a learner was added to the run, and did not just start slowly."""
+"""Minimum delay after the start of the run at which a joining learner counts as added, and not as slow to start."""
 
 SEEK_POINT_INTERVAL = 256
 MAX_SEEK_POINTS = 4096
-"""Of a tape, from which it can be read again: so many entries apart, and twice as many when there are too many."""
+"""Limit on the seek points of a tape, from which it is read again. At the limit, their interval doubles."""
 
 STALE_AFTER_S = 5.0
-"""A run without a new entry for so long is perhaps not being written."""
+"""Time without a new entry after which the syncer of a live run may be down."""
 
 
 class RunHistory(RunTimeline):
-    """One run directory: of this machine, of a syncer that serves islands elsewhere, or simulated."""
+    """Content of one run directory: of a local run, of a syncer with remote islands, or of a simulation."""
 
     def __init__(self, run: Path, rules: AlertRules | None = None, keep: int | None = EXACT_ROWS) -> None:
-        """`keep`: see `RunTimeline`; so much of every curve too."""
+        """Open the run directory. Raise TapeError if it has no tapes.
+
+        Args:
+            rules: limits of the alerts.
+            keep: number of exact rows, as in `RunTimeline`; also the number of exact points per series.
+        """
         super().__init__(keep)
         self.run = run
         self.rules = rules if rules is not None else AlertRules()
@@ -54,76 +59,73 @@ class RunHistory(RunTimeline):
         self.files = RunFiles(run)
         self.config: RunConfig | None = None
         self.simulated = False
-        self.version = 0  # rises whenever something new was read
-        self.tape_errors: list[str] = []  # tapes that cannot be read any further
+        self.version = 0  # increases with every new entry or metric
+        self.tape_errors: list[str] = []  # errors of tapes that are unreadable from some entry on
         self._tails: dict[Actor, TapeTail] = {}
         self._handlers: dict[Actor, Callable[[Entry], None]] = {}
-        self.seek_points: dict[
-            Actor, list[tuple[float, TapePosition]]
-        ] = {}  # every so many entries: the time before, and where
-        self._last_growth_at: float | None = None  # on the monotonic clock; None until all that there was is read
-        self._seek_intervals: dict[Actor, int] = {}  # how many
+        self.seek_points: dict[Actor, list[tuple[float, TapePosition]]] = {}  # time and position of every n-th entry
+        self._last_growth_at: float | None = None  # monotonic clock; None until the first complete read
+        self._seek_intervals: dict[Actor, int] = {}  # entries between two seek points
         self.metrics = MetricsHistory(self.files, self.to_run_time, keep)
-        list(self._find_tapes())  # a wrong directory is told now, not when somebody looks
+        list(self._find_tapes())  # an invalid directory fails here, not at the first request
 
-    # ---------------------------------------------------------------------------------------------------- growing
+    # --------------------------------------------------------------------------------------------------- updates
 
     def update(self, budget_s: float = 0.5) -> bool:
-        """Read on. True: there is still more than that time allowed."""
+        """Read new entries for at most `budget_s` seconds. Return whether more remain."""
         until = time.monotonic() + budget_s
         for actor in self._find_tapes():
             if not self._read_tape(actor, until):
-                self._settle()
+                self._refresh_members()
                 self.version += 1
                 return True
         self.end_tenures()
-        self._settle()
+        self._refresh_members()
         if self._last_growth_at is None:
             self._last_growth_at = time.monotonic() - self._seconds_since_write()
-        read = self.metrics.lines_read
+        lines_before = self.metrics.lines_read
         more = self.metrics.read_new(until)
-        if self.metrics.lines_read > read:
+        if self.metrics.lines_read > lines_before:
             self.version += 1
         self.files.refresh()
         return more
 
-    def _settle(self) -> None:
+    def _refresh_members(self) -> None:
         self.expected_learners = read_expected_learners(self.run) if self.processes else 0
         self.refresh()
 
     def _seconds_since_write(self) -> float:
-        """Since the newest tape was written, when nobody has seen it grow yet: by the clock of its disk."""
-        return max(
-            0.0, time.time() - max((_size_and_mtime(tail.reader.path)[1] for tail in self._tails.values()), default=0.0)
-        )
+        """Return the age of the newest tape by its modification time, for tapes that have not grown since the start."""
+        written_at = max((_size_and_mtime(tail.reader.path)[1] for tail in self._tails.values()), default=0.0)
+        return max(0.0, time.time() - written_at)
 
     def age_s(self) -> float:
-        """Since a tape has grown, as it was seen from here: clocks of other hosts do not matter."""
+        """Return the time since a tape last grew, on the local monotonic clock: clocks of other hosts do not matter."""
         return time.monotonic() - self._last_growth_at if self._last_growth_at is not None else 0.0
 
     def loading_progress(self) -> float | None:
-        """How much of the tapes is read, as a share; None where it is all."""
-        whole = sum(_size_and_mtime(tail.reader.path)[0] for tail in self._tails.values())
+        """Return the share of the tapes that is read, or None once nearly all of it is."""
+        total = sum(_size_and_mtime(tail.reader.path)[0] for tail in self._tails.values())
         done = sum(tail.offset for tail in self._tails.values())
-        return done / whole if whole - done > 4 * 2**20 else None
+        return done / total if total - done > 4 * 2**20 else None
 
     def _find_tapes(self) -> Iterator[Actor]:
-        """All tapes, those of syncers first: they say what the others mean."""
+        """Yield the actors of all tapes, syncers first: their tapes give the entries of the others their meaning."""
         found = list_tapes(self.run)
         if not found:
-            raise TapeError("there are no tapes here", str(self.run / TAPE_FOLDER))
+            raise TapeError("no tapes in this directory; give the directory of a run", str(self.run / TAPE_FOLDER))
         for actor, path in sorted(found):
             if actor not in self._tails:
                 try:
                     tail = TapeTail(TapeReader(path))
                     if not tail.reader.has_header():
                         continue
-                    take = self._make_handler(actor, tail)
+                    handle = self._make_handler(actor, tail)
                 except (TapeError, OSError) as error:
                     self._record_tape_error(error)
                     continue
                 self._tails[actor] = tail
-                self._handlers[actor] = take
+                self._handlers[actor] = handle
             yield actor
 
     def _record_tape_error(self, error: Exception) -> None:
@@ -144,14 +146,14 @@ class RunHistory(RunTimeline):
         return lambda entry: self._handle_syncer_entry(tenure, entry)
 
     def _read_tape(self, actor: Actor, until: float) -> bool:
-        """All of one tape that is new; False: time is over."""
-        take = self._handlers.get(actor)
-        if take is None:
+        """Read all new entries of one tape. Return False if the time ran out before."""
+        handle = self._handlers.get(actor)
+        if handle is None:
             return True
         count, tail = 0, self._tails[actor]
         try:
             for entry in tail.read_new_entries():
-                take(entry)
+                handle(entry)
                 count += 1
                 if entry.tick % SEEK_POINT_INTERVAL == 0:
                     self._add_seek_point(actor, entry)
@@ -159,9 +161,9 @@ class RunHistory(RunTimeline):
                         return False
         except TapeError as error:
             self._record_tape_error(error)
-            del self._handlers[actor]  # it is read no further; all others are
+            del self._handlers[actor]  # the other tapes are read on
         except OSError as error:
-            self._record_tape_error(error)  # a disk far away, perhaps: the next look tries again
+            self._record_tape_error(error)  # perhaps a network file system: the next update retries
         if count:
             self.version += 1
             if self._last_growth_at is not None:
@@ -169,14 +171,14 @@ class RunHistory(RunTimeline):
         return True
 
     def _add_seek_point(self, actor: Actor, entry: Entry) -> None:
-        every = self._seek_intervals.setdefault(actor, SEEK_POINT_INTERVAL)
-        if entry.tick % every:
+        interval = self._seek_intervals.setdefault(actor, SEEK_POINT_INTERVAL)
+        if entry.tick % interval:
             return
-        places = self.seek_points.setdefault(actor, [])
-        places.append((entry.at, self._tails[actor].position()))
-        if len(places) >= MAX_SEEK_POINTS:
-            self.seek_points[actor] = places[1::2]  # those that twice the distance would have had
-            self._seek_intervals[actor] = 2 * every
+        points = self.seek_points.setdefault(actor, [])
+        points.append((entry.at, self._tails[actor].position()))
+        if len(points) >= MAX_SEEK_POINTS:
+            self.seek_points[actor] = points[1::2]  # the points of the doubled interval
+            self._seek_intervals[actor] = 2 * interval
 
     def _handle_syncer_entry(self, tenure: SyncerTenure, entry: Entry) -> None:
         if self.samples.is_due(entry.at) and tenure.first_entry_at is not None and not tenure.is_over:
@@ -184,58 +186,58 @@ class RunHistory(RunTimeline):
         self.handle_syncer_entry(tenure, entry)
 
     def entries(self, actor: Actor, begin: float, end: float) -> Iterator[Entry]:
-        """Of one tape, in this span of time, read again from the file."""
-        places = self.seek_points.get(actor, [])
-        lead_s = self.clock_offset_s(actor.learner, actor.generation)
-        index = bisect_left(places, begin + lead_s, key=lambda each: each[0])
-        tail = TapeTail(self._tails[actor].reader, places[index - 1][1] if index else None)
+        """Yield the entries of one tape between two times on the run's clock, read again from the file."""
+        points = self.seek_points.get(actor, [])
+        offset_s = self.clock_offset_s(actor.learner, actor.generation)
+        index = bisect_left(points, begin + offset_s, key=lambda each: each[0])
+        tail = TapeTail(self._tails[actor].reader, points[index - 1][1] if index else None)
         for entry in tail.read_new_entries():
-            if entry.at - lead_s > end:
+            if entry.at - offset_s > end:
                 return
-            if entry.at - lead_s >= begin:
-                yield entry._replace(at=entry.at - lead_s) if lead_s else entry
+            if entry.at - offset_s >= begin:
+                yield entry._replace(at=entry.at - offset_s) if offset_s else entry
 
     def actors(self) -> list[Actor]:
+        """Return the processes that have a tape."""
         return list(self._tails)
 
-    # ---------------------------------------------------------------------------------------------------- looking
+    # -------------------------------------------------------------------------------------------------- queries
 
     @property
     def wall0(self) -> float | None:
+        """Unix time at 0 on the run's clock; None for a simulated run."""
         return None if self.simulated else self.files.founded_at
 
     def sample_at(self, at: float | None) -> SyncerSample | None:
-        """The syncer's own view: now, or the newest one that was kept before this moment."""
+        """Return the syncer's state: the current one for None, else the newest sample before that time."""
         if at is not None and at < self.newest_at:
             return self.samples.before(at)
         tenure = self.current_tenure
-        return (
-            take_sample(tenure, tenure.last_entry_at)
-            if tenure is not None and tenure.first_entry_at is not None
-            else None
-        )
+        if tenure is None or tenure.first_entry_at is None:
+            return None
+        return take_sample(tenure, tenure.last_entry_at)
 
     def reported_time_shares(self, learner: int, at: float) -> TimeShares | None:
-        """Where its time went until then, with what it told of waiting and copying."""
+        """Return how a learner spent its time until then, including the waiting and copying that it reported."""
         waited_s, copied_s = (self.metrics.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
         return self.time_shares(learner, at, (), waited_s, copied_s)
 
     def rate(self, name: str, at: float, span_s: float) -> float | None:
-        """Growth per second of a running sum of the learners' metrics, over all of them."""
+        """Return the growth per second of a learner counter, summed over all learners; None if it is unknown."""
         rates = [self.metrics.rate(name, learner, at - span_s, at) for learner in self.learners()]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known else None
 
     def rate_window_s(self, at: float) -> float:
-        """Over which rates are taken: long enough for some steps, and not longer than somebody trained."""
+        """Return the interval for rates: several steps long, and not longer than the run has trained."""
         steps = [s for s in (self.typical_step_s(learner, at) for learner in self.learners()) if s is not None]
-        wished_s = max(RATE_WINDOW_S, 5 * median(steps)) if steps else RATE_WINDOW_S
+        window_s = max(RATE_WINDOW_S, 5 * median(steps)) if steps else RATE_WINDOW_S
         since = self.training_started_at
-        return wished_s if since is None or at <= since else min(wished_s, at - since)
+        return window_s if since is None or at <= since else min(window_s, at - since)
 
 
 def _size_and_mtime(path: Path) -> tuple[int, float]:
-    """Return its size and when it was written; zeros where it cannot be read."""
+    """Return size and modification time of a file, or zeros if it is unreadable."""
     try:
         found = path.stat()
     except OSError:
@@ -244,37 +246,42 @@ def _size_and_mtime(path: Path) -> tuple[int, float]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The newest sentences about one learner, one fragment or the run
+# Story of one learner, one fragment or the run: its newest sentences
 
 
 FIRST_STORY_SPAN_S = 30.0
 MAX_STORY_ENTRIES = 10_000
-"""Read for one answer; about half a second. Whoever wants more of a quiet subject has `atoll story`."""
+"""Limit on the entries read for one reply, about half a second. `atoll story` has no limit."""
 
 
 class Story(NamedTuple):
+    """Page of the story of one subject."""
+
     lines: list[StoryLine]  # newest last
-    has_more: bool  # there are older ones
+    has_more: bool  # whether there are older lines
 
 
-def read_story(picture: RunHistory, subject: Subject, until: float | None, limit: int) -> Story:
-    """Looks back as far as it takes, twice as far each time."""
-    end = picture.newest_at if until is None else min(until, picture.newest_at)
+def read_story(history: RunHistory, subject: Subject, until: float | None, limit: int) -> Story:
+    """Return the newest `limit` lines about a subject until a time; None means now.
+
+    The number of entries per line is unknown, so the interval doubles until it has enough lines.
+    """
+    end = history.newest_at if until is None else min(until, history.newest_at)
     span_s = FIRST_STORY_SPAN_S
     while True:
         begin = end - span_s
-        entries = _read_entries(picture, subject, begin, end)
-        lines = deque(build_story(entries, subject, picture.config), maxlen=limit + 1)
-        if len(lines) > limit or begin <= picture.started_at or len(entries) > MAX_STORY_ENTRIES:
-            return Story(list(lines)[-limit:], begin > picture.started_at or len(lines) > limit)
+        entries = _read_entries(history, subject, begin, end)
+        lines = deque(build_story(entries, subject, history.config), maxlen=limit + 1)
+        if len(lines) > limit or begin <= history.started_at or len(entries) > MAX_STORY_ENTRIES:
+            return Story(list(lines)[-limit:], begin > history.started_at or len(lines) > limit)
         span_s *= 2
 
 
-def _read_entries(picture: RunHistory, subject: Subject, begin: float, end: float) -> list[Entry]:
-    """In the order of their times, which is that of causes but for clocks that differ."""
+def _read_entries(history: RunHistory, subject: Subject, begin: float, end: float) -> list[Entry]:
+    """Return the entries that can concern the subject, by time. That is causal order unless clocks differ."""
     kind, number = subject
-    of_learners = {"learner": [number], "fragment": picture.learners(), "run": []}[kind]
-    actors = [actor for actor in picture.actors() if actor.learner == SYNCER or actor.learner in of_learners]
-    entries = [entry for actor in actors for entry in picture.entries(actor, begin, end)]
+    learners = {"learner": [number], "fragment": history.learners(), "run": []}[kind]
+    actors = [actor for actor in history.actors() if actor.learner == SYNCER or actor.learner in learners]
+    entries = [entry for actor in actors for entry in history.entries(actor, begin, end)]
     entries.sort(key=lambda entry: (entry.at, entry.actor, entry.tick))
     return entries

@@ -1,7 +1,7 @@
-"""`atoll dash` over HTTP: static files, what a picture shows as JSON, live updates, and controls for whoever may.
+"""HTTP server of `atoll dash`: static files, the run as JSON, a stream of updates, and operator controls.
 
-Tapes are read and pictures drawn in one thread beside the event loop, so that nobody sees half of an update; the loop
-only sends. docs/dash.md has the paths.
+One worker thread reads tapes and computes views, so that no request sees a partial update. The event loop only sends.
+docs/dash.md lists the paths.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from atoll.transport.tls import ServerTls, find_key_files
 log = logging.getLogger("atoll.dash")
 
 POLL_INTERVAL_S = 0.5
-"""How often tapes are looked at for more, while somebody watches; four times as seldom otherwise."""
+"""Interval between reads of the tapes while a page is connected; without one it is four times as long."""
 
 READ_BUDGET_S = 0.2
-"""Of a long tape at a time: a request waits no longer than this for its turn."""
+"""Limit on one read of a long tape: a request waits no longer than this for the worker thread."""
 
 STREAM_INTERVAL_S = 1.0
 MAX_VIEW_AGE_S = 3.0
@@ -72,37 +72,38 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RunFeed:
-    """One run, its picture, and whoever waits for news of it. The directory may still be empty."""
+    """Served run: its newest view and the pages that wait for updates. The directory may still be empty."""
 
     def __init__(self, run: Path, rules: AlertRules | None = None) -> None:
         self.run = run
         self.name = run.resolve().name
         self._rules = rules
         self.history: RunHistory | None = None
-        self.view_json: bytes | None = None  # the newest picture as JSON
+        self.view_json: bytes | None = None  # newest view as JSON
         self.view_changed = asyncio.Condition()
-        self.watchers = 0
+        self.watchers = 0  # connected pages
         self.is_live = False
         self._view_version = -1
         self._view_updated_at = 0.0
 
     def load(self) -> None:
-        """TapeError where there is nothing to show."""
+        """Open the run. Raise TapeError if it has no tapes."""
         self.history = RunHistory(self.run, self._rules)
 
     def try_load(self) -> RunHistory | None:
-        """The picture, as soon as there is a tape."""
+        """Return the history, or None while the run has no tapes."""
         if self.history is None:
             with suppress(TapeError):
                 self.load()
         return self.history
 
     def update_view(self, may_control: Callable[[Path], bool]) -> bool:
-        """In the reading thread: the newest picture, if something is new."""
+        """Compute a new view in the worker thread if there is anything new. Return whether it was computed."""
         if self.history is None:
             return False
-        stale = self.is_live and time.monotonic() - self._view_updated_at > MAX_VIEW_AGE_S  # silence has to be seen too
-        if self.history.version == self._view_version and not stale:
+        # The view of a silent run is recomputed as well: its age and its alerts change.
+        is_outdated = self.is_live and time.monotonic() - self._view_updated_at > MAX_VIEW_AGE_S
+        if self.history.version == self._view_version and not is_outdated:
             return False
         self._view_version, self._view_updated_at = self.history.version, time.monotonic()
         shown = view_at(self.history)
@@ -112,19 +113,27 @@ class RunFeed:
 
 
 class DashboardServer:
+    """Serves one or two runs to the pages that have the token."""
+
     def __init__(self, runs: list[RunFeed], token: str | None, own_token: bool = False) -> None:
-        """`own_token`: it was made for this page by whoever started the run beside it, and is not the run's."""
+        """Create the server.
+
+        Args:
+            token: required of every request for data; None restricts the server to this machine, without controls.
+            own_token: whether the token was generated for this page, next to a job, and differs from the run's token.
+        """
         self.runs = runs
         self._token = token
         self._own_token = own_token
-        self._thread = ThreadPoolExecutor(1, "reading")
+        self._thread = ThreadPoolExecutor(1, "tape-reader")
         self._tasks: list[asyncio.Task[None]] = []
         self._active_alerts: dict[tuple[int, str, str], Alert] = {}
         self.static_folder = Path(str(files("atoll.dashboard") / "static"))
 
-    # ---------------------------------------------------------------------------------------------------- the app
+    # ------------------------------------------------------------------------------------------------- application
 
     def app(self) -> web.Application:
+        """Return the aiohttp application."""
         app = web.Application(middlewares=[self._auth_middleware], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/", self._file)
         app.router.add_get("/api/runs", self._runs)
@@ -145,7 +154,7 @@ class DashboardServer:
         return app
 
     async def _background(self, app: web.Application) -> AsyncIterator[None]:
-        self._tasks = [asyncio.create_task(self._poll_run(watched)) for watched in self.runs]
+        self._tasks = [asyncio.create_task(self._poll_run(feed)) for feed in self.runs]
         self._tasks.append(asyncio.create_task(self._watch_alerts()))
         yield
         for task in self._tasks:
@@ -156,50 +165,50 @@ class DashboardServer:
     async def _run_in_reader(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    async def _poll_run(self, watched: RunFeed) -> None:
-        """Read on for ever. What goes wrong with one look is told once, and the next one tries again."""
-        told = ""
+    async def _poll_run(self, feed: RunFeed) -> None:
+        """Read new entries forever. A repeated error is logged once, and the next poll retries."""
+        logged = ""
         while True:
             more = False
             try:
-                picture = await self._run_in_reader(watched.try_load)
-                if picture is not None:
-                    more = await self._run_in_reader(picture.update, READ_BUDGET_S)
-                    if await self._run_in_reader(watched.update_view, self._may_control):
-                        async with watched.view_changed:
-                            watched.view_changed.notify_all()
+                history = await self._run_in_reader(feed.try_load)
+                if history is not None:
+                    more = await self._run_in_reader(history.update, READ_BUDGET_S)
+                    if await self._run_in_reader(feed.update_view, self._may_control):
+                        async with feed.view_changed:
+                            feed.view_changed.notify_all()
             except Exception as error:
-                if repr(error) != told:
-                    log.exception("%s cannot be read", watched.run)
-                told = repr(error)
+                if repr(error) != logged:
+                    log.exception("cannot read run %s; retrying", feed.run)
+                logged = repr(error)
             if not more:
-                await asyncio.sleep(POLL_INTERVAL_S if watched.watchers else 4 * POLL_INTERVAL_S)
+                await asyncio.sleep(POLL_INTERVAL_S if feed.watchers else 4 * POLL_INTERVAL_S)
 
     # ---------------------------------------------------------------------------------------------------- access
 
     @web.middleware
     async def _auth_middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._token is None and not is_loopback(_host(request)):
-            return _error(403, "without a token this page is for this machine only: open it by localhost")
+            return _error(403, "without a token the page is served to this machine only; open it as localhost")
         if request.headers.get("Sec-Fetch-Site") == "cross-site":
-            return _error(403, "another site asks: open the page itself")
+            return _error(403, "cross-site request refused; open the page itself")
         if request.path.startswith("/api/") and not self._is_allowed(request):
-            return _error(401, "the token is missing or wrong: open the page by the address that atoll dash printed")
+            return _error(401, "the token is missing or invalid; open the address that atoll dash printed")
         try:
             return await handler(request)
         except web.HTTPNotFound:
-            return _error(404, "there is nothing here")
+            return _error(404, "not found")
         except web.HTTPMethodNotAllowed:
-            return _error(405, "not in this way")
+            return _error(405, "method not allowed")
         except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"more than {MAX_BODY_BYTES} bytes")
+            return _error(413, f"the request has more than {MAX_BODY_BYTES} bytes")
         except DashboardRequestError as error:
             return _error(error.status, str(error))
         except ConnectionResetError:
-            raise  # it has gone away
+            raise  # the client disconnected
         except Exception:
-            log.exception("%s %s has failed", request.method, request.path)
-            return _error(500, "atoll dash has failed on this; its log says how")
+            log.exception("request failed: %s %s", request.method, request.path)
+            return _error(500, "internal error of atoll dash; see its log")
 
     def _may_control(self, run: Path) -> bool:
         return self._token is not None and control.is_reachable(run, None if self._own_token else self._token)
@@ -222,14 +231,14 @@ class DashboardServer:
 
     async def _runs(self, request: web.Request) -> web.StreamResponse:
         runs = []
-        for index, watched in enumerate(self.runs):
-            picture = watched.history
+        for index, feed in enumerate(self.runs):
+            history = feed.history
             runs.append(
                 {
                     "index": index,
-                    "name": watched.name,
-                    "simulated": picture.simulated if picture is not None else False,
-                    "controls": self._may_control(watched.run),
+                    "name": feed.name,
+                    "simulated": history.simulated if history is not None else False,
+                    "controls": self._may_control(feed.run),
                 }
             )
         return _json({"runs": runs, "version": __version__})
@@ -237,14 +246,14 @@ class DashboardServer:
     def _find_feed(self, request: web.Request) -> RunFeed:
         index = int(request.match_info["run"])
         if index >= len(self.runs):
-            raise DashboardRequestError(404, f"there is no run {index} here")
+            raise DashboardRequestError(404, f"there is no run {index}; /api/runs lists the runs")
         return self.runs[index]
 
     def _require_history(self, request: web.Request) -> RunHistory:
-        picture = self._find_feed(request).history
-        if picture is None:
-            raise DashboardRequestError(503, "the run has not begun: there are no tapes yet")
-        return picture
+        history = self._find_feed(request).history
+        if history is None:
+            raise DashboardRequestError(503, "the run has not started: it has no tapes yet")
+        return history
 
     async def _view(self, request: web.Request) -> web.StreamResponse:
         at = _number(request, "at")
@@ -256,32 +265,32 @@ class DashboardServer:
         return _json(await self._run_in_reader(timeline, self._require_history(request), begin, end, width))
 
     async def _series(self, request: web.Request) -> web.StreamResponse:
-        picture = self._require_history(request)
+        history = self._require_history(request)
         if "names" not in request.query:
-            known = await self._run_in_reader(curves.list_series, picture)
-            return _json({"series": [{**each._asdict(), "x": ["time", "tokens"]} for each in known]})
+            series = await self._run_in_reader(curves.list_series, history)
+            return _json({"series": [{**each._asdict(), "x": ["time", "tokens"]} for each in series]})
         names, x = _names(request)
         points = min(int(_number(request, "points") or 600), MAX_POINTS)
         begin, end = _number(request, "from"), _number(request, "to")
 
-        def draw() -> list[dict[str, Any]]:
-            drawn = ((name, curves.compute_curve(picture, name, x, begin, end, max(2, points))) for name in names)
-            return [{"name": name, "x": list(found.x), "y": list(found.y)} for name, found in drawn]
+        def compute() -> list[dict[str, Any]]:
+            found = ((name, curves.compute_curve(history, name, x, begin, end, max(2, points))) for name in names)
+            return [{"name": name, "x": list(curve.x), "y": list(curve.y)} for name, curve in found]
 
-        return _json({"x": x, "series": await self._curves(draw)})
+        return _json({"x": x, "series": await self._curves(compute)})
 
     async def _csv(self, request: web.Request) -> web.StreamResponse:
-        picture = self._require_history(request)
+        history = self._require_history(request)
         names, x = _names(request)
-        text = await self._curves(lambda: curves.to_csv(picture, names, x))
+        text = await self._curves(lambda: curves.to_csv(history, names, x))
         headers = {"Content-Disposition": f'attachment; filename="atoll-{x}.csv"'}
         return web.Response(text=text, content_type="text/csv", headers=headers)
 
-    async def _curves(self, draw: Callable[[], T]) -> T:
+    async def _curves(self, compute: Callable[[], T]) -> T:
         try:
-            return await self._run_in_reader(draw)
-        except KeyError as unknown:
-            raise DashboardRequestError(404, f"there is no series {unknown}") from None
+            return await self._run_in_reader(compute)
+        except KeyError as error:
+            raise DashboardRequestError(404, f"there is no series {error}") from None
 
     async def _story(self, request: web.Request) -> web.StreamResponse:
         subject: Subject = ("run", 0)
@@ -291,9 +300,11 @@ class DashboardServer:
                 subject = (kind, int(number))
         limit = min(int(_number(request, "limit") or 200), MAX_STORY_LINES)
         until = _number(request, "until")
-        told = await self._run_in_reader(read_story, self._require_history(request), subject, until, max(1, limit))
-        lines = [{"at": line.at, "subject": format_subject(line.subject), "text": line.sentence} for line in told.lines]
-        return _json({"lines": lines, "has_more": told.has_more})
+        story = await self._run_in_reader(read_story, self._require_history(request), subject, until, max(1, limit))
+        lines = [
+            {"at": line.at, "subject": format_subject(line.subject), "text": line.sentence} for line in story.lines
+        ]
+        return _json({"lines": lines, "has_more": story.has_more})
 
     async def _config(self, request: web.Request) -> web.StreamResponse:
         return _json(await self._run_in_reader(config_view, self._require_history(request)))
@@ -301,75 +312,76 @@ class DashboardServer:
     # ---------------------------------------------------------------------------------------------------- live
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
-        watched = self._find_feed(request)
+        feed = self._find_feed(request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         await response.prepare(request)
         loop = asyncio.get_running_loop()
         sent: bytes | None = None
-        watched.watchers += 1
+        feed.watchers += 1
         try:
             while True:
-                if watched.view_json is not None and watched.view_json is not sent:
-                    sent = watched.view_json
-                    began = loop.time()
+                if feed.view_json is not None and feed.view_json is not sent:
+                    sent = feed.view_json
+                    started_at = loop.time()
                     await response.write(b"event: view\ndata: " + sent + b"\n\n")
-                    await asyncio.sleep(max(0.0, STREAM_INTERVAL_S - (loop.time() - began)))
+                    await asyncio.sleep(max(0.0, STREAM_INTERVAL_S - (loop.time() - started_at)))
                 try:
-                    async with asyncio.timeout(STREAM_KEEPALIVE_S), watched.view_changed:
-                        while watched.view_json is sent:
-                            await watched.view_changed.wait()
+                    async with asyncio.timeout(STREAM_KEEPALIVE_S), feed.view_changed:
+                        while feed.view_json is sent:
+                            await feed.view_changed.wait()
                 except TimeoutError:
-                    await response.write(b": still here\n\n")
+                    await response.write(b": keep-alive\n\n")
         except (ConnectionResetError, ConnectionError):
             return response
         finally:
-            watched.watchers -= 1
+            feed.watchers -= 1
 
     # ---------------------------------------------------------------------------------------------------- controls
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
-        """Only with a token, from this page itself, and asked twice."""
-        watched = self._find_feed(request)
+        """Forward an operator request. It needs the token, this page as its origin, and a confirmation."""
+        feed = self._find_feed(request)
         if self._token is None:
             raise DashboardRequestError(
-                401, "this page only shows; start atoll dash with the run's token to control it"
+                401, "the page is read-only; start atoll dash with the run's token to control the run"
             )
-        if not self._may_control(watched.run):
-            raise DashboardRequestError(503, "no syncer of this run can be reached from here with this token")
+        if not self._may_control(feed.run):
+            raise DashboardRequestError(503, "no syncer of this run accepts this token; check the token and the syncer")
         origin = request.headers.get("Origin", "")
         if origin.partition("://")[2] != request.host:
-            raise DashboardRequestError(403, "this must come from the page itself")
+            raise DashboardRequestError(403, "control requests are accepted from the page itself only")
         if request.content_type != "application/json":
-            raise DashboardRequestError(415, "this must be JSON")
+            raise DashboardRequestError(415, "the request must be JSON")
         try:
-            wanted = control.OperatorRequest.parse(json.loads(await request.read()))
+            operator_request = control.OperatorRequest.parse(json.loads(await request.read()))
         except RecursionError:
-            raise DashboardRequestError(400, "this is no wish") from None
+            raise DashboardRequestError(400, "the request is nested too deeply") from None
         except ValueError as error:
             raise DashboardRequestError(400, str(error)) from None
-        if not wanted.is_confirmed:
-            return _json({"prompt": wanted.confirmation_prompt()}, 409)
-        done = await asyncio.get_running_loop().run_in_executor(None, control.apply_control, watched.run, wanted)
-        log.warning("%s: %s, asked for by %s", watched.name, done, wanted.requested_by)
+        if not operator_request.is_confirmed:
+            return _json({"prompt": operator_request.confirmation_prompt()}, 409)
+        loop = asyncio.get_running_loop()
+        done = await loop.run_in_executor(None, control.apply_control, feed.run, operator_request)
+        log.warning("%s: %s, requested by %s", feed.name, done, operator_request.requested_by)
         return _json({"done": done})
 
     # ---------------------------------------------------------------------------------------------------- alerts
 
     async def _watch_alerts(self) -> None:
-        """Log new alerts and those that are over."""
+        """Log every alert when it starts and when it ends."""
         while True:
             await asyncio.sleep(ALERT_INTERVAL_S)
-            for index, watched in enumerate(self.runs):
-                if watched.history is None or watched.view_json is None:
+            for index, feed in enumerate(self.runs):
+                if feed.history is None or feed.view_json is None:
                     continue
-                shown_now = json.loads(watched.view_json)
-                alerts = shown_now["alerts"] if shown_now["live"] else []  # with the run its alerts are over
+                view = json.loads(feed.view_json)
+                alerts = view["alerts"] if view["live"] else []  # the alerts of a run end with it
                 now = {(index, each["rule"], each["subject"]): Alert(**each) for each in alerts}
                 for key, alert in now.items():
                     if key not in self._active_alerts:
-                        log.warning("%s: %s", watched.name, alert.text)
+                        log.warning("%s: alert: %s", feed.name, alert.text)
                 for key in [key for key in self._active_alerts if key[0] == index and key not in now]:
-                    log.warning("%s: over: %s", watched.name, self._active_alerts.pop(key).text)
+                    log.warning("%s: alert ended: %s", feed.name, self._active_alerts.pop(key).text)
                 self._active_alerts |= now
 
 
@@ -391,14 +403,14 @@ def _number(request: web.Request, name: str) -> float | None:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise DashboardRequestError(400, f"{name} is {text[:40]!r}; give a number")
+        raise DashboardRequestError(400, f"{name} is {text[:40]!r}; use a number")
     return found
 
 
 def _names(request: web.Request) -> tuple[list[str], str]:
     x = request.query.get("x", "time")
     if x not in ("time", "tokens"):
-        raise DashboardRequestError(400, f"x is {x[:40]!r}; give time or tokens")
+        raise DashboardRequestError(400, f"x is {x[:40]!r}; use time or tokens")
     return list(dict.fromkeys(filter(None, request.query.get("names", "").split(","))))[:MAX_SERIES_NAMES], x
 
 
@@ -415,14 +427,14 @@ def _error(status: int, sentence: str) -> web.Response:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# From a command line to a page that answers: where to listen, what to say, how to end
+# Serving: listen, print the address, shut down
 
 DEFAULT_PORT = 7410
 PORT_ATTEMPTS = 20
-"""Ports after the first that are tried where it is taken, unless one was asked for."""
+"""Number of ports that are tried, from the default one, if no port is given."""
 
 SHUTDOWN_TIMEOUT_S = 1.0
-"""Connections that are still open when the page ends, and browsers keep them open, are cut after this."""
+"""Time after which open connections are closed at shutdown. Browsers keep theirs open."""
 
 
 def serve(
@@ -438,15 +450,26 @@ def serve(
     keys: Path | None = None,
     plain_text: bool = False,
 ) -> None:
-    """Until Ctrl-C or SIGTERM. ValueError and TapeError for whatever is wrong with what was asked."""
+    """Serve runs until Ctrl-C or SIGTERM. Raise ValueError or TapeError for invalid arguments.
+
+    Args:
+        port: port to listen on; None tries DEFAULT_PORT and the ports after it.
+        token: required to see and control the runs; needed unless `host` is a loopback address.
+        rules: TOML file with alert limits.
+        wait: whether to start before the runs have tapes.
+        while_stdin: whether to stop when stdin is closed, as next to a job.
+        own_token: whether the token was generated for this page and is not the run's.
+        keys: directory with the syncer's key, for TLS.
+        plain_text: whether to allow other hosts without TLS.
+    """
     if token is None and not is_loopback(host):
-        raise ValueError(f"--host {host} shows the run to others: give a token (--token or ATOLL_TOKEN) as well")
+        raise ValueError(f"--host {host} serves the page to other machines; give a token too (--token or ATOLL_TOKEN)")
     if keys is None and not is_loopback(host) and not plain_text:
         raise ValueError(
-            f"on {host} others could read the page and its token on the way: give --keys DIR with the syncer's key"
-            f" (atoll keys init), or --plain-text where nobody else is on the network"
+            f"without TLS, others on the network of {host} could read the page and its token; give --keys DIR with the"
+            f" syncer's key (atoll keys init), or --plain-text if the network is trusted"
         )
-    # Whoever looks has a browser and the token; keys of their own are not asked for.
+    # The browser authenticates with the token, so no client certificate is required.
     tls = ServerTls(find_key_files(keys, for_syncer=True)._replace(authority=None)) if keys is not None else None
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
     limits = AlertRules.load(rules) if rules is not None else None
@@ -475,10 +498,11 @@ async def _serve(
     try:
         await web.SockSite(runner, listening, ssl_context=tls.context if tls is not None else None).start()
         address = _format_url(host, listening.getsockname()[1], token, "https" if tls is not None else "http")
-        print(f"The page is at {address}", flush=True)
+        print(f"Dashboard: {address}", flush=True)
         print(_describe_access(token), flush=True)
         if open_browser:
-            webbrowser.open(address.partition("#")[0])  # others can read a command line: the page asks for the token
+            # Without the token: other users can read command lines. The page asks for the token.
+            webbrowser.open(address.partition("#")[0])
         await _wait_for_shutdown(while_stdin)
     finally:
         await runner.cleanup()
@@ -486,28 +510,28 @@ async def _serve(
 
 def _describe_access(token: str | None) -> str:
     if token is None:
-        return "It shows the run to this machine only, and changes nothing. Ctrl-C ends the page, not the run."
-    return "Whoever has this address can see and control the run. Ctrl-C ends the page, not the run."
+        return "The page is read-only and served to this machine only. Ctrl-C stops the page, not the run."
+    return "Everyone with this address can see and control the run. Ctrl-C stops the page, not the run."
 
 
 async def _wait_for_shutdown(while_stdin: bool) -> None:
-    """By a signal; beside a job also by its end, whatever that was: then nobody holds the other end of stdin."""
-    told = asyncio.Event()
+    """Wait for SIGINT or SIGTERM. Next to a job, also wait for the end of the job: then stdin is closed."""
+    stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     if while_stdin:
-        loop.add_reader(sys.stdin, told.set)  # nothing is ever written there
+        loop.add_reader(sys.stdin, stopped.set)  # the job never writes to it, so readable means closed
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told.set)
-    await told.wait()
+        loop.add_signal_handler(number, stopped.set)
+    await stopped.wait()
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """On the port that was asked for, or the first free one of a few."""
-    wanted = [port] if port is not None else [*range(DEFAULT_PORT, DEFAULT_PORT + PORT_ATTEMPTS), 0]
-    for number in wanted[:-1]:
+    """Return a socket that listens on the given port, or on the first free port of the default range."""
+    candidates = [port] if port is not None else [*range(DEFAULT_PORT, DEFAULT_PORT + PORT_ATTEMPTS), 0]
+    for number in candidates[:-1]:
         with suppress(ValueError):
             return bind_socket(host, number, listen=True)
-    return bind_socket(host, wanted[-1], listen=True)
+    return bind_socket(host, candidates[-1], listen=True)
 
 
 def _format_url(host: str, port: int, token: str | None, scheme: str) -> str:

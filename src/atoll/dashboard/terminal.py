@@ -1,7 +1,7 @@
-"""The terminal view of a run, for `atoll train`, `atoll chaos` and `atoll watch`.
+"""Terminal view of a run, for `atoll train`, `atoll chaos` and `atoll watch`.
 
-It shows the shapes of docs/dash.md: from the tapes (`view.view_at`), or from the status of a job that this process
-runs, which has fewer of them. A figure that the source does not have is left out; one that is not known yet is a dash.
+It draws the data of docs/dash.md. The data comes from the tapes (`view.view_at`), or from the status of a job that this
+process runs, which has fewer fields. The view omits a missing field and shows an unknown value as a dash.
 """
 
 from __future__ import annotations
@@ -29,43 +29,58 @@ STATE_STYLES: dict[str, tuple[str, str]] = {
     "left": ("dim", " "),
     "quarantined": ("magenta", "✗"),
 }
-"""Colour and letter of each: a reader who does not see the colour reads the letter."""
+"""Color and letter of each state, so that a reader who does not see the color can read the letter."""
+
+_STATE_LABELS = {"alone": "disconnected", "gone": "lost", "recovering": "joining", "stopped": "stalled"}
+
+
+def state_label(state: str) -> str:
+    """Return the name of a state that readers see.
+
+    >>> state_label("gone"), state_label("training")
+    ('lost', 'training')
+    """
+    return _STATE_LABELS.get(state, state)
+
 
 PHASE_LETTERS = {"idle": "·", "pulling": "↑", "grace": "…", "merging": "Σ"}
 UNAVAILABLE = "×"
 
 BAND_SPAN_S = 120.0
-"""So much of the past is in an island's band."""
+"""Time span of the band of an island."""
 
 MAX_ISLANDS = 64
 MAX_LISTED = 8
-"""Islands that a line of a log names one by one."""
+"""Limit on the islands that a log line lists one by one."""
 
 MAX_NEWS = 3
 PLAIN_INTERVAL_S = 5.0
 
 Bands = Callable[[int, float, float], Sequence[StateSpan]]
-"""The states of a learner between two moments."""
+"""Function that returns the states of a learner between two times."""
 
 
 class LiveView:
-    """Draws in place on a terminal; elsewhere it prints a line every few seconds, and news at once."""
+    """View that redraws in place on a terminal.
+
+    On other streams it prints a line every few seconds, and news at once.
+    """
 
     def __init__(
         self, stream: TextIO | None = None, interval_s: float = PLAIN_INTERVAL_S, transient: bool = True
     ) -> None:
-        """`transient`: the drawing goes away when the view is left."""
+        """Create the view. With `transient` it is erased from the terminal when it is closed."""
         self._stream = stream if stream is not None else sys.stderr
         self._interval_s = interval_s
         self._printed_at = float("-inf")
-        self._news = 0  # that were printed
+        self._news = 0  # number of news lines that were printed
         self._live: Live | None = None
         if self._stream.isatty():
             console = Console(file=self._stream, highlight=False)
             self._live = Live(console=console, transient=transient, auto_refresh=False)
 
     def __enter__(self) -> LiveView:
-        self._printed_at = float("-inf")  # it may have shown another run before
+        self._printed_at = float("-inf")  # the view may have shown another run before
         self._news = 0
         if self._live is not None:
             self._live.start()
@@ -76,7 +91,7 @@ class LiveView:
             self._live.stop()
 
     def show(self, shown: Mapping[str, Any], bands: Bands | None = None, now: float | None = None) -> None:
-        """May be called as often as one likes: lines that come too early are left out."""
+        """Show the current data. Calls may be frequent: without a terminal, lines are printed at intervals."""
         if self._live is not None:
             self._live.update(render(shown, self._live.console.width, bands), refresh=True)
             return
@@ -91,16 +106,16 @@ class LiveView:
             self.print_line(format_line(shown))
 
     def print_line(self, sentence: str) -> None:
-        """Print a line that stays."""
+        """Print a line to the stream of the view."""
         print(sentence, file=self._stream, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# One line
+# Log line
 
 
 def format_line(shown: Mapping[str, Any]) -> str:
-    """One line, for a log."""
+    """Return one line for a log."""
     head, islands = shown["headline"], shown["islands"]
     parts = [f"{format_duration(shown['at'])}  {100 * shown['progress']:3.0f} %"]
     if len(islands) > MAX_LISTED or not islands:
@@ -122,11 +137,12 @@ def format_line(shown: Mapping[str, Any]) -> str:
 def _summarize(islands: Sequence[Mapping[str, Any]]) -> str:
     states: dict[str, int] = {}
     for each in islands:
-        states[each["state"]] = states.get(each["state"], 0) + 1
+        label = state_label(each["state"])
+        states[label] = states.get(label, 0) + 1
     training = [each for each in islands if each["state"] == "training"]
     losses = [each["loss"] for each in training if each["loss"] is not None]
     steps = [each["step"] for each in training]
-    parts = [f"{count} {state}" for state, count in states.items()] or ["no island"]
+    parts = [f"{count} {state}" for state, count in states.items()] or ["no learner"]
     if losses:
         parts.append(f"loss {sum(losses) / len(losses):.2f}")
     if steps:
@@ -136,16 +152,16 @@ def _summarize(islands: Sequence[Mapping[str, Any]]) -> str:
 
 def _brief(island: Mapping[str, Any]) -> str:
     if island["state"] not in ("training", "left"):
-        return str(island["state"])
+        return state_label(island["state"])
     return f"step {island['step']:,}" + (f" loss {island['loss']:.2f}" if island["loss"] is not None else "")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The drawing
+# Drawing
 
 
 def render(shown: Mapping[str, Any], width: int, bands: Bands | None = None) -> RenderableType:
-    """All of it, at most so many columns wide."""
+    """Return the whole view, at most `width` columns wide."""
     head = shown["headline"]
     parts: list[RenderableType] = [_title(shown), _headline(head)]
     if head["remaining_s"] is not None or shown["progress"]:
@@ -165,17 +181,17 @@ def _title(shown: Mapping[str, Any]) -> Text:
     text.append(f"  {shown['stage']}" + (", paused" if shown["paused"] else ""), "")
     text.append(f"  {format_duration(shown['at'])}", "dim")
     if not shown.get("now", True):
-        text.append("  as it was then", "yellow")
+        text.append("  past", "yellow")
         if shown["sample_age_s"] is not None:
-            text.append(f"; fragments and books as {shown['sample_age_s']:.1f} s before", "yellow")
+            text.append(f"; fragments and ledger from {shown['sample_age_s']:.1f} s earlier", "yellow")
     elif shown.get("loading") is not None:
-        text.append(f"  still reading: {format_percent(shown['loading'])}", "yellow")
+        text.append(f"  reading tapes: {format_percent(shown['loading'])}", "yellow")
     elif shown.get("live"):
         age_s = shown["age_s"]
-        old = age_s is not None and age_s > 5.0
-        text.append(f"  {format_duration(age_s)} old" if old else "  live", "red" if old else "green")
+        is_old = age_s is not None and age_s > 5.0
+        text.append(f"  {format_duration(age_s)} old" if is_old else "  live", "red" if is_old else "green")
     if shown.get("syncer", {}).get("state") == "down" and shown["stage"] != "finished":
-        text.append("  the syncer is away", "red")
+        text.append("  syncer down", "red")
     return text
 
 
@@ -199,10 +215,10 @@ def _headline(head: Mapping[str, Any]) -> Text:
         ("remaining_s", "ends in", format_duration),
     )
     text = Text()
-    for key, name, words in figures:
+    for key, name, format_value in figures:
         if key in head:
             text.append(f"{name} ", "dim")
-            text.append(f"{words(head[key])}   ", "bold")
+            text.append(f"{format_value(head[key])}   ", "bold")
     return text
 
 
@@ -220,7 +236,7 @@ def _alert(alert: Mapping[str, Any]) -> Text:
 
 
 def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table:
-    """`width`: of the band of an island."""
+    """Return the table of islands, each with a band `width` columns wide."""
     figures: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("step", "step", "{:,}".format),
         ("tokens_per_s", "tokens/s", format_number),
@@ -243,8 +259,8 @@ def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table
         state = each["state"]
         table.add_row(
             str(each["learner"]),
-            Text(state, STATE_STYLES[state][0]),
-            *(words(each[key]) for key, _, words in figures),
+            Text(state_label(state), STATE_STYLES[state][0]),
+            *(format_value(each[key]) for key, _, format_value in figures),
             each.get("note", "")
             if bands is None
             else _band(bands(each["learner"], begin, shown["at"]), begin, span_s, width),
@@ -255,24 +271,24 @@ def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table
 def _band(bands: Sequence[StateSpan], begin: float, span_s: float, width: int) -> Text:
     text = Text()
     for index in range(width):
-        moment = begin + span_s * (index + 0.5) / width
-        state = next((band.state for band in bands if band.begin <= moment < band.end), None)
+        at = begin + span_s * (index + 0.5) / width
+        state = next((band.state for band in bands if band.begin <= at < band.end), None)
         colour, letter = STATE_STYLES[state] if state is not None else ("", " ")
         text.append(letter, colour)
     return text
 
 
 def _fragments(fragments: list[dict[str, Any]], width: int) -> Text:
-    """A letter each: what it does; below, how many contributions its last merge had."""
+    """Return a letter for the phase of each fragment; below it, the number of contributions of its last merge."""
     count = max(1, width - 12)
     text = Text("fragments   ", "dim")
     for each in fragments[:count]:
         text.append(*((UNAVAILABLE, "red") if each["unavailable"] else (PHASE_LETTERS.get(each["phase"], "?"), "")))
-    away = [each for each in fragments if each["unavailable"]]
+    unavailable = [each for each in fragments if each["unavailable"]]
     text.append("\nmerged      ", "dim")
     text.append("".join(_digit(len(each["contributors"])) for each in fragments[:count]))
-    if away:
-        text.append(f"\n{UNAVAILABLE} {len(away)} of {len(fragments)}: {away[0]['reason']}", "red")
+    if unavailable:
+        text.append(f"\n{UNAVAILABLE} {len(unavailable)} of {len(fragments)}: {unavailable[0]['reason']}", "red")
     return text
 
 
@@ -291,12 +307,13 @@ def _ledger(ledger: dict[str, Any]) -> Text:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Figures for people
+# Formatting of values
 
 
 def format_number(value: float | None) -> str:
-    """
-    >>> figure(None), figure(3.14159), figure(12345.6), figure(4)
+    """Return a number with three significant digits, or with thousands separators.
+
+    >>> format_number(None), format_number(3.14159), format_number(12345.6), format_number(4)
     ('-', '3.14', '12,346', '4')
     """
     if value is None:
@@ -307,16 +324,18 @@ def format_number(value: float | None) -> str:
 
 
 def format_percent(value: float | None) -> str:
-    """
-    >>> share(0.98765), share(None)
+    """Return a share as a percentage.
+
+    >>> format_percent(0.98765), format_percent(None)
     ('98.8 %', '-')
     """
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def format_duration(seconds: float | None) -> str:
-    """
-    >>> clock(7.2), clock(3725), clock(200000), clock(None)
+    """Return a duration as seconds, h:mm:ss or days.
+
+    >>> format_duration(7.2), format_duration(3725), format_duration(200000), format_duration(None)
     ('7 s', '1:02:05', '2 d 7:33:20', '-')
     """
     if seconds is None:
@@ -332,8 +351,9 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_rate(value: float | None) -> str:
-    """
-    >>> bytes_per_s(1500), bytes_per_s(2.5e6), bytes_per_s(None)
+    """Return a byte rate with its unit.
+
+    >>> format_rate(1500), format_rate(2.5e6), format_rate(None)
     ('1.5 kB/s', '2.5 MB/s', '-')
     """
     if value is None:

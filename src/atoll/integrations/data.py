@@ -4,8 +4,9 @@ Without leases every learner has its own data, and stores its own position:
 
     loader = StatefulDataLoader(dataset, batch_size=8, shuffle=True)
     batches = epochs(loader)
-    with atoll.Learner(model, optimizer, extra_state=lambda: loader_position(loader), run_directory="runs/a") as
-    learner:
+    with atoll.Learner(
+        model, optimizer, extra_state=lambda: loader_position(loader), run_directory="runs/a"
+    ) as learner:
         if learner.restored_state is not None:
             restore_position(loader, learner.restored_state)
         while not learner.finished:

@@ -384,8 +384,8 @@ def _defer_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        for number in received[:1]:
-            signal.raise_signal(number)
+        for first in received[:1]:
+            signal.raise_signal(first)
 
 
 # --------------------------------------------------------------------------------------------------------------------

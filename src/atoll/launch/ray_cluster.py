@@ -36,10 +36,10 @@ CONNECT_TIMEOUT_S = 5.0
 DRIVER_EXIT_TIMEOUT_S = 10.0
 STOP_POLL_INTERVAL_S = 0.2
 STOP_RESERVE_S = 60.0
-"""Beyond the notice: for a supervisor that waits for nodes which are lost."""
+"""Added to the preemption notice, for a supervisor that waits for lost nodes."""
 LOCAL_START_TIMEOUT_S = 120.0
 LOCAL_OBJECT_STORE_BYTES = 100_000_000
-"""Of the object store of a cluster of our own: nothing is put there."""
+"""Size of the object store of a cluster that Atoll starts. Nothing is put there."""
 
 
 class RayLauncher:
@@ -69,7 +69,7 @@ class RayLauncher:
         lines = [
             f"Ray cluster      {_wanted_address(unit) or 'of this machine'}",
             f"namespace        {unit.options.get('namespace', NAMESPACE)}",
-            f"supervisor           {_actor(unit)}: detached, on the head node, started again by Ray",
+            f"supervisor       {_actor(unit)}: detached, on the head node, restarted by Ray",
             f"placement group  {placement_strategy(unit)}, {unit.nodes} x ({bundle})",
             f"command          {shlex.join(unit.command)}",
             f"restarts         {unit.max_restarts}",
@@ -105,7 +105,7 @@ class RayLauncher:
             gone = UNKNOWN_CAUSE
         except ValueError as error:
             state, gone = {}, str(error)
-        if not state:  # what has no supervisor any more has ended, or its cluster has
+        if not state:  # the unit has ended, or the cluster was stopped
             state = read_last_state(Path(handle["directory"]))
             if state.get("state") not in FINAL_STATES:
                 if gone is not UNKNOWN_CAUSE and not _refuses_connections(handle["address"]):
@@ -115,8 +115,7 @@ class RayLauncher:
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         deadline = time.monotonic() + float(handle["notice_s"]) + STOP_RESERVE_S
-        # A cluster that is gone has taken everything along. Each request is short, so that other threads that use
-        # this launcher are not blocked.
+        # A stopped cluster has ended all units. Each request is short, so that it does not block other threads.
         while not _refuses_connections(handle["address"]) and self._driver(handle["address"]).request(
             "stop", **_name(handle), kill=time.monotonic() > deadline
         ):
@@ -129,7 +128,7 @@ class RayLauncher:
         return find_start_logs(Path(handle["directory"]))
 
     def _driver(self, address: str) -> _RayDriver:
-        if not _is_listening(address):  # a driver would wait for it for a minute, and then die of it
+        if not _is_listening(address):  # a driver would wait for a minute and then exit
             raise ValueError(f"no Ray cluster answers at {address}")
         with self._lock:
             driver = self._drivers.get(address)
@@ -200,7 +199,7 @@ def _actor(unit: Unit) -> str:
 
 
 def node_resources(unit: Unit) -> dict[str, float]:
-    """Return the resources of one node of the unit, without those of which it needs none."""
+    """Return the resources that the unit needs on each node."""
     needs = {"CPU": unit.cpus, "GPU": unit.devices, **unit.options.get("resources", {})}
     return {name: amount for name, amount in needs.items() if amount}
 
@@ -234,7 +233,7 @@ def _check_options(unit: Unit) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Where the cluster is
+# The address of the cluster
 
 
 def _wanted_address(unit: Unit) -> str:
@@ -315,11 +314,11 @@ def _local_cluster() -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is left of a unit in its directory: the last state that its supervisor wrote
+# The state file in the directory of a unit
 
 
 RAY_STATE_FILE = "ray.json"
-"""How the unit is, read when its supervisor has ended."""
+"""The last state of the unit. It is read when the supervisor has exited."""
 FINAL_STATES = ("ended", "failed", "stopped")
 """States after which there is no supervisor."""
 

@@ -1,11 +1,11 @@
 """Child process of the Ray launcher that is connected to one Ray cluster.
 
-A driver of Ray prints what the cluster complains of on stdout, sets a handler for SIGTERM, and can be in one cluster at
-a time. None of that may happen to the process of `atoll up`, or to one that uses Ray for its own purposes.
+A Ray driver prints cluster warnings to stdout, sets a SIGTERM handler, and connects to one cluster only. None of that
+may happen in the process of `atoll up`, or in a process that uses Ray for its own purposes.
 
     python -m atoll.launch.ray_driver HOST:PORT
 
-Reads one JSON object per line, `{"do": "status", ...}`, and answers with one: `{"ok": ...}` or `{"error": "..."}`.
+Reads one JSON object per line, `{"do": "status", ...}`, and replies with one: `{"ok": ...}` or `{"error": "..."}`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from atoll.launch.ray_cluster import FINAL_STATES, read_last_state, write_last_s
 from atoll.launch.ray_supervisor import RaySupervisor
 
 HEAD_RESOURCE = "node:__internal_head__"
-"""A resource that every head node has. Whatever needs a little of it is there."""
+"""A resource that only the head node has. An actor that needs a little of it runs there."""
 SUPERVISOR_START_TIMEOUT_S = 120.0
 REPLY_TIMEOUT_S = 10.0
 STOP_REPLY_TIMEOUT_S = 2.0
@@ -48,7 +48,7 @@ def main() -> None:
         )
         answers.write(json.dumps({"ok": None}) + "\n")
     except Exception as error:
-        answers.write(json.dumps({"error": f"no Ray cluster can be entered at {address}: {error}"}) + "\n")
+        answers.write(json.dumps({"error": f"cannot connect to the Ray cluster at {address}: {error}"}) + "\n")
         return
     for line in sys.stdin:
         request = json.loads(line)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
-    """Return when the supervisor lives: before that it still needs this process."""
+    """Start the supervisor. Return when it runs, because until then it needs this process."""
     wanted = Unit.from_json(unit)
     if _is_running(actor, namespace, wanted):
         return
@@ -88,14 +88,17 @@ def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
         ) from None
     except RayError as error:
         if read_last_state(wanted.directory).get("state") in FINAL_STATES:
-            return  # a short life
+            return  # it has already finished
         raise ValueError(
             f"the Ray cluster cannot run {actor}: {str(error).strip()}\nIts nodes need the Python environment of Atoll"
         ) from None
 
 
 def _is_running(actor: str, namespace: str, wanted: Unit) -> bool:
-    """Return whether a supervisor has it already. One that has ended is waited for, one of something else refused."""
+    """Return whether a supervisor already runs this unit.
+
+    Wait for a supervisor that is exiting. Refuse one that runs another unit under this name.
+    """
     deadline = time.monotonic() + REPLY_TIMEOUT_S
     while (found := _find_actor(actor, namespace)) is not None:
         try:
@@ -103,7 +106,7 @@ def _is_running(actor: str, namespace: str, wanted: Unit) -> bool:
         except (GetTimeoutError, ActorUnavailableError):
             raise ValueError(f"the supervisor of {actor} does not answer now: start it again later") from None
         except RayError:
-            reply = {}  # it has ended, and its name goes next
+            reply = {}  # it has exited; Ray frees its name next
         if reply and reply["state"] not in FINAL_STATES:
             if reply["is_stopping"]:
                 raise ValueError(f"{actor} is being stopped: start it again when it has left")
@@ -112,11 +115,11 @@ def _is_running(actor: str, namespace: str, wanted: Unit) -> bool:
             order = json.dumps({"do": "stop", "actor": actor, "namespace": namespace})
             driver = f"python -m atoll.launch.ray_driver {ray.get_runtime_context().gcs_address}"
             raise ValueError(
-                f"{actor} is in the cluster already, and not as it is wanted now: stop it with echo '{order}' |"
+                f"{actor} already runs with other settings: stop it with echo '{order}' |"
                 f" {driver}, or start it as it was"
             )
         if time.monotonic() > deadline:
-            raise ValueError(f"{actor} has ended, and Ray keeps its name: start it again later")
+            raise ValueError(f"{actor} has exited, but Ray still holds its name: start it again later")
         time.sleep(NAME_POLL_INTERVAL_S)
     return False
 
@@ -130,7 +133,7 @@ def _status(actor: str, namespace: str) -> dict[str, Any]:
         except GetTimeoutError:
             return {"state": UnitState.WAITING, "cause": "its supervisor does not answer yet"}
         except ActorUnavailableError:
-            return {"state": UnitState.WAITING, "cause": "its supervisor is started again by Ray"}
+            return {"state": UnitState.WAITING, "cause": "its supervisor is being restarted by Ray"}
         except RayError:
             pass  # it ended during the request
     return {}

@@ -28,13 +28,13 @@ from atoll.launch.supervisor import RUN_POLL_INTERVAL_S, ExitInfo, RestartPolicy
 POLL_INTERVAL_S = 0.25
 WRITE_INTERVAL_S = 2.0
 DISK_FULL_TIMEOUT_S = 900.0
-"""For the last state to be written. Meanwhile the supervisor still replies."""
+"""Limit for writing the final state on a full disk. Meanwhile the supervisor still replies."""
 RUN_OVER_CAUSE = "the run is over: its syncer has ended"
 KILL_TIMEOUT_S = 30.0
-"""Beyond the notice, for a node that answers no more."""
+"""Added to the preemption notice, for a node that no longer replies."""
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 30.0
 RAY_VARIABLES = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_RAYLET_PID")
-"""Variables that Ray sets for a process of its own; a command of the user is none."""
+"""Variables that Ray sets for its own processes. The user's command must not inherit them."""
 
 
 class NodeRunner:
@@ -91,7 +91,7 @@ class RaySupervisor:
         )
         self._state: dict[str, Any] = {}
         self._is_written = False
-        self._report(UnitState.WAITING, "its supervisor is there")
+        self._report(UnitState.WAITING, "its supervisor has started")
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     def state(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class RaySupervisor:
 
     def _run(self) -> None:
         try:
-            _remove_groups(self._group_name)  # of this supervisor's life before, if Ray has started it again
+            _remove_groups(self._group_name)  # of a previous process, if Ray has restarted this supervisor
             if self._supervisor.is_run_over():
                 state, cause = UnitState.STOPPED, RUN_OVER_CAUSE
             else:
@@ -122,10 +122,10 @@ class RaySupervisor:
         deadline = time.monotonic() + DISK_FULL_TIMEOUT_S
         while not self._report(state, cause) and time.monotonic() < deadline:
             time.sleep(WRITE_INTERVAL_S)
-        # Last: a client without a supervisor reads this state. Ray does not start an actor again that was killed so.
+        # Last, because a client without a supervisor reads this state. Ray does not restart an actor killed this way.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    def _run_once(self, started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
+    def _run_once(self, on_started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
         """Start the command on all nodes, and wait for its end."""
         places = self._place_runners(should_end)
         if isinstance(places, str):
@@ -133,7 +133,7 @@ class RaySupervisor:
         self._starts += 1
         start = last_start_number(self._unit.directory) + 1
         (address, port), *_ = places
-        started("on " + ", ".join(place for place, _ in places))
+        on_started("on " + ", ".join(place for place, _ in places))
         running = [
             runner.run.remote(
                 self._unit.command,
@@ -157,7 +157,7 @@ class RaySupervisor:
         requests = [runner.endpoint.remote() for runner in self._runners]
         while not should_end():
             if self._supervisor.is_run_over(RUN_POLL_INTERVAL_S):
-                return "it waited for its place"
+                return "it waited for resources"
             ready, _ = ray.wait(requests, num_returns=len(requests), timeout=POLL_INTERVAL_S)
             try:
                 for answer in ready:
@@ -169,7 +169,7 @@ class RaySupervisor:
                 return f"its process on a node could not be started: {_first_line(error)}"
             if missing := _missing_resources(self._group, needs, unit.nodes):
                 self._report(UnitState.WAITING, f"its node is lost; {missing}" if lost else missing)
-        return "it was stopped before it began"
+        return "it was stopped before it started"
 
     def _runner(self, node: int) -> Any:
         unit, group = self._unit, self._group
@@ -202,7 +202,7 @@ class RaySupervisor:
                 failed.append(ExitInfo("a node does not answer", is_failure=False))
                 break
         if leaves:
-            self._stop_runners()  # the next start has new ones: of those that are there some may be lost
+            self._stop_runners()  # the next start creates new runners: some of these may be lost
         # A command that misses the other node may fail before Ray has seen that the node is lost.
         return min(failed, key=lambda info: info.is_failure, default=ExitInfo())
 
@@ -212,7 +212,7 @@ class RaySupervisor:
         self._runners = []
 
     def _report(self, state: UnitState, cause: str, again_at: float | None = None) -> bool:
-        """Return whether it is written down. A full disk must not end the unit."""
+        """Store the state and return whether it was written. A full disk must not end the unit."""
         failures = self._restarts.failures
         current = {"state": state, "cause": cause, "starts": self._starts, "failures": failures}
         if current != self._state or not self._is_written:
@@ -229,7 +229,7 @@ class RaySupervisor:
 
 
 def node_variables(node: int, nodes: int, address: str, port: int) -> dict[str, str]:
-    """For a command on several nodes. torchrun reads those that begin with PET_ as if they were its arguments."""
+    """Return the environment of a command on several nodes. torchrun reads PET_ variables as arguments."""
     if nodes == 1:
         return {}
     values = {"NNODES": str(nodes), "NODE_RANK": str(node), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
@@ -257,7 +257,7 @@ def _remove_groups(name: str) -> None:
 def _exit_info(run: Any, of_node: str) -> ExitInfo:
     try:
         ended: CommandExit | str = ray.get(run, timeout=KILL_TIMEOUT_S)
-    except RayError:  # Ray's own words name actors and sockets, and not whether the process or the node was first
+    except RayError:  # Ray's message does not say whether the process or the node failed first
         return ExitInfo(f"its process{of_node} is lost", is_failure=False)
     info = ExitInfo(ended) if isinstance(ended, str) else ExitInfo.from_code(*ended)
     return info._replace(cause=info.cause + of_node) if info.cause else info

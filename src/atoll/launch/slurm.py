@@ -27,13 +27,13 @@ from atoll.launch.launcher import Unit, UnitState, UnitStatus, find_start_logs, 
 SCRIPT_BODY = Path(__file__).with_name("slurm_job.sh")
 HANDLE_FILE, SLURM_LOG = "handle.json", "slurm/slurm.log"
 COMMAND_TIMEOUT_S = 30.0
-EXIT_RESERVE_S = 15  # beyond the notice: to kill, to write down why, and to ask for the next place in the queue
+EXIT_RESERVE_S = 15  # added to the notice: to kill, to store the cause, and to requeue
 CANCEL_TIMEOUT_S = 300.0
 SIGNAL_INTERVAL_S = 2.0
 UNREACHABLE_PATTERN = r"ontroller|configuration source|timed out|transmitted|ommunication|onnection"
-"""Words of sbatch for a controller from which nothing came. It may have executed the request."""
+"""Matches messages of sbatch about an unreachable controller, which may have executed the request."""
 
-# Options that are those of sbatch, word for word.
+# Options with the names that sbatch has.
 SBATCH_OPTIONS = (
     "account",
     "constraint",
@@ -59,7 +59,7 @@ PENDING_REASONS = {
     "ReqNodeNotAvail": "for nodes that are not available",
     "None": "to be looked at by the scheduler",
 }
-"""Of the reasons that Slurm gives; others are shown as they are."""
+"""Sentences for reasons that Slurm gives. Other reasons are shown unchanged."""
 
 WAITING_STATES = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"}
@@ -82,7 +82,7 @@ class _Job:
 
 
 class SlurmLauncher:
-    """`SlurmLauncher()` speaks to the cluster of this machine, `SlurmLauncher(conf)` to that of a slurm.conf."""
+    """Launcher for the Slurm cluster of this machine, or of the `slurm.conf` that is given."""
 
     def __init__(self, conf: Path | None = None) -> None:
         self.conf = conf
@@ -105,14 +105,16 @@ class SlurmLauncher:
         return self.start_array([unit])[0]
 
     def start_array(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
-        """Units that ask for the same as one job array; handles in their order. Commands may differ. Those that are
-        jobs already stay what they are, and one alone is a job of its own."""
+        """Start units with equal resources as one job array. Return their handles in the same order.
+
+        Commands may differ. Units that already run keep their jobs. A single unit becomes a plain job.
+        """
         for unit in units:
             _check(unit)
             if _array_key(unit) != _array_key(units[0]):
                 raise ValueError(
-                    f"{unit.name} asks for something else than {units[0].name}: tasks of one array have the same nodes,"
-                    " devices, notice and options; start them as jobs of their own"
+                    f"{unit.name} needs other resources than {units[0].name}: tasks of one array have the same nodes,"
+                    " devices, notice and options; start them as separate jobs"
                 )
         _check_sbatch()  # last: errors in the units are reported on every machine
         handles = self._find_running(units)
@@ -174,13 +176,13 @@ class SlurmLauncher:
             time.sleep(0.1)
 
     def requeue(self, handle: Mapping[str, Any]) -> None:
-        """Takes it from its nodes, as an administrator does for maintenance: it receives SIGTERM, and is requeued."""
+        """Requeue the job, as an administrator does for maintenance. It receives SIGTERM first."""
         self._run_command("scontrol", "requeue", str(handle["job"]), conf=handle.get("conf"))
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         home = Path(handle["home"])
         files = find_start_logs(home, after=int(handle["starts"]))
-        # What Slurm itself says, for a job that never came to its script.
+        # The output of Slurm, for a job that never started its script.
         return files or [path for path in (Path(handle.get("directory", home.parent)) / SLURM_LOG,) if path.exists()]
 
     def _submit(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
@@ -220,9 +222,11 @@ class SlurmLauncher:
         }
 
     def _find_running(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
-        """Handles of jobs that are these units already: the submitter died before it stored them. One
-        that is not as it is wanted now is refused: two jobs would be one learner, and each would end the other's
-        link."""
+        """Return handles of queued jobs that already run these units, if a submitter died before it stored them.
+
+        Raise ValueError for a job with other settings: two jobs would be one learner, and each would end the other's
+        connection.
+        """
         last = {unit.name: _last_handle(unit) for unit in units}
         queued = self._queued({str(handle["name"]) for handle in last.values()})
         found: dict[str, dict[str, Any]] = {}
@@ -234,7 +238,7 @@ class SlurmLauncher:
                     continue
                 is_leaving = (_unit_home(unit) / "stopped").exists()
                 if is_leaving or handle["wanted"] != _digest(unit):
-                    cause = "is being stopped" if is_leaving else "not as it is wanted now"
+                    cause = "is being stopped" if is_leaving else "has other settings"
                     raise ValueError(
                         f"{unit.name} is job {job} already ({state.lower()}), and {cause}: stop it, or scancel {job}"
                     )
@@ -242,7 +246,7 @@ class SlurmLauncher:
         return found
 
     def _queued(self, names: set[str]) -> list[tuple[str, str, str, str]]:
-        """Jobs of these names that have not ended: number, state, name, and the directory in which they start."""
+        """Return unfinished jobs of these names: number, state, name and working directory."""
         those = (f"--user={os.getuid()}", f"--name={','.join(sorted(names))}", "--states=all")
         output = self._run_command("squeue", *those, "--array", "--noheader", "--format=%i %T %j %Z")
         lines = [line.split(" ", 3) for line in output.splitlines()]
@@ -253,7 +257,7 @@ class SlurmLauncher:
         ]
 
     def _job(self, handle: Mapping[str, Any]) -> _Job | None:
-        """None where Slurm does not know it, or where the number is another's by now."""
+        """Return the job, or None if Slurm does not know it or has reused its number."""
         try:
             output = self._run_command("scontrol", "show", "job", "-o", str(handle["job"]), conf=handle.get("conf"))
         except ValueError:  # scontrol has no other way to say that it does not know a job
@@ -411,7 +415,7 @@ def _script(units: Sequence[Unit]) -> str:
 
 
 def _prepare(unit: Unit) -> int:
-    """Files that the script reads. Returns how often the unit was started by jobs of before, whose logs are kept."""
+    """Write the files that the script reads. Return the number of starts by earlier jobs, whose logs are kept."""
     home = _unit_home(unit)
     home.mkdir(parents=True, exist_ok=True)
     starts = max(int(_read_state(home).get("starts", 0)), last_start_number(home))
@@ -424,7 +428,7 @@ def _prepare(unit: Unit) -> int:
 
 
 def _last_handle(unit: Unit) -> dict[str, Any]:
-    """Of the job that this unit was last, or may be; `job` None: its number was not written down."""
+    """Return the handle of the newest job of this unit. `job` is None if its number was not stored."""
     try:
         handle: dict[str, Any] = json.loads((_unit_home(unit) / HANDLE_FILE).read_text())
     except (FileNotFoundError, ValueError):
@@ -433,7 +437,7 @@ def _last_handle(unit: Unit) -> dict[str, Any]:
 
 
 def _read_state(home: Path) -> dict[str, str]:
-    """Nothing where it is not whole, as after a node that lost its power."""
+    """Return the stored state, or nothing if the file is incomplete, as after a power failure."""
     try:
         text = (home / "state").read_text()
     except FileNotFoundError:
@@ -444,6 +448,6 @@ def _read_state(home: Path) -> dict[str, str]:
 
 
 def _read_job_state(home: Path, number: str) -> dict[str, str]:
-    """What the script of this very job has written down."""
+    """Return the state that the script of this job wrote."""
     kept = _read_state(home)
     return kept if kept.get("job") == number else {}

@@ -121,7 +121,7 @@ class LearnerDriver:
                 fragment takes the value over.
         """
         with self._changed:
-            is_accepted = value is not None and self.core.hears(envelope)
+            is_accepted = value is not None and self.core.is_current(envelope)
             if value is not None and is_accepted:
                 fragment.set_newest(version, value)
             self._actions.extend(self._handle(MessageArrived(envelope)))

@@ -241,7 +241,7 @@ class LeadingRank:
             )
         if self._is_repeating and driver.pending.steps:
             # Several steps are reported to the core together, with their new samples first.
-            taken = StepSamples(self._sample_line.again(count), 0)
+            taken = StepSamples(self._sample_line.repeat(count), 0)
         else:
             taken = self._sample_line.next(driver.core.state.leases, count)
         self._fresh_samples += taken.fresh

@@ -1,4 +1,4 @@
-"""The reference trainer: models, data, baselines, jobs of several processes, and training that is repeated from tapes.
+"""Reference trainer: models, data, baselines, jobs of several processes, and replay of training from tapes.
 
-Learners of other trainers do not need it: neither the learner nor the syncer imports it.
+It is optional: neither the learner nor the syncer imports it.
 """

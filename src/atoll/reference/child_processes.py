@@ -1,6 +1,6 @@
-"""The processes of a job: started from one that has torch loaded, ended by their ids, and gone when the job is gone.
+"""Child processes of a job: started by a fork server, stopped by pid, and ended together with the job.
 
-`import torch` takes seconds; the fork server pays for it once, and a learner that is started again is there at once.
+`import torch` takes seconds. The fork server imports it once, so a learner that is restarted is ready at once.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ PRELOADED_MODULES: tuple[str, ...] = (
     "numpy.random",
     "torch._dynamo",
 )
-"""The last two are loaded by the first batch and the first optimizer: two seconds in every child, where not here."""
+"""Modules that the fork server imports.
+
+The last two are otherwise imported by the first batch and the first optimizer step, two seconds in every child.
+"""
 
 LOG_FOLDER = "logs"
 
 EXIT_OK, EXIT_ERROR, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 130
-"""Exit codes of a child: done; a mistake of ours, or of the machine; what it was asked cannot be done; was told to."""
+"""Exit codes of a child: success; unexpected error; invalid request, a restart would not help; stopped by a signal."""
 
 ORPHAN_GRACE_S = 10.0
 
 
 class JobFailedError(Exception):
-    """The job cannot go on. What it has trained is in its directory."""
+    """Raised when the job cannot continue. Its directory contains what was trained until then."""
 
 
 def fork_server_context() -> ForkServerContext:
-    """Where children come from. The first call starts the fork server, which loads torch in the background."""
+    """Return the context that starts children. The first call starts the fork server, which imports torch meanwhile."""
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
@@ -58,7 +61,7 @@ def fork_server_context() -> ForkServerContext:
 
 
 class ChildProcess:
-    """One process at a time under one name, with a log that all of them share."""
+    """Named child process that can be started again after it has exited. All its starts append to one log."""
 
     def __init__(self, name: str, run: Path, target: Callable[..., object], args: Sequence[Any]) -> None:
         self.name = name
@@ -69,7 +72,7 @@ class ChildProcess:
         self._args = tuple(args)
 
     def start(self, context: ForkServerContext) -> None:
-        assert self.process is None, f"{self.name} runs already"
+        assert self.process is None, f"{self.name} is already running"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.starts += 1
         log_format = os.environ.get(LOG_FORMAT_VARIABLE, "text")
@@ -77,14 +80,14 @@ class ChildProcess:
             target=_run_child, args=(self.name, str(self.log), log_format, self._target, self._args), name=self.name
         )
         process.start()
-        self.process = process  # not before: one that could not be started cannot be ended either
+        self.process = process  # only after start(): a process that failed to start cannot be joined
 
     @property
     def pid(self) -> int | None:
         return self.process.pid if self.process is not None else None
 
     def poll_exit_code(self) -> int | None:
-        """The exit code, once; None while it runs or where nothing runs. Below 0: the signal that ended it."""
+        """Return the exit code once, or None if the process runs or was never started. -n means signal n."""
         if self.process is None or self.process.exitcode is None:
             return None
         code = self.process.exitcode
@@ -99,7 +102,7 @@ class ChildProcess:
             os.kill(pid, number)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for its end, then make it end."""
+        """Wait until the process exits. Kill it after the timeout."""
         if self.process is None:
             return
         self.process.join(timeout_s)
@@ -110,13 +113,13 @@ class ChildProcess:
         self.process = None
 
     def last_log_line(self) -> str:
-        """The last line of its log that says something."""
+        """Return the message of the last line of the log that is not empty."""
         lines = [line.strip() for line in read_tail(self.log, 4096).decode("utf-8", "replace").splitlines()]
         return next((extract_message(line) for line in reversed(lines) if line), "")
 
 
 def terminate_all(children: Sequence[ChildProcess], timeout_s: float) -> None:
-    """End all of them, side by side. Whoever asks a second time, by Ctrl-C, does not want to wait."""
+    """Stop all children in parallel: SIGTERM, then SIGKILL after the timeout, or at once on a second Ctrl-C."""
     try:
         for child in children:
             child.send(signal.SIGTERM)
@@ -131,7 +134,7 @@ def terminate_all(children: Sequence[ChildProcess], timeout_s: float) -> None:
 
 
 def wait_for_any(children: Sequence[ChildProcess], timeout_s: float) -> None:
-    """Until one of them ends, or the time is over."""
+    """Wait until one of the children exits, or for the timeout."""
     sentinels = [child.process.sentinel for child in children if child.process is not None]
     if sentinels:
         multiprocessing.connection.wait(sentinels, timeout_s)
@@ -141,8 +144,11 @@ def wait_for_any(children: Sequence[ChildProcess], timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def sigterm_as_interrupt(is_handled: Callable[[], bool] | None = None) -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: in order. Only the main thread may say so. `is_handled`: another does
-    what has to be done about this one."""
+    """Raise KeyboardInterrupt on SIGTERM inside the block. Outside of the main thread this does nothing.
+
+    Args:
+        is_handled: called on SIGTERM. True means that the caller handles this signal itself.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -151,11 +157,11 @@ def sigterm_as_interrupt(is_handled: Callable[[], bool] | None = None) -> Iterat
         if is_handled is None or not is_handled():
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -163,12 +169,12 @@ def sigterm_as_interrupt(is_handled: Callable[[], bool] | None = None) -> Iterat
 
 
 def _run_child(name: str, log: str, log_format: str, target: Callable[..., object], args: Sequence[Any]) -> NoReturn:
-    os.setpgid(0, 0)  # Ctrl-C in the terminal is for the job, which then ends its processes in order
+    os.setpgid(0, 0)  # Ctrl-C in the terminal must reach the job only, which then stops its children in order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _raise_interrupt)
     _redirect_output(log)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # where does it hang? kill -USR1 writes it into the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1 writes all stacks into the log
     configure_logging(log_format, logging.INFO, "%(asctime)s %(levelname).1s %(name)s: %(message)s", process=name)
     exit_with_parent(ORPHAN_GRACE_S, EXIT_ERROR)
     code = EXIT_ERROR
@@ -182,26 +188,26 @@ def _run_child(name: str, log: str, log_format: str, target: Callable[..., objec
         code = EXIT_REFUSED
     except BaseException as error:
         _log_failure(log_format, "" if log_format == "text" else f"{type(error).__name__}: {error}")
-    if code in (EXIT_OK, EXIT_STOPPED):  # otherwise the log ends with what went wrong
-        logging.getLogger("atoll").info("ends after %.1f s on the processor", time.process_time())
+    if code in (EXIT_OK, EXIT_STOPPED):  # otherwise the error must stay the last line of the log
+        logging.getLogger("atoll").info("process exits; CPU time %.1f s", time.process_time())
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the destructors: that of gloo joins threads which may want the lock of the interpreter that it holds.
+    # Skip destructors: that of gloo holds the interpreter lock while it joins threads that may wait for this lock.
     os._exit(code)
 
 
-def _log_failure(log_format: str, sentence: str) -> None:
-    """As the last lines of the log."""
+def _log_failure(log_format: str, message: str) -> None:
+    """Write the traceback, then the message, as the last lines of the log."""
     if log_format == "json":
-        logging.getLogger("atoll").critical("%s", sentence, exc_info=True)
+        logging.getLogger("atoll").critical("%s", message, exc_info=True)
         return
     traceback.print_exc()
-    if sentence:
-        print(sentence, file=sys.stderr)
+    if message:
+        print(message, file=sys.stderr)
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """As Ctrl-C would: whatever the process is in, it leaves its `with` blocks in order. Once."""
+    """Raise KeyboardInterrupt, once, so that the process leaves its `with` blocks in order."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 

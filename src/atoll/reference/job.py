@@ -1,14 +1,14 @@
-"""`atoll train`: one job on this machine, from an empty directory (or an interrupted run) to a model and its report.
+"""Job of `atoll train`: on one machine, from an empty directory or an interrupted run to a model and its report.
 
 runs/first/
-  config.json          the job's settings
-  init.safetensors     what the model began with, where that was given
-  store/               the syncer's: every durable version
-  tapes/               what every process was told and what it did about it
-  logs/, metrics/      of every process
-  parts/               what each learner saved for the newest snapshots
-  syncer.json          address and token of the syncer, while it runs
-  faults.jsonl         processes that ended before their time
+  config.json          settings of the job
+  init.safetensors     initial model, if --init was given
+  store/               durable versions, written by the syncer
+  tapes/               events and effects of every process
+  logs/, metrics/      one file per process
+  parts/               optimizer state that each learner saved for the newest snapshots
+  syncer.json          address and token of the syncer while it runs
+  faults.jsonl         processes that exited before the end of the run
   model.safetensors    the final published model
   report.json
 """
@@ -68,13 +68,18 @@ __all__ = [
 
 
 class AlreadyFinishedError(Exception):
-    """The run came to its end before; its report is there."""
+    """Raised when the run is already finished and has a report."""
 
 
 def start_job(
     settings: JobSettings, run: Path, view: LiveView, corpus: Corpus, init: Mapping[str, Tensor] | None = None
 ) -> JobReport:
-    """A new run, from these values if there are any. Its directory must not be there yet, or be empty."""
+    """Start a new run and return its report when it has finished.
+
+    Args:
+        run: the run directory, which must not exist or must be empty.
+        init: initial values by tensor name, instead of values drawn from the seed.
+    """
     check_is_new_run(run)
     run.mkdir(parents=True, exist_ok=True)
     if init is not None:
@@ -84,17 +89,20 @@ def start_job(
 
 
 def resume_job(run: Path, view: LiveView, learners: int | None = None) -> JobReport:
-    """Go on with a run that was interrupted, by its own settings, but on another number of learners if one is given."""
+    """Resume an interrupted run with its own settings and return its report.
+
+    Args:
+        learners: number of learners from now on. None: as before.
+    """
     if not (run / CONFIG_FILE).is_file():
-        raise ValueError(
-            f"{run} holds no run of atoll train (it has no {CONFIG_FILE}): leave --resume out to start one"
-        )
+        raise ValueError(f"{run} is not a run of atoll train: it has no {CONFIG_FILE}; omit --resume to start a run")
     settings = JobSettings.load(run / CONFIG_FILE)
     if (run / REPORT).is_file() and (run / MODEL_FILE).is_file():
         raise AlreadyFinishedError
     if settings.method != "decoupled":
         raise ValueError(
-            f"a run of {settings.method} keeps nothing that it could go on from: remove {run} and start it again"
+            f"a run of {settings.method} cannot be resumed: this method has no checkpoints; remove {run} and start it"
+            " again"
         )
     if learners is not None and learners != settings.learners:
         settings = with_learners(settings, learners)
@@ -103,20 +111,26 @@ def resume_job(run: Path, view: LiveView, learners: int | None = None) -> JobRep
 
 
 def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> JobReport:
-    """A new run from a snapshot of another, by that one's settings but for `changes`."""
+    """Start a new run from a snapshot of another run and return its report.
+
+    Args:
+        source: run directory of the other run, with `@N` for its snapshot N.
+        learners: number of learners. None: as in the other run.
+        changes: settings that differ from those of the other run, by field of `JobSettings`.
+    """
     from atoll.reference.supervisor import new_run_id, run_settings_for
 
-    found = parse_restore_source(source)
-    settings = JobSettings.load(found.run / CONFIG_FILE)
+    snapshot = parse_restore_source(source)
+    settings = JobSettings.load(snapshot.run / CONFIG_FILE)
     if learners is not None:
         settings = with_learners(settings, learners)
     settings = replace(settings, **changes)
-    restore_run(found, run, run_settings_for(settings, new_run_id(run)), view.print_line)
+    restore_run(snapshot, run, run_settings_for(settings, new_run_id(run)), view.print_line)
     return _run_job(settings, run, view, Corpus.load(settings.data))
 
 
 def with_learners(settings: JobSettings, learners: int) -> JobSettings:
-    """The same job on more or fewer islands: what was planned for those that are no more goes with them."""
+    """Return the same job with another number of learners, without the kills of learners that no longer exist."""
     speeds = (*settings.speeds, *[1.0] * learners)[:learners] if settings.speeds else ()
     kills = tuple(kill for kill in settings.kills if kill.learner <= learners)
     return replace(settings, learners=learners, speeds=speeds, kills=kills)
@@ -131,13 +145,14 @@ def _run_job(settings: JobSettings, run: Path, view: LiveView, corpus: Corpus) -
 
             evaluations = PeriodicEvaluation(settings, run, corpus)
             Supervisor(settings, run, view, job_title(settings, corpus), evaluations=evaluations).train()
-    view.print_line("The run is over; evaluating its model on held-out text.")
+    view.print_line("The run is finished; evaluating its model on held-out text.")
     return finish_job(settings, run, corpus)
 
 
 def job_title(settings: JobSettings, corpus: Corpus) -> str:
-    islands = "1 island" if settings.learners == 1 else f"{settings.learners} islands"
-    return f"{settings.method}, {islands}, model {settings.model}, {settings.tokens:,} tokens of {corpus.name}"
+    """Return the title of the terminal view, for example "decoupled, 4 learners, model 1m, ..."."""
+    learners = "1 learner" if settings.learners == 1 else f"{settings.learners} learners"
+    return f"{settings.method}, {learners}, model {settings.model}, {settings.tokens:,} tokens of {corpus.name}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -145,23 +160,23 @@ def job_title(settings: JobSettings, corpus: Corpus) -> str:
 
 
 def finish_job(settings: JobSettings, run: Path, corpus: Corpus) -> JobReport:
-    """Model, evaluation and report. May be repeated, should it be interrupted."""
-    torch.set_num_threads(1)  # of several the sums would differ in their last bits
+    """Write the final model, evaluate it and write the report. If interrupted, it can be called again."""
+    torch.set_num_threads(1)  # with several threads the order of sums, and so their last bits, would differ
     if settings.method == "decoupled":
         write_tensors(named_tensors(published_model(run, settings)), run / MODEL_FILE)
-    judged = evaluate_run(run, corpus)
+    evaluation = evaluate_run(run, corpus)
     if settings.method != "decoupled":
-        report = baseline_report(run, settings, judged)
+        report = baseline_report(run, settings, evaluation)
     else:
-        kept = read_run_settings(run)
-        assert kept is not None
-        report = decoupled_report(run, settings, judged, kept.founded_at)
+        run_settings = read_run_settings(run)
+        assert run_settings is not None
+        report = decoupled_report(run, settings, evaluation, run_settings.founded_at)
     report.save(run)
     return report
 
 
 def evaluate_run(run: Path, corpus: Corpus) -> ModelEvaluation:
-    """The run's model on held-out text, and the model that it began with."""
+    """Evaluate the initial and the final model of a run on held-out text."""
     settings, model = load_model(run)
     context = model.config.context
     before = held_out_loss(initial_model(settings, run), corpus, context, settings.eval_tokens)
@@ -174,14 +189,14 @@ def evaluate_run(run: Path, corpus: Corpus) -> ModelEvaluation:
 
 
 def _train_baseline(settings: JobSettings, run: Path, view: LiveView, title: str) -> None:
-    """All processes or none: one that ends before its time ends the run."""
+    """Run all processes of a baseline. If one of them fails, stop the others and raise `JobFailedError`."""
     (run / RENDEZVOUS_FILE).unlink(missing_ok=True)
     context = fork_server_context()
     learners = range(1, settings.learners + 1)
     children = {n: ChildProcess(f"learner {n}", run, train_baseline, (settings, n, run)) for n in learners}
     progress = JobProgress(title, settings.learners)
     meter = GoodputMeter(settings.learners)
-    began = time.monotonic()
+    started_at = time.monotonic()
     running = dict(children)
     try:
         for child in children.values():
@@ -195,11 +210,11 @@ def _train_baseline(settings: JobSettings, run: Path, view: LiveView, title: str
                 del running[number]
                 if code != EXIT_OK:
                     raise JobFailedError(
-                        f"{child.name} ended with {signal_name(code)}, and {settings.method} cannot go on without it;"
+                        f"{child.name} exited ({signal_name(code)}), and {settings.method} cannot continue without it;"
                         f" its log {child.log} ends with: {child.last_log_line()}"
                     )
             status = _baseline_status(settings, run)
-            progress.elapsed_s = time.monotonic() - began
+            progress.elapsed_s = time.monotonic() - started_at
             progress.goodput = meter.update(progress.elapsed_s, training_count(status))
             view.show(job_view(status, progress))
     finally:
@@ -208,7 +223,7 @@ def _train_baseline(settings: JobSettings, run: Path, view: LiveView, title: str
 
 
 def _baseline_status(settings: JobSettings, run: Path) -> dict[str, Any]:
-    """In the shape of the syncer's, from the newest line that each process has written."""
+    """Return a status like that of the syncer, from the newest metrics line of each process."""
     learners = []
     trained = 0
     for number in range(1, settings.learners + 1):

@@ -1,6 +1,6 @@
-"""What one learner process does: build the model, join, and train until the run is over.
+"""Main function of a learner process: build the model, join the run, and train until the run is finished.
 
-This is the loop that the README shows to users, with a schedule, a pace and metrics; nothing in it is hidden from them.
+This is the training loop of the README with a learning rate schedule, a pace and metrics. It uses the public API only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ def train_learner(
     ca: Path | None = None,
     notice_s: float | None = None,
 ) -> bool:
-    """Train as this learner, or as whichever the syncer says, until the run is over. False: it was asked to leave."""
+    """Train until the run is finished. Return False if the learner was drained before.
+
+    Args:
+        learner: number of the learner. None: the syncer assigns one.
+        syncer: address or addresses of the syncer.
+        on_step: called after every inner step.
+        notice_s: time between the notice of a preemption and its SIGKILL.
+    """
     loop = InnerLoop(settings)
     with Learner(
         loop.model,
@@ -47,20 +54,21 @@ def train_learner(
         notice_s=notice_s,
     ) as link:
         loop.set_pace(link.id)
-        share = JobSettings.from_json(link.extra).step_share(loop.config.context)  # of the run as it was founded
+        # By the settings with which the run was created: another number of learners now must not change the schedule.
+        share = JobSettings.from_json(link.extra).step_share(loop.config.context)
 
-        def of_the_link() -> dict[str, Any]:
+        def link_metrics() -> dict[str, Any]:
             stats = link.stats()
-            told = {"bytes_up": stats.bytes_up, "bytes_down": stats.bytes_down, "boundary_s": stats.boundary_s}
-            return told | {"repeated": stats.repeated_steps} if stats.repeated_steps else told
+            fields = {"bytes_up": stats.bytes_up, "bytes_down": stats.bytes_down, "boundary_s": stats.boundary_s}
+            return fields | {"repeated": stats.repeated_steps} if stats.repeated_steps else fields
 
-        with LearnerMetricsWriter(run, link.id, link.incarnation, of_the_link) as metrics:
+        with LearnerMetricsWriter(run, link.id, link.incarnation, link_metrics) as metrics:
             paused_s = 0.0
             while not link.finished:
                 samples = link.take(settings.batch)
-                # The schedule is asked for the end of the step: at its beginning a new run stands at 0.
+                # Progress at the end of the step: at its start the progress of a new run is 0, a learning rate of 0.
                 step = loop.step(samples, min(1.0, link.progress + share), link.lr_scale)
-                # Before the syncer receives the step: a learner that was seen to train has left a line of metrics.
+                # Before the syncer receives the step: a learner that the status shows as training has metrics.
                 metrics.record_step(step, link.paused_s - paused_s)
                 paused_s = link.paused_s
                 link.step(tokens=step.tokens, loss=step.loss)
@@ -70,37 +78,41 @@ def train_learner(
 
 
 class OfferedJob(NamedTuple):
-    """What a syncer has its learners train."""
+    """Job that a syncer offers to learners."""
 
     run_id: str
     settings: JobSettings
 
 
 def request_job(endpoint: Endpoint, token: str | None, on_wait: Callable[[], None] | None = None) -> OfferedJob:
-    """What a syncer has for its learners to do. Waits for a syncer that is not there yet, and says so once."""
+    """Request the job from the syncer. Retry for a minute if no syncer answers.
+
+    Args:
+        on_wait: called once, before the first retry.
+    """
     endpoint.check()
     syncer, addresses = endpoint.addresses, endpoint.addresses.split(",")
-    until = time.monotonic() + SYNCER_TIMEOUT_S
+    deadline = time.monotonic() + SYNCER_TIMEOUT_S
     while True:
         try:
-            told = send_request(addresses[0], token, "GET", "/v1/run", 10.0, tls=endpoint.tls)
+            fields = send_request(addresses[0], token, "GET", "/v1/run", 10.0, tls=endpoint.tls)
             break
-        except RequestRefusedError as refused:
-            raise ValueError(f"the syncer at {syncer} refused: {refused}") from None
+        except RequestRefusedError as error:
+            raise ValueError(f"the syncer at {syncer} refused the request: {error}") from None
         except TlsVerificationError:
             raise
         except NoAnswerError as error:
             addresses.append(addresses.pop(0))
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise ValueError(f"{error}; start one with: atoll syncer") from None
             if on_wait is not None:
                 on_wait()
                 on_wait = None
             time.sleep(RETRY_INTERVAL_S)
-    run = RunSettings.from_json(told)
+    run = RunSettings.from_json(fields)
     if "format" not in run.extra:
         raise ValueError(
-            f"the syncer at {syncer} has no job for atoll learner: start it with atoll syncer, or train with your own"
+            f"the syncer at {syncer} has no job for atoll learner; start it with atoll syncer, or train with your own"
             " script and atoll.Learner"
         )
     return OfferedJob(run.config.run_id, JobSettings.from_json(run.extra))

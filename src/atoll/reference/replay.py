@@ -1,8 +1,8 @@
-"""A run trained once more from its tapes, on one machine: the same steps on the same samples, to the same bits.
+"""Replay of a run from its tapes on one machine: the same steps on the same samples, to the same bits.
 
-What is the same: the build of torch, the number of threads of a learner, the kind of processor, the text. Everything
-else that a step depends on is on the tapes, or follows from it: samples (leases and how many were new), the progress
-that the learner had heard at the boundary before, whose inner state it started with, what it adopted and when.
+The replay needs the same build of torch, number of threads per learner, CPU model and text. Everything else that a step
+depends on follows from the tapes: its samples (leases, and how many samples were new), the progress that the learner
+had received by the previous step boundary, the source of its optimizer state, and which versions it adopted when.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from atoll.tape.ordering import MissingCause
 from atoll.tensors import optimizer_state
 
 STORED_STATES = 4
-"""States of each fragment that are kept for a syncer that is started again: it may have died before the newest."""
+"""States kept per fragment for a restarted syncer. It may have been killed before the newest state was durable."""
 
 
 class ReplayResult(NamedTuple):
-    """`recorded` is the digest that the run has left; None where it has not finished, and nothing is final."""
+    """Result of a replay."""
 
     steps: int
     tokens: int
     contributions: int
-    versions: int  # published values that learners rebuilt, each compared with the syncer's
-    digest: str
-    recorded: str | None
+    versions: int  # published values that learners rebuilt, each compared with that of the syncer
+    digest: str  # of the replayed model
+    recorded: str | None  # digest of the final model of the run; None if the run has not finished
 
     @property
     def is_identical(self) -> bool:
@@ -53,35 +53,39 @@ class ReplayResult(NamedTuple):
 
 
 class CannotReplayError(ValueError):
-    """The tapes lack something that the training depended on."""
+    """Raised when the tapes lack something that the training depended on."""
 
 
 def can_replay(run: Path) -> bool:
-    """A decoupled run of our own trainer, with a model: loops of other people are not on the tape."""
+    """Return whether this is a decoupled run of the reference trainer with a model. Other loops cannot be replayed."""
     if not (run / CONFIG_FILE).is_file():
         return False
-    founded = read_run_settings(run)
-    return (
-        founded is not None and founded.plan is not None and JobSettings.load(run / CONFIG_FILE).method == "decoupled"
-    )
+    stored = read_run_settings(run)
+    return stored is not None and stored.plan is not None and JobSettings.load(run / CONFIG_FILE).method == "decoupled"
 
 
 def replay_training(
     run: Path, tapes: RunTapes, wrap_entries: Callable[[Iterable[Entry]], Iterator[Entry]] = iter
 ) -> ReplayResult:
-    """Train as the tapes say. Raises `CannotReplayError` where one of them ends before what it has caused."""
+    """Repeat the training that the tapes record.
+
+    Raise `CannotReplayError` if a tape ends before an event that it caused in another process.
+
+    Args:
+        wrap_entries: wrapper of the iterator over all entries, for example to show the progress.
+    """
     settings = JobSettings.load(run / CONFIG_FILE)
-    founded = read_run_settings(run)
-    assert founded is not None and founded.plan is not None, "ask can_replay first"
-    initial_state = _read_initial_state(run, tapes, len(founded.plan.fragments))
+    stored = read_run_settings(run)
+    assert stored is not None and stored.plan is not None, "call can_replay first"
+    initial_state = _read_initial_state(run, tapes, len(stored.plan.fragments))
     torch.set_num_threads(settings.threads)
     corpus = Corpus.load(settings.data)
-    founder = initial_model(settings, run)
+    model = initial_model(settings, run)
     steps = 0
 
-    def make(actor: Actor) -> ReplayLearner:
+    def make_learner(actor: Actor) -> ReplayLearner:
         loop = InnerLoop(settings, corpus)
-        share = JobSettings.from_json(founded.extra).step_share(loop.config.context)
+        share = JobSettings.from_json(stored.extra).step_share(loop.config.context)
 
         def take_step(info: StepInfo) -> float:
             nonlocal steps
@@ -90,83 +94,89 @@ def replay_training(
 
         return ReplayLearner(loop.model, loop.optimizer, take_step, settings.batch)
 
-    initial = initial_values(founder, founded.plan)
+    initial = initial_values(model, stored.plan)
     if initial_state is not None:
-        initial = [kept.state["published"] for kept in initial_state.fragments]
-    execution = TapeExecutor(
-        founded.config, founded.numerics, founded.plan, initial, make, STORED_STATES, check_digests=True
+        initial = [fragment.state["published"] for fragment in initial_state.fragments]
+    executor = TapeExecutor(
+        stored.config, stored.numerics, stored.plan, initial, make_learner, STORED_STATES, check_digests=True
     )
     if initial_state is not None:
-        initial_state.load_into(execution)
+        initial_state.load_into(executor)
     for entry in wrap_entries(tapes.merged_entries(_make_missing_handler(initial_state))):
         if entry.actor.learner == SYNCER and entry.tick == 1:
-            execution.start_process(entry.actor, tapes.readers[entry.actor].header.restored)
-        execution.apply(entry)
-    load_values(founder, founded.plan, execution.published())
+            executor.start_process(entry.actor, tapes.readers[entry.actor].header.restored)
+        executor.apply(entry)
+    load_values(model, stored.plan, executor.published())
     recorded = model_digest(published_model(run, settings)) if is_run_finished(run) else None
     return ReplayResult(
-        steps, execution.tokens, execution.contributions, execution.compared_digests, model_digest(founder), recorded
+        steps, executor.tokens, executor.contributions, executor.compared_digests, model_digest(model), recorded
     )
 
 
 class InitialFragment(NamedTuple):
-    """What a restored run began with. `record` None: with version 0, of which there is nothing but the value."""
+    """Initial state of a fragment of a restored run."""
 
-    record: VersionRecord | None
-    state: dict[str, Tensor]  # as the store keeps it
+    record: VersionRecord | None  # None: version 0, which has only a value
+    state: dict[str, Tensor]  # as in the store
 
 
 class InitialState(NamedTuple):
-    syncer: Actor  # the first
+    """Snapshot from which a run was restored."""
+
+    syncer: Actor  # the first process of the syncer
     fragments: list[InitialFragment]
     parts: list[LearnerPart]
 
-    def load_into(self, execution: TapeExecutor) -> None:
-        for p, kept in enumerate(self.fragments):
-            if kept.record is not None:
-                execution.add_stored_version(p, kept.record.round, kept.state)
+    def load_into(self, executor: TapeExecutor) -> None:
+        for p, fragment in enumerate(self.fragments):
+            if fragment.record is not None:
+                executor.add_stored_version(p, fragment.record.round, fragment.state)
         for part in self.parts:
-            inner = optimizer_state.OptimizerStateCopy(dict(part.note["inner"]), dict(part.optimizer_tensors()), [])
-            execution.add_stored_part(part.learner, part.snapshot, optimizer_state.pack_copy(inner))
+            state = optimizer_state.OptimizerStateCopy(dict(part.note["inner"]), dict(part.optimizer_tensors()), [])
+            executor.add_stored_part(part.learner, part.snapshot, optimizer_state.pack_copy(state))
 
 
 def _read_initial_state(run: Path, tapes: RunTapes, fragments: int) -> InitialState | None:
-    """None: with a new model. Otherwise the run was restored, and has kept what it was restored from."""
+    """Return the state from which the run was restored, or None if it began with a new model."""
     first = min((actor for actor in tapes.readers if actor.learner == SYNCER), default=None)
     if first is None:
-        raise CannotReplayError("there is no tape of the syncer")
+        raise CannotReplayError(f"{run} has no tape of the syncer")
     restored = tapes.readers[first].header.restored
     versions = restored.versions if restored is not None else {}
     if not (run / INITIAL_FOLDER).is_dir():
         if versions:
             raise CannotReplayError(
-                "the first tape of the syncer begins with versions: it is not the first, or the run was restored from"
-                f" another one and {INITIAL_FOLDER} is gone"
+                "the first tape of the syncer begins with stored versions: an earlier tape is missing, or the run was"
+                f" restored from another one and {INITIAL_FOLDER} is missing"
             )
         return None
     try:
-        kept = [_read_stored_fragment(initial_fragment_path(run, p)) for p in range(fragments)]
-        there = list_parts(run / INITIAL_FOLDER)
+        stored = [_read_stored_fragment(initial_fragment_path(run, p)) for p in range(fragments)]
         parts = [
-            read_part(part_path(run / INITIAL_FOLDER, i, number)) for i, numbers in there.items() for number in numbers
+            read_part(part_path(run / INITIAL_FOLDER, learner, number))
+            for learner, numbers in list_parts(run / INITIAL_FOLDER).items()
+            for number in numbers
         ]
     except (OSError, ValueError) as error:
-        raise CannotReplayError(f"what the run was restored from cannot be read: {error}") from None
-    if any(versions.get(p) != each.record for p, each in enumerate(kept)):
-        raise CannotReplayError(f"the first tape of the syncer begins with other versions than {INITIAL_FOLDER} holds")
-    return InitialState(first, kept, parts)
+        raise CannotReplayError(f"cannot read the state from which the run was restored: {error}") from None
+    if any(versions.get(p) != each.record for p, each in enumerate(stored)):
+        raise CannotReplayError(f"the versions in {INITIAL_FOLDER} are not those of the first tape of the syncer")
+    return InitialState(first, stored, parts)
 
 
 def _read_stored_fragment(path: Path) -> InitialFragment:
     note, tensors = read_tensors(path)
     record = format.decode(note) if note else None
     if record is not None and not isinstance(record, VersionRecord):
-        raise ValueError(f"{path} holds {type(record).__name__}, no version")
+        raise ValueError(f"{path} contains {type(record).__name__} instead of a version")
     return InitialFragment(record, dict(tensors))
 
 
 def _make_missing_handler(initial_state: InitialState | None) -> Callable[[MissingCause], None]:
-    """What the first syncer of a restored run found is on no tape of that run, and is kept beside them."""
+    """Return a handler that raises, except for causes that happened before a restored run began.
+
+    What the first syncer of a restored run finds in its store is on no tape of that run.
+    """
 
     def refuse(missing: MissingCause) -> None:
         if initial_state is None or missing.actor != initial_state.syncer or missing.cause_tick is not None:

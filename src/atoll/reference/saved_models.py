@@ -1,4 +1,4 @@
-"""The reference model of a run: as it began, as it was last published, and as the run left it."""
+"""Reference models of a run: the initial, the published and the final model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atoll.tensors.model_view import ModelView
 
 
 def initial_model(settings: JobSettings, run: Path) -> GPT:
-    """Build the model that the run began with: the values of --init, or those of its seed."""
+    """Build the initial model of the run, with the values of --init or of its seed."""
     model = build_model(model_config(settings), settings.seed)
     if (run / INIT_FILE).is_file():
         load_into_model(model, read_safetensors(run / INIT_FILE), str(run / INIT_FILE))
@@ -24,7 +24,7 @@ def initial_model(settings: JobSettings, run: Path) -> GPT:
 
 
 def published_model(run: Path, settings: JobSettings, versions: Iterable[int] | None = None) -> GPT:
-    """Load these versions of the fragments, or else the published ones, into a model of the job's shape."""
+    """Load the published model, or the model of these versions, one per fragment."""
     model = build_model(model_config(settings), settings.seed)
     view = ModelView(model, read_plan(run))
     for p, value in read_published_fragments(run, versions):
@@ -33,11 +33,11 @@ def published_model(run: Path, settings: JobSettings, versions: Iterable[int] | 
 
 
 def load_model(run: Path) -> tuple[JobSettings, GPT]:
-    """Load the model that a run left, built by its own settings."""
+    """Load the settings and the final model of a run."""
     if not run.is_dir():
         raise ValueError(f"{run}: no such run directory")
     if not (run / CONFIG_FILE).is_file():
-        raise ValueError(f"{run}: not a run directory of atoll train, it has no {CONFIG_FILE}")
+        raise ValueError(f"{run}: not a run directory of atoll train: it has no {CONFIG_FILE}")
     if not (run / MODEL_FILE).is_file():
         raise ValueError(f"{run} has no {MODEL_FILE} yet: finish the run with atoll train --out {run} --resume")
     settings = JobSettings.load(run / CONFIG_FILE)

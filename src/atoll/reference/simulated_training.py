@@ -1,12 +1,13 @@
-"""A model trained under the failures of a simulated fleet, from the tapes of `atoll simulate --tape`.
+"""Training of a model under the failures of a simulated fleet, from the tapes of `atoll simulate --tape`.
 
-The tapes say when each island took a step, with how many of its slices, and what was merged and adopted when; here the
-steps are taken. What the tapes do not say is the job's: the model, its data, the batch of an island with all its
-slices. An island with a part of its slices takes that part of a batch, on average exactly: what is left of a sample is
-carried to its next step. A step for which no whole sample is left trains nothing and is still a step.
+The tapes record when each learner took a step, with how many of its slices, and what was merged and adopted when. This
+module takes the steps. The job provides the rest: the model, its data, and the batch of a learner with all its slices.
 
-Samples are dealt in the order of the steps, each number once, so two tapes trained for the same number of tokens have
-trained the same samples. Simulated runs have no leases: what an island loses, nobody trains again.
+A learner with a share of its slices trains that share of a batch. On average this is exact: the fraction of a sample
+that is left is carried to the next step. A step without a whole sample trains nothing and still counts as a step.
+
+Samples are assigned in the order of the steps, each number once. Two tapes trained for the same number of tokens have
+therefore trained the same samples. Simulated runs have no leases: samples of lost work are not trained again.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ _PROGRESS_INTERVAL = 16
 
 
 class LearnerTotals(NamedTuple):
-    """All incarnations of a learner together."""
+    """Totals over all incarnations of a learner."""
 
     starts: int
     steps: int
-    empty_steps: int  # of them: too small a part of a batch for a whole sample
+    empty_steps: int  # steps without a whole sample
     tokens: int
 
 
 class SimulatedTrainingResult(NamedTuple):
-    """What came of it. `ended_by` says which came first: the tokens that were wished for, or the end of the tapes."""
+    """Result of training on simulated tapes."""
 
-    ended_by: Literal["tokens", "tapes"]
+    ended_by: Literal["tokens", "tapes"]  # which came first: the requested tokens or the end of the tapes
     loss_before: float  # on held-out text
     loss: float  # of the published model, on the same text
     eval_tokens: int
@@ -66,7 +67,7 @@ class SimulatedTrainingResult(NamedTuple):
     simulated_s: float  # on the tapes' clock, when training ended
     learners: dict[LearnerId, LearnerTotals]
     parameters: int
-    plan: str  # how the model was cut into the fragments of the tapes
+    plan: str  # method by which the model was cut into the fragments of the tapes
     digest: str
 
     @property
@@ -75,9 +76,9 @@ class SimulatedTrainingResult(NamedTuple):
 
 
 class SampleDealer:
-    """How many samples a step trains, by its tokens on the tape.
+    """Assignment of samples to steps. The number of samples of a step follows from its tokens on the tape.
 
-    >>> dealer = Dealer({1: 1000}, batch=2)
+    >>> dealer = SampleDealer({1: 1000}, batch=2)
     >>> [dealer.samples(1, 1000), [dealer.samples(1, 400) for _ in range(5)]]
     [2, [0, 1, 1, 1, 1]]
     """
@@ -88,52 +89,52 @@ class SampleDealer:
         self._on_tape: Counter[LearnerId] = Counter()  # tokens so far
 
     def samples(self, learner: LearnerId, tokens: int) -> int:
-        """Whole numbers throughout: no error gathers, however long the tape is."""
-        before = self._on_tape[learner]
+        """Return the number of samples of the next step of this learner."""
+        before = self._on_tape[learner]  # integers only: rounding errors do not accumulate
         after = self._on_tape[learner] = before + tokens
         full = self._full[learner]
         return self._batch * after // full - self._batch * before // full
 
 
 class _UnleasedExecutor(TapeExecutor):
-    """Samples in the order of steps, where the tapes have no leases."""
+    """Executor for tapes without leases. Samples are numbered in the order of the steps."""
 
-    dealt = 0
+    assigned_samples = 0
 
     def _samples(self, learner: LearnerTensors, fresh: int) -> tuple[int, ...]:
-        begin, self.dealt = self.dealt, self.dealt + fresh
-        return tuple(range(begin, self.dealt))
+        begin, self.assigned_samples = self.assigned_samples, self.assigned_samples + fresh
+        return tuple(range(begin, self.assigned_samples))
 
 
 def check_simulated(tapes: RunTapes, settings: JobSettings) -> None:
-    """Raises `ValueError` where this cannot be trained on these tapes, as far as can be said without reading them."""
+    """Raise `ValueError` if this job cannot be trained on these tapes. Their entries are not read."""
     owned = tapes.config.owned_fragments
     if owned is not None and len(owned) < tapes.config.fragments:
         raise ValueError(
-            f"the tapes tell of {len(owned)} of {tapes.config.fragments} fragments, which stand for all;"
+            f"the tapes contain {len(owned)} of {tapes.config.fragments} fragments as a sample of all;"
             " simulate with --full, for fewer --days"
         )
-    known = SimulationRecord.load(tapes.run).full_step_tokens
-    wanted = [Actor(SYNCER, 1), *(Actor(learner, 1) for learner in known)]
-    lost = [actor for actor in wanted if actor not in tapes.readers]
-    if lost or not set(tapes.learners()) <= set(known):
+    simulated = SimulationRecord.load(tapes.run).full_step_tokens
+    expected = [Actor(SYNCER, 1), *(Actor(learner, 1) for learner in simulated)]
+    missing = [actor for actor in expected if actor not in tapes.readers]
+    if missing or not set(tapes.learners()) <= set(simulated):
         raise ValueError(f"the tapes in {tapes.run} are not those of its {SIMULATION_FILE}; simulate again")
-    found = len(_plan(settings, tapes.config.fragments).fragments)
-    if found != tapes.config.fragments:
+    count = len(_make_plan(settings, tapes.config.fragments).fragments)
+    if count != tapes.config.fragments:
         raise ValueError(
-            f"the tapes have {tapes.config.fragments} fragments, and this model gives {found};"
-            f" simulate with --fragments {found}, or train with --plan rows or a larger --model"
+            f"the tapes have {tapes.config.fragments} fragments, but this model has {count};"
+            f" simulate with --fragments {count}, or train with --plan rows or a larger --model"
         )
 
 
 def fit_plan(settings: JobSettings, fragments: int) -> JobSettings:
-    """The same, cut by rows where the model has too few tensors for the fragments of the tapes."""
-    if len(_plan(settings, fragments).fragments) == fragments:
+    """Return the settings with `--plan rows` if the model has too few tensors for the fragments of the tapes."""
+    if len(_make_plan(settings, fragments).fragments) == fragments:
         return settings
     return replace(settings, numerics=replace(settings.numerics, plan="rows"))
 
 
-def _plan(settings: JobSettings, fragments: int) -> FragmentPlan:
+def _make_plan(settings: JobSettings, fragments: int) -> FragmentPlan:
     return make_plan(
         describe_tensors(build_model(model_config(settings), settings.seed)), fragments, settings.numerics.plan
     )
@@ -142,10 +143,13 @@ def _plan(settings: JobSettings, fragments: int) -> FragmentPlan:
 def train_simulated(
     tapes: RunTapes, settings: JobSettings, on_tokens: Callable[[int], None] = lambda tokens: None
 ) -> SimulatedTrainingResult:
-    """Train what `settings` say as the tapes say; the same twice gives the same bits.
+    """Train the model of `settings` with the steps and merges of the tapes. Two calls give the same bits.
 
-    Of `settings` the model, its data, inner steps and numerics count; the protocol is that of the tapes. `on_tokens`
-    hears now and then how many tokens have been trained. Raises `ValueError` where the tapes do not allow it.
+    Raise `ValueError` if the job does not fit the tapes.
+
+    Args:
+        settings: model, data, inner steps and numerics. The settings of the protocol come from the tapes.
+        on_tokens: called now and then with the number of tokens trained so far.
     """
     check_simulated(tapes, settings)
     full_step_tokens = SimulationRecord.load(tapes.run).full_step_tokens
@@ -153,11 +157,11 @@ def train_simulated(
     corpus = Corpus.load(settings.data)
     settings = replace(settings, vocabulary=max(settings.vocabulary, corpus.vocabulary))
     shape = model_config(settings)
-    founder = build_model(shape, settings.seed)
-    plan = make_plan(describe_tensors(founder), tapes.config.fragments, settings.numerics.plan)
-    before = held_out_loss(founder, corpus, shape.context, settings.eval_tokens)
+    model = build_model(shape, settings.seed)
+    plan = make_plan(describe_tensors(model), tapes.config.fragments, settings.numerics.plan)
+    before = held_out_loss(model, corpus, shape.context, settings.eval_tokens)
 
-    def make(actor: Actor) -> ReplayLearner:
+    def make_learner(actor: Actor) -> ReplayLearner:
         loop = InnerLoop(settings, corpus)
 
         def take_step(info: StepInfo) -> float | None:
@@ -169,47 +173,47 @@ def train_simulated(
         return ReplayLearner(loop.model, loop.optimizer, take_step, settings.batch)
 
     config = replace(tapes.config, budget_tokens=settings.tokens)
-    execution = _UnleasedExecutor(
-        config, settings.numerics, plan, initial_values(founder, plan), make, check_digests=True
+    executor = _UnleasedExecutor(
+        config, settings.numerics, plan, initial_values(model, plan), make_learner, check_digests=True
     )
-    trainer = _TapeTrainer(execution, SampleDealer(full_step_tokens, settings.batch), settings.tokens, shape.context)
+    trainer = _TapeTrainer(executor, SampleDealer(full_step_tokens, settings.batch), settings.tokens, shape.context)
     for number, entry in enumerate(tapes.merged_entries(_refuse)):
         trainer.handle_entry(entry)
         if number % _PROGRESS_INTERVAL == 0:
-            on_tokens(execution.tokens)
+            on_tokens(executor.tokens)
         if trainer.is_done:
             break
-    load_values(founder, plan, execution.published())
-    after = held_out_loss(founder, corpus, shape.context, settings.eval_tokens)
+    load_values(model, plan, executor.published())
+    after = held_out_loss(model, corpus, shape.context, settings.eval_tokens)
     learners = trainer.learners()
     return SimulatedTrainingResult(
         ended_by="tokens" if trainer.is_done else "tapes",
         loss_before=before.loss,
         loss=after.loss,
         eval_tokens=after.tokens,
-        tokens=execution.tokens,
+        tokens=executor.tokens,
         target_tokens=settings.tokens,
         steps=sum(each.steps for each in learners.values()),
         merges=trainer.merges,
-        contributions=execution.contributions,
+        contributions=executor.contributions,
         simulated_s=trainer.now_s,
         learners=learners,
-        parameters=parameter_count(founder),
+        parameters=parameter_count(model),
         plan=plan.method,
-        digest=model_digest(founder),
+        digest=model_digest(model),
     )
 
 
 class _TapeTrainer:
-    """Entries of the tapes become steps on samples, until the wished tokens are trained."""
+    """Execution of tape entries as training steps, until the requested tokens are trained."""
 
-    def __init__(self, execution: TapeExecutor, dealer: SampleDealer, wished_tokens: int, context: int) -> None:
-        self.execution = execution
+    def __init__(self, executor: TapeExecutor, dealer: SampleDealer, target_tokens: int, context: int) -> None:
+        self.executor = executor
         self.is_done = False
         self.merges = 0
         self.now_s = 0.0
         self._dealer = dealer
-        self._target_tokens = wished_tokens
+        self._target_tokens = target_tokens
         self._context = context
         self._empty: Counter[LearnerId] = Counter()
 
@@ -221,30 +225,30 @@ class _TapeTrainer:
             return
         if type(event) is MergeDone:
             self.merges += 1
-        self.execution.apply(entry)
+        self.executor.apply(entry)
 
     def _step(self, entry: Entry, event: StepTaken) -> None:
-        """Steps told together are taken one by one; what was done about them is done after the last."""
+        """Take the steps of one entry one by one. The effects of the entry follow the last step."""
         learner = entry.actor.learner
-        for place in range(event.steps):
-            tokens = event.tokens * (place + 1) // event.steps - event.tokens * place // event.steps
-            left = -(-(self._target_tokens - self.execution.tokens) // self._context)
+        for i in range(event.steps):
+            tokens = event.tokens * (i + 1) // event.steps - event.tokens * i // event.steps
+            left = -(-(self._target_tokens - self.executor.tokens) // self._context)
             samples = min(self._dealer.samples(learner, tokens), left)
             self._empty[learner] += not samples
             taken = StepTaken(1, samples * self._context, event.step_time_s, samples)
-            effects = entry.effects if place == event.steps - 1 else ()
-            self.execution.apply(entry._replace(event=taken, effects=effects))
+            effects = entry.effects if i == event.steps - 1 else ()
+            self.executor.apply(entry._replace(event=taken, effects=effects))
             if samples == left:
                 self.is_done = True
                 return
 
     def learners(self) -> dict[LearnerId, LearnerTotals]:
-        found: dict[LearnerId, LearnerTotals] = {}
-        for actor, tensors in sorted(self.execution.learners.items()):
-            starts, steps, _, tokens = found.get(actor.learner, LearnerTotals(0, 0, 0, 0))
+        totals: dict[LearnerId, LearnerTotals] = {}
+        for actor, tensors in sorted(self.executor.learners.items()):
+            starts, steps, _, tokens = totals.get(actor.learner, LearnerTotals(0, 0, 0, 0))
             empty = self._empty[actor.learner]
-            found[actor.learner] = LearnerTotals(starts + 1, steps + tensors.step, empty, tokens + tensors.tokens)
-        return found
+            totals[actor.learner] = LearnerTotals(starts + 1, steps + tensors.step, empty, tokens + tensors.tokens)
+        return totals
 
 
 def _refuse(missing: MissingCause) -> None:

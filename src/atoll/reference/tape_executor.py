@@ -1,24 +1,23 @@
-"""Real tensors that follow a tape: every entry moves exactly the values that it moved, or would have moved, in a run.
+"""Executor of tape entries on real tensors. An entry changes the tensors as the recorded event did in its run.
 
-Entries must come in causal order (as a simulated world makes them, or as tapes are merged). One process, one thread:
-the same entries and the same training steps give the same bits, so a real run can be replayed from its tapes, and
-methods can be compared on one machine without a network.
+Entries must come in causal order, as from a simulated world or from merged tapes. There is one process and one thread,
+so the same entries and the same training steps give the same bits. With this a real run can be replayed from its tapes,
+and methods can be compared on one machine without a network.
 
-What happens when:
-
-    learner   StepTaken               inner steps, on the samples that it says
-              Lease arrived           they are known
-              Published arrived       the published value is rebuilt from the update, as a learner does
-              CopyFragment            theta_p is kept
-              Send(Contribution)      A_p - theta_p is encoded, with error feedback; of buffers theta_p, in f32
-              AdoptFragment           the new value is taken over; the residual of what was sent is settled
-              Send(InnerState)        the optimizer's state is taken, and given to its receiver at StartTraining
-              SaveSnapshot            the same, for who starts from it after everybody has died
-    syncer    Accumulate              a contribution joins the running sums
-              MergeDone               outer step, update for the learners
-              Persisted               the version is published
-              ShardBack               the same, of a version that a shard had made durable when it was lost
-              DiscardRound            the sums are forgotten; an outer step that was made of them is undone
+    entry                             effect on tensors
+    learner   StepTaken               take the inner steps on the recorded samples
+              Lease arrived           store the lease
+              Published arrived       rebuild the published value from the update, as a learner does
+              CopyFragment            copy theta_p
+              Send(Contribution)      encode A_p - theta_p with error feedback; for buffers theta_p in f32
+              AdoptFragment           adopt the new value; settle the residual of the contribution
+              Send(OptimizerState)    copy the optimizer state; the receiver loads it at StartTraining
+              SaveSnapshot            copy the optimizer state; a restarted learner may load it at StartTraining
+    syncer    Accumulate              add a contribution to the running sums
+              MergeDone               apply the outer step; make the update for the learners
+              Persisted               publish the version
+              ShardReconnected        publish versions that the shard had made durable before it was lost
+              DiscardRound            drop the running sums; undo an outer step that used them
 """
 
 from __future__ import annotations
@@ -67,35 +66,35 @@ from atoll.tensors.settings import Numerics
 from atoll.tensors.syncer_fragment import ServedVersion, SyncerFragment
 
 STORED_PARTS = 4
-"""As many as a learner keeps on its disk."""
+"""Snapshot parts kept per learner, as many as a learner keeps on its disk."""
 
 
 class StepInfo(NamedTuple):
-    """What an inner step may depend on, besides the learner's own model and data."""
+    """Inputs of an inner step besides the learner's model and data."""
 
-    step: int  # steps that this incarnation has taken before
-    progress: float  # tokens of all learners so far, as a share of the budget; what was heard, in a run without one
-    known_progress: float  # the progress that the syncer had told this learner by the last step boundary
-    lr_scale: float  # below 1 while a learner with fresh moments warms up
-    samples: tuple[int, ...] = ()  # in a run with leases: the numbers that it trains on
+    step: int  # steps of this incarnation before this one
+    progress: float  # tokens of all learners so far, as a share of the budget; `known_progress` without a budget
+    known_progress: float  # newest progress that the learner had received from the syncer by the last step boundary
+    lr_scale: float  # below 1 while a learner with fresh optimizer state warms up
+    samples: tuple[int, ...] = ()  # sample numbers, in a run with leases
 
 
 @dataclass
 class ReplayLearner:
-    """A learner's model and how it takes one step. `take_step` returns the loss, or None where nobody wants it."""
+    """Model of a learner and the function that takes one step. `take_step` returns the loss or None."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     take_step: Callable[[StepInfo], float | None]
-    batch: int = 0  # samples of one step, in a run with leases
+    batch: int = 0  # samples per step, in a run with leases
 
 
 class SentVersion(NamedTuple):
-    """A published version on its way to a learner, for which `fragment` holds it."""
+    """Published version that was sent to a learner and not adopted yet. `fragment` pins it."""
 
     fragment: SyncerFragment
     served: ServedVersion
-    as_update: bool  # otherwise the whole value
+    as_update: bool  # otherwise the full value was sent
 
     def release(self) -> None:
         self.fragment.unpin(self.served.version)
@@ -103,7 +102,7 @@ class SentVersion(NamedTuple):
 
 @dataclass
 class LearnerTensors:
-    """One incarnation of one learner. Dictionaries are by fragment."""
+    """Tensors and counters of one incarnation of a learner. Keys of dictionaries are fragments."""
 
     actor: Actor
     replay: ReplayLearner
@@ -116,25 +115,24 @@ class LearnerTensors:
     progress_at_boundary: float = 0.0
     warmup_steps: int = 0
     is_stopped: bool = False
-    peer_optimizer_state: bytes | None = None  # a peer's, while joining
-    leases: dict[int, Interval] = field(default_factory=dict)  # by number
-    sample_line: SampleCursor = field(default_factory=lambda: SampleCursor(0))
+    peer_optimizer_state: bytes | None = None  # received from a peer while joining
+    leases: dict[int, Interval] = field(default_factory=dict)  # by number of the lease
+    sample_cursor: SampleCursor = field(default_factory=lambda: SampleCursor(0))
     received: dict[FragmentId, Version] = field(default_factory=dict)
-    values: dict[FragmentId, Tensor] = field(default_factory=dict)  # as received, adopted or not
-    anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # as adopted
+    values: dict[FragmentId, Tensor] = field(default_factory=dict)  # newest received values, adopted or not
+    anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # newest adopted values
     copies: dict[FragmentId, Tensor] = field(default_factory=dict)
-    codecs: dict[FragmentId, Codec] = field(default_factory=dict)  # of the copies: what they travel in
+    codecs: dict[FragmentId, Codec] = field(default_factory=dict)  # for the contributions made from the copies
 
 
 class SyncerTensors:
-    """The fragments of one epoch of the syncer, and what a shard that is lost undoes."""
+    """Fragments of one epoch of the syncer, with the state needed to undo a merge when a shard is lost."""
 
     def __init__(self, fragments: list[SyncerFragment]) -> None:
         self.fragments = fragments
         self.merging: dict[RoundId, MergeRound] = {}
-        self._state_before_merge: dict[
-            FragmentId, tuple[RoundId, dict[str, Tensor]]
-        ] = {}  # state before a merge, until durable
+        # until the merged version is durable
+        self._state_before_merge: dict[FragmentId, tuple[RoundId, dict[str, Tensor]]] = {}
 
     @property
     def versions(self) -> list[Version]:
@@ -150,7 +148,7 @@ class SyncerTensors:
         del self._state_before_merge[p]
 
     def discard(self, round_id: RoundId) -> None:
-        """Drop a round. A shard that is lost between its outer step and the disk restarts from what is durable."""
+        """Drop a round and undo its merge: a shard lost after the outer step restarts from the durable version."""
         p = round_id.fragment
         self.merging.pop(round_id, None)
         merged_round, state = self._state_before_merge.get(p, (None, {}))
@@ -166,11 +164,16 @@ def copy_state(fragment: SyncerFragment, version: Version) -> dict[str, Tensor]:
 
 
 class TapeExecutor:
-    """All tensors of a run, moved by its entries: `Driver(plan, on_entry=execution.apply, on_start=execution.started)`.
+    """All tensors of a run. Each entry changes them as in the recorded run.
 
-    `make` gives each incarnation of a learner its model, whose initial values do not matter: they come from the syncer.
-    `history` is how many states of each fragment are kept for a syncer that is started again; 0 where none ever is.
-    With `check_digests` each learner compares every version that it receives with the syncer's.
+    A simulated world calls it directly:
+    `SwarmWorld(scenario, on_entry=executor.apply, on_start=executor.start_process)`.
+
+    Args:
+        initial: initial values of the fragments.
+        make: makes the model of each incarnation of a learner. Its initial values are replaced by those of the syncer.
+        history: states kept per fragment for a restarted syncer; 0 if no syncer restarts.
+        check_digests: compare every version that a learner receives with that of the syncer.
     """
 
     fragment_type: type[SyncerFragment] = SyncerFragment
@@ -187,20 +190,20 @@ class TapeExecutor:
     ) -> None:
         if len(initial) != len(plan.fragments) or config.fragments != len(plan.fragments):
             raise ValueError(
-                f"the plan has {len(plan.fragments)} fragments, the run {config.fragments} and there are "
-                f"{len(initial)} initial values: make all three from one plan"
+                f"the plan has {len(plan.fragments)} fragments, the run {config.fragments}, and there are "
+                f"{len(initial)} initial values; make all three from one plan"
             )
         self.config = config
         self.numerics = numerics
         self.plan = plan
-        self.tokens = 0  # of all learners, ever
+        self.tokens = 0  # trained by all learners
         self.bytes_up = 0
         self.bytes_down = 0
-        self.contributions = 0  # that were accumulated
+        self.contributions = 0  # accumulated contributions
         self.learners: dict[Actor, LearnerTensors] = {}
         self.syncers: dict[Actor, SyncerTensors] = {}
         self.digests: dict[tuple[FragmentId, Version], str] = {}
-        self.compared_digests = 0  # digests that were found equal
+        self.compared_digests = 0  # all were equal
         self.on_step: Callable[[LearnerTensors, float | None], None] | None = None
         self._learner_effects: dict[type, Callable[[LearnerTensors, Any], None]] = {
             CopyFragment: self._copy,
@@ -214,27 +217,28 @@ class TapeExecutor:
         self._history = history
         self._check_digests = check_digests
         self._initial = [{"published": value.clone()} for value in initial]
-        self._durable: list[dict[RoundId, dict[str, Tensor]]] = [{} for _ in initial]  # the newest `history` of each
+        self._durable: list[dict[RoundId, dict[str, Tensor]]] = [{} for _ in initial]  # newest `history` per fragment
         self._contributions: dict[tuple[Actor, FragmentId], tuple[RoundId, Codec, Tensor]] = {}  # sent, not accumulated
-        self._sent: dict[tuple[Actor, FragmentId], dict[Version, SentVersion]] = {}  # and not adopted
+        self._sent: dict[tuple[Actor, FragmentId], dict[Version, SentVersion]] = {}  # not adopted yet
         self._sent_optimizer_states: dict[OptimizerState, bytes] = {}
-        self._snapshot_parts: dict[
-            LearnerId, dict[int, bytes]
-        ] = {}  # inner state of the newest snapshots of each learner
+        self._snapshot_parts: dict[LearnerId, dict[int, bytes]] = {}  # optimizer state, by snapshot
 
     def add_stored_version(self, p: FragmentId, round_id: RoundId, state: dict[str, Tensor]) -> None:
-        """Add a version that the first syncer finds in its store and no entry names: the run was restored from another
-        one. `state`: as `SyncerFragment.stored_state` returns it."""
+        """Add a version that the first syncer of a restored run finds in its store, without an entry on a tape.
+
+        Args:
+            state: as returned by `SyncerFragment.stored_state`.
+        """
         self._durable[p][round_id] = state
 
-    def add_stored_part(self, learner: LearnerId, snapshot: int, inner: bytes) -> None:
-        """A part that was there before any learner of this run."""
-        self._snapshot_parts.setdefault(learner, {})[snapshot] = inner
+    def add_stored_part(self, learner: LearnerId, snapshot: int, state: bytes) -> None:
+        """Add the optimizer state of a learner in the snapshot from which the run was restored."""
+        self._snapshot_parts.setdefault(learner, {})[snapshot] = state
 
     # ---------------------------------------------------------------------------------------------------- processes
 
     def start_process(self, actor: Actor, restored: RestoredState | None = None) -> None:
-        """A process has begun. A syncer that is started again goes on from what its predecessor had made durable."""
+        """Start a process. A restarted syncer continues from the durable versions of its predecessor."""
         if actor.learner != SYNCER:
             self._get_learner(actor)
         elif actor not in self.syncers:
@@ -242,43 +246,46 @@ class TapeExecutor:
             states = list(self._initial)
             for p, record in records.items():
                 assert record.round in self._durable[p], (
-                    f"{actor} starts from {record.round}, of which no state is kept: {list(self._durable[p])}"
+                    f"{actor} starts from {record.round}, but the stored states are {list(self._durable[p])}"
                 )
                 states[p] = self._durable[p][record.round]
-            made = [self._make_fragment(p, records[p].version if p in records else 0, s) for p, s in enumerate(states)]
-            self.syncers[actor] = SyncerTensors(made)
-            self._record_digests(made)
+            fragments = [
+                self._make_fragment(p, records[p].version if p in records else 0, state)
+                for p, state in enumerate(states)
+            ]
+            self.syncers[actor] = SyncerTensors(fragments)
+            self._record_digests(fragments)
 
     def _make_fragment(self, p: FragmentId, version: Version, state: dict[str, Tensor]) -> SyncerFragment:
-        value = state["published"].clone()  # its buffer is written again
+        value = state["published"].clone()  # the fragment writes to this buffer
         fragment = self.fragment_type(self.plan, p, self.numerics, version, value)
         fragment.restore(state)
         return fragment
 
     def _get_learner(self, actor: Actor) -> LearnerTensors:
-        found = self.learners.get(actor)
-        if found is None:
-            trainee = self._make_learner(actor)
-            view, up = ModelView(trainee.model, self.plan), self.numerics.upload_codecs[0]
+        learner = self.learners.get(actor)
+        if learner is None:
+            replay = self._make_learner(actor)
+            view, up = ModelView(replay.model, self.plan), self.numerics.upload_codecs[0]
             fragments = [LearnerFragment(view, p, up) for p in range(len(self.plan.fragments))]
-            found = self.learners[actor] = LearnerTensors(actor, trainee, view, fragments)
-            found.sample_line = SampleCursor(self.config.lease_samples)
-        return found
+            learner = self.learners[actor] = LearnerTensors(actor, replay, view, fragments)
+            learner.sample_cursor = SampleCursor(self.config.lease_samples)
+        return learner
 
     @property
     def syncer(self) -> SyncerTensors:
-        """The newest."""
+        """Newest syncer."""
         return self.syncers[max(self.syncers, key=lambda actor: actor.generation)]
 
     def published(self) -> list[Tensor]:
-        """The published value of every fragment, flat; not to be changed."""
+        """Return the published value of every fragment as flat tensors, which must not be changed."""
         return [fragment.served.value for fragment in self.syncer.fragments]
 
     # ---------------------------------------------------------------------------------------------------- entries
 
     @torch.no_grad()
     def apply(self, entry: Entry) -> None:
-        """First what happened, then what was done about it, in that order."""
+        """Apply the event of an entry, then its effects in their order."""
         if entry.actor not in self.syncers and entry.actor not in self.learners:
             self.start_process(entry.actor)
         if entry.actor.learner == SYNCER:
@@ -317,34 +324,38 @@ class TapeExecutor:
         self._record_digests([syncer.fragments[p]])
 
     def _store_state(self, fragment: SyncerFragment, round_id: RoundId) -> None:
-        """Before it is durable: the process may die between the write and the answer, and its successor finds it."""
+        """Store the state of a merge before its entry `Persisted`.
+
+        1. The process writes the version to disk. 2. It is killed before it handles `Persisted`. 3. Its successor finds
+        the version.
+        """
         if not self._history:
             return
-        kept = self._durable[fragment.id]
-        kept[round_id] = copy_state(fragment, round_id.base + 1)
-        while len(kept) > self._history:
-            del kept[next(iter(kept))]
+        stored = self._durable[fragment.id]
+        stored[round_id] = copy_state(fragment, round_id.base + 1)
+        while len(stored) > self._history:
+            del stored[next(iter(stored))]
 
     def _record_digests(self, fragments: Iterable[SyncerFragment]) -> None:
         if not self._check_digests:
             return
         for fragment in fragments:
             served = fragment.served
-            known = self.digests.setdefault((fragment.id, served.version), served.value_digest)
-            assert known == served.value_digest, f"fragment {fragment.id} has two values of version {served.version}"
+            digest = self.digests.setdefault((fragment.id, served.version), served.value_digest)
+            assert digest == served.value_digest, f"fragment {fragment.id} has two values of version {served.version}"
 
     def _send_published(self, syncer: SyncerTensors, envelope: Envelope, body: Published) -> None:
         fragment = syncer.fragments[body.fragment]
         served = fragment.pin(body.version)
         newest = fragment.served.version
-        assert served is not None and body.version == newest, f"version {body.version} is sent, {newest} is published"
+        assert served is not None and body.version == newest, f"version {body.version} sent, but {newest} is published"
         sent = SentVersion(fragment, served, body.base is not None and served.update is not None)
         data = served.update if sent.as_update and served.update is not None else served.value
         self.bytes_down += data.numel() * data.element_size()
-        under_way = self._sent.setdefault((Actor(envelope.learner, envelope.incarnation), body.fragment), {})
-        if body.version in under_way:
-            under_way[body.version].release()
-        under_way[body.version] = sent
+        sent_versions = self._sent.setdefault((Actor(envelope.learner, envelope.incarnation), body.fragment), {})
+        if body.version in sent_versions:
+            sent_versions[body.version].release()
+        sent_versions[body.version] = sent
 
     # ---------------------------------------------------------------------------------------------------- learners
 
@@ -370,15 +381,15 @@ class TapeExecutor:
     def _samples(self, learner: LearnerTensors, fresh: int) -> tuple[int, ...]:
         if not self.config.lease_samples or not learner.replay.batch:
             return ()
-        return learner.sample_line.replayed(learner.leases, learner.replay.batch, fresh)
+        return learner.sample_cursor.replayed(learner.leases, learner.replay.batch, fresh)
 
     def _train(self, learner: LearnerTensors, tokens: int, samples: tuple[int, ...]) -> None:
         budget = self.config.budget_tokens
-        heard = learner.progress_at_boundary
-        progress = min(1.0, self.tokens / budget) if budget else heard
-        scale = min(1.0, (learner.step + 1) / (learner.warmup_steps + 1))  # as `Learner.lr_scale`
+        known_progress = learner.progress_at_boundary
+        progress = min(1.0, self.tokens / budget) if budget else known_progress
+        scale = min(1.0, (learner.step + 1) / (learner.warmup_steps + 1))  # equals `Learner.lr_scale`
         with torch.enable_grad():
-            loss = learner.replay.take_step(StepInfo(learner.step, progress, heard, scale, samples))
+            loss = learner.replay.take_step(StepInfo(learner.step, progress, known_progress, scale, samples))
         learner.step += 1
         learner.tokens += tokens
         self.tokens += tokens
@@ -388,17 +399,17 @@ class TapeExecutor:
     def _handle_message(self, learner: LearnerTensors, envelope: Envelope, entry: Entry) -> None:
         body = envelope.body
         if type(body) is Lease:
-            learner.leases.setdefault(body.number, (body.begin, body.end))  # the same, on whatever link it comes
+            learner.leases.setdefault(body.number, (body.begin, body.end))  # leases are valid on any session
             return
         if envelope.session != learner.session:
-            return  # of an older link; the core drops it
+            return  # a message of an older session; the core drops it
         if learner.is_stopped:
-            return  # the core still acknowledges what was on its way, but nobody will adopt it
+            return  # the core still acknowledges versions, but the learner will not adopt them
         if type(body) is Published:
-            # The core acknowledges what it has taken, and takes nothing while it does not.
-            acknowledged = PublishAck(body.fragment, body.version)
-            taken = any(type(e) is Send and e.envelope.body == acknowledged for e in entry.effects)
-            if taken and body.version > learner.received.get(body.fragment, NO_VERSION):
+            # The core acknowledges exactly the versions that it accepts.
+            ack = PublishAck(body.fragment, body.version)
+            is_accepted = any(type(e) is Send and e.envelope.body == ack for e in entry.effects)
+            if is_accepted and body.version > learner.received.get(body.fragment, NO_VERSION):
                 self._receive(learner, body)
         elif type(body) is Welcome:
             learner.known_progress = max(learner.known_progress, body.progress)
@@ -410,9 +421,11 @@ class TapeExecutor:
         sent = self._sent[learner.actor, p][body.version]
         served = sent.served
         if sent.as_update and served.update is not None:
-            held = learner.values[p]
-            assert learner.received[p] == served.base, f"an update to {served.base}, {learner.received[p]} is held"
-            value = self.rebuild(learner, held, served.update, get_codec(served.codec))
+            base = learner.values[p]
+            assert learner.received[p] == served.base, (
+                f"the update is based on version {served.base}, but {learner.actor} has {learner.received[p]}"
+            )
+            value = self.rebuild(learner, base, served.update, get_codec(served.codec))
         else:
             value = served.value.clone()
         learner.values[p] = value
@@ -421,19 +434,19 @@ class TapeExecutor:
         expected = self.digests.get((p, body.version))
         if expected is not None:
             found = tensor_digest(value)
-            assert found == expected, f"{learner.actor} holds {found} as version {body.version} of {p}, not {expected}"
+            assert found == expected, f"{learner.actor} has {found} as version {body.version} of {p}, not {expected}"
             self.compared_digests += 1
 
-    def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor, down: Codec) -> Tensor:
-        """The next published value from the one that is held, as every learner does it."""
-        return outer_optimizer.PublishedValue.apply(down, held, update, torch.empty_like(held))
+    def rebuild(self, learner: LearnerTensors, base: Tensor, update: Tensor, down: Codec) -> Tensor:
+        """Return the published value that results from an update of the value `base`, as a learner does."""
+        return outer_optimizer.PublishedValue.apply(down, base, update, torch.empty_like(base))
 
     def _copy(self, learner: LearnerTensors, effect: CopyFragment) -> None:
         p = effect.round.fragment
-        kept = learner.copies.get(p)
-        if kept is None:
-            kept = learner.copies[p] = torch.empty(self.plan.numel(p))
-        learner.view.read(p, kept)
+        copy = learner.copies.get(p)
+        if copy is None:
+            copy = learner.copies[p] = torch.empty(self.plan.numel(p))
+        learner.view.read(p, copy)
         learner.codecs[p] = learner.fragments[p].select_codec(effect.codec)
 
     def _send(self, learner: LearnerTensors, effect: Send) -> None:
@@ -445,17 +458,19 @@ class TapeExecutor:
 
     def _contribute(self, learner: LearnerTensors, round_id: RoundId) -> None:
         p = round_id.fragment
-        fragment, by = learner.fragments[p], learner.codecs[p]
+        fragment, codec = learner.fragments[p], learner.codecs[p]
         data = fragment.encoded_contribution(round_id)
         if data is None:
             anchor, copy = learner.anchors[p], learner.copies[p]
-            data = fragment.encode(round_id, by, anchor, copy, torch.empty_like(copy))
+            data = fragment.encode(round_id, codec, anchor, copy, torch.empty_like(copy))
         self.bytes_up += data.numel()
-        self._contributions[learner.actor, p] = (round_id, by, data)
+        self._contributions[learner.actor, p] = (round_id, codec, data)
 
     def _adopt(self, learner: LearnerTensors, effect: AdoptFragment) -> None:
         p = effect.fragment
-        assert learner.received[p] == effect.version, f"{learner.received[p]} is held, {effect.version} is adopted"
+        assert learner.received[p] == effect.version, (
+            f"{learner.actor} adopts version {effect.version}, but has {learner.received[p]}"
+        )
         value = learner.values[p]
         reference = learner.copies[p] if effect.merged_copy else learner.anchors.get(p)
         self.adopt_value(learner, p, effect.mode, value, reference)
@@ -466,45 +481,47 @@ class TapeExecutor:
             sent.pop(version).release()
 
     def adopt_value(
-        self, learner: LearnerTensors, p: FragmentId, how: AdoptMode, value: Tensor, reference: Tensor | None
+        self, learner: LearnerTensors, p: FragmentId, mode: AdoptMode, value: Tensor, reference: Tensor | None
     ) -> None:
-        learner.fragments[p].adopt(how, value, reference, self.config.blend_alpha, torch.empty_like(value))
+        learner.fragments[p].adopt(mode, value, reference, self.config.blend_alpha, torch.empty_like(value))
 
     def _start(self, learner: LearnerTensors, effect: StartTraining) -> None:
         learner.warmup_steps = effect.warmup_steps
         learner.progress_at_boundary = learner.known_progress
         if effect.state_source.code == "state-from-peer" and learner.replay.optimizer is not None:
             assert learner.peer_optimizer_state is not None, (
-                f"{learner.actor} starts from a peer's state that never arrived"
+                f"{learner.actor} starts from the optimizer state of a peer, which has not arrived"
             )
             optimizer_state.unpack(learner.peer_optimizer_state, learner.replay.optimizer, learner.replay.model)
         elif effect.state_source.code == "state-from-snapshot" and learner.replay.optimizer is not None:
-            giver, snapshot = (int(str(arg)) for arg in effect.state_source.args)
-            saved = self._snapshot_parts.get(giver, {}).get(snapshot)
-            assert saved is not None, f"{learner.actor} starts from a part that no tape here tells of"
+            source, snapshot = (int(str(arg)) for arg in effect.state_source.args)
+            saved = self._snapshot_parts.get(source, {}).get(snapshot)
+            assert saved is not None, (
+                f"{learner.actor} starts from learner {source}'s part of snapshot {snapshot}, which is on no tape"
+            )
             optimizer_state.unpack(saved, learner.replay.optimizer, learner.replay.model)
         learner.peer_optimizer_state = None
-        for given in [g for g in self._sent_optimizer_states if Actor(g.target, g.target_incarnation) == learner.actor]:
-            del self._sent_optimizer_states[given]
+        for sent in [s for s in self._sent_optimizer_states if Actor(s.target, s.target_incarnation) == learner.actor]:
+            del self._sent_optimizer_states[sent]
 
     def _save(self, learner: LearnerTensors, effect: SaveSnapshot) -> None:
         if learner.replay.optimizer is None:
             return
-        kept = self._snapshot_parts.setdefault(learner.actor.learner, {})
-        kept[effect.snapshot] = optimizer_state.pack(learner.replay.optimizer, learner.replay.model)
-        while len(kept) > STORED_PARTS:
-            del kept[next(iter(kept))]
+        parts = self._snapshot_parts.setdefault(learner.actor.learner, {})
+        parts[effect.snapshot] = optimizer_state.pack(learner.replay.optimizer, learner.replay.model)
+        while len(parts) > STORED_PARTS:
+            del parts[next(iter(parts))]
 
     def _stop(self, learner: LearnerTensors, effect: Stop) -> None:
-        """The model stays, everything else is given back."""
+        """Release all tensors of a stopped learner except its model."""
         learner.is_stopped = True
         learner.fragments.clear()
-        for held in (learner.values, learner.anchors, learner.copies):
-            held.clear()
+        for tensors in (learner.values, learner.anchors, learner.copies):
+            tensors.clear()
 
 
 def initial_values(model: nn.Module, plan: FragmentPlan) -> list[Tensor]:
-    """The fragments of a model as it stands."""
+    """Return the current values of a model's fragments."""
     view = ModelView(model, plan)
     values = [torch.empty(plan.numel(p)) for p in range(len(plan.fragments))]
     for p, value in enumerate(values):
@@ -514,6 +531,7 @@ def initial_values(model: nn.Module, plan: FragmentPlan) -> list[Tensor]:
 
 @torch.no_grad()
 def load_values(model: nn.Module, plan: FragmentPlan, values: Sequence[Tensor]) -> None:
+    """Write the values of the fragments into a model."""
     view = ModelView(model, plan)
     for p, value in enumerate(values):
         view.write(p, value)

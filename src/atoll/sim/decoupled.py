@@ -382,7 +382,7 @@ class DecoupledRun:
     # ---------------------------------------------------------------------------------------------------- the result
 
     def _result(self, syncer: SyncerCore) -> DecoupledResult:
-        lines = [syncer.state.ledger.line(p) for p in syncer.state.fragments]
+        lines = [syncer.state.ledger.fragment_totals(p) for p in syncer.state.fragments]
         count = len(lines)
         present = [learner.island.present_s(self.horizon_s) for learner in self.learners.values()]
         chip_s = sum(s * learner.island.chips for s, learner in zip(present, self.learners.values(), strict=True))

@@ -9,7 +9,7 @@ folder next to the file. The ranks write it (`sharded_parts`) before the file, w
 
 | name | content |
 |---|---|
-| `model.007` | fragment 7 as the learner's parameters stood at the cut, flat, f32 |
+| `model.007` | fragment 7 of the learner's parameters at the cut, flat, f32 |
 | `inner.n` | tensor n of the inner optimizer's state, whose metadata is `inner` of the note |
 | `rng.cpu`, `rng.cuda.0` | state of torch's generators; `rank2.rng.cpu` that of rank 2 of an island of several |
 """
@@ -197,9 +197,9 @@ class _NotSharedError(Exception):
 def _remove_old_parts(folder: Path, keep: int) -> None:
     """Remove all but the newest parts, and unfinished files of a killed process. Stop at the first error."""
     listed = _list_numbered(folder, _PART_NAME)
-    kept = {shards_path(path) for _, path in listed[-keep:]}
+    current = {shards_path(path) for _, path in listed[-keep:]}
     old = [path for _, path in listed[:-keep]]  # removed before their shard files, which are useless alone
-    for path in [*folder.glob(f".*{TEMPORARY_SUFFIX}"), *old, *(set(folder.glob("*.dcp")) - kept)]:
+    for path in [*folder.glob(f".*{TEMPORARY_SUFFIX}"), *old, *(set(folder.glob("*.dcp")) - current)]:
         try:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -306,11 +306,11 @@ def _is_valid_note(value: Any) -> bool:
 
 def list_parts(run: Path) -> dict[LearnerId, list[int]]:
     """Return the snapshots of which each learner has a part here, oldest first, without reading files."""
-    found = {
+    parts_by_learner = {
         learner: _list_numbered(folder, _PART_NAME)
         for learner, folder in _list_numbered(run / PARTS_FOLDER, _FOLDER_NAME)
     }
-    return {learner: [number for number, _ in parts] for learner, parts in found.items() if parts}
+    return {learner: [number for number, _ in parts] for learner, parts in parts_by_learner.items() if parts}
 
 
 def find_optimizer_state(
@@ -329,7 +329,7 @@ def find_optimizer_state(
     Args:
         check_other_ranks: Raises ValueError if the part does not fit at another rank of the island.
     """
-    wanted = fingerprint_digest(config.fingerprint)
+    model_digest = fingerprint_digest(config.fingerprint)
     for tried, path in enumerate(_list_candidates(run, learner)):
         if tried >= MAX_PARTS_TRIED:
             log(f"none of the newest {MAX_PARTS_TRIED} parts in {run / PARTS_FOLDER} is usable")
@@ -338,7 +338,7 @@ def find_optimizer_state(
             part = read_part(path)
             if part.note["run"] != config.run_id:
                 raise ValueError(f"belongs to the run {part.note['run']!r:.100}, this is {config.run_id!r}")
-            if part.note["model"] != wanted:
+            if part.note["model"] != model_digest:
                 raise ValueError("is of another model")
             prepared = part.prepare(optimizers, model)
             check_other_ranks(part)

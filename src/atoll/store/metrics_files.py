@@ -49,13 +49,13 @@ class RotatedFile(NamedTuple):
 
 def list_rotated_files(folder: Path) -> list[RotatedFile]:
     """Return the full files in the order of time, without files that a killed process had already merged."""
-    found = []
+    files = []
     for path in folder.glob("syncer-*.jsonl"):
         name = _OLD.fullmatch(path.name)
         if name is not None:
-            found.append(RotatedFile(int(name[1]), int(name[2]), path))
-    found.sort(key=lambda file: (file.first, -file.last))
-    return [file for file in found if not any(_is_within(file, other) for other in found)]
+            files.append(RotatedFile(int(name[1]), int(name[2]), path))
+    files.sort(key=lambda file: (file.first, -file.last))
+    return [file for file in files if not any(_is_within(file, other) for other in files)]
 
 
 def _is_within(file: RotatedFile, other: RotatedFile) -> bool:
@@ -248,6 +248,6 @@ def _parse_line(line: bytes) -> Iterator[dict[str, Any]]:
     """Yield the parsed line; nothing if it is incomplete, as after a full disk."""
     if line.startswith(b"{") and line.endswith(b"}"):
         with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                yield found
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record

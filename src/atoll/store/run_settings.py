@@ -24,11 +24,11 @@ MAX_SHARDS = 256
 class RunFormatError(ValueError):
     """A run directory has the format of another version of Atoll."""
 
-    def __init__(self, directory: Path, found: object) -> None:
+    def __init__(self, directory: Path, run_format: object) -> None:
         super().__init__(
-            f"{directory} holds a run of format {found!r:.20}, this Atoll reads format {RUN_FORMAT}: finish the run"
-            " with the version of Atoll that made it, or export its model with that version (atoll export) and start"
-            " a new run from it (--init)"
+            f"{directory} holds a run of format {run_format!r:.20}, this Atoll reads format {RUN_FORMAT}: finish the"
+            " run with the version of Atoll that made it, or export its model with that version (atoll export) and"
+            " start a new run from it (--init)"
         )
 
 

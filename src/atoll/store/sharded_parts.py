@@ -114,11 +114,11 @@ def _write_item(number: str, part: optimizer_state.StatePart, dtype: torch.dtype
 
 
 def _find_os_error(error: RuntimeError, folder: Path) -> Exception:
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError):
-            return OSError(found.errno, found.strerror, str(folder))
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return OSError(cause.errno, cause.strerror, str(folder))
+        cause = cause.__cause__ or cause.__context__
     return error
 
 
@@ -127,8 +127,8 @@ def merge_notes(notes: Collection[ShardedTensorsNote]) -> ShardedTensorsNote:
     tensors = {number: about for note in notes for number, about in note["tensors"].items()}
     files = {name: file for note in notes for name, file in note["files"].items()}
     for number, (_, sizes) in tensors.items():
-        held = [chunk for file in files.values() for chunk in file["chunks"] if chunk[0] == number]
-        if sum(math.prod(shape) for _, _, shape, _, _ in held) != math.prod(sizes):
+        chunks = [chunk for file in files.values() for chunk in file["chunks"] if chunk[0] == number]
+        if sum(math.prod(shape) for _, _, shape, _, _ in chunks) != math.prod(sizes):
             raise ValueError(f"the shards that the ranks wrote of tensor {number} do not cover it")
     return {"tensors": tensors, "files": files}
 
@@ -144,14 +144,14 @@ def write_dcp_metadata(folder: Path, shards: ShardedTensorsNote) -> None:
 
 
 def _tensor_metadata(shards: ShardedTensorsNote) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         number: TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(sizes), [])
         for number, (dtype, sizes) in shards["tensors"].items()
     }
     for file in shards["files"].values():
         for number, offset, shape, _, _ in file["chunks"]:
-            found[number].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-    return found
+            metadata[number].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+    return metadata
 
 
 def _storage_infos(shards: ShardedTensorsNote) -> dict[MetadataIndex, _StorageInfo]:
@@ -216,12 +216,12 @@ class ShardedTensors:
 
     def load(self, boxes: Mapping[str, Box | None]) -> dict[str, Tensor]:
         """Load a box of each of these tensors; None for the whole tensor. Raise OSError, or ValueError for damage."""
-        wanted, state = {}, {}
+        regions, state = {}, {}
         for number, box in boxes.items():
             dtype, sizes = self.note["tensors"][number]
-            wanted[number] = box if box is not None else Box((0,) * len(sizes), tuple(sizes))
-            state[number] = torch.empty(wanted[number].shape, dtype=getattr(torch, dtype))
-        reader, planner = _VerifyingReader(self.folder, self.note, self._checked), _BoxLoadPlanner(wanted)
+            regions[number] = box if box is not None else Box((0,) * len(sizes), tuple(sizes))
+            state[number] = torch.empty(regions[number].shape, dtype=getattr(torch, dtype))
+        reader, planner = _VerifyingReader(self.folder, self.note, self._checked), _BoxLoadPlanner(regions)
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -247,13 +247,13 @@ def load_for_rank(
     try:
         names = optimizer_state.tensor_owners(about)
         sizes = {number: tuple(about["parameters"][name]["shape"]) for number, (name, _) in names.items()}
-        wanted = {
+        regions = {
             number: optimizer_state.part_box(
                 tuple(shape), names[number].is_complex, sizes[number], boxes.get(names[number].parameter)
             )
             for number, (_, shape) in shards.note["tensors"].items()
         }
-        found = {
+        loaded = {
             number: optimizer_state.extract_part(
                 tensor, names[number].is_complex, sizes[number], boxes.get(names[number][0])
             )
@@ -261,7 +261,7 @@ def load_for_rank(
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the metadata of the optimizer state lacks {error}") from None
-    return found | shards.load(wanted)
+    return loaded | shards.load(regions)
 
 
 class LazyWholeTensors(Mapping[str, Tensor]):
@@ -328,11 +328,11 @@ def check_file(folder: Path, name: str, shards: ShardedTensorsNote) -> None:
 
 def _check_size(path: Path, size: int) -> None:
     try:
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except FileNotFoundError:
         raise DamageError(f"{path.parent.name}/{path.name}, a shard file of one of its ranks, is missing") from None
-    if found != size:
-        raise DamageError(f"{path.parent.name}/{path.name} has {found} of {size} bytes: it was cut short or replaced")
+    if actual != size:
+        raise DamageError(f"{path.parent.name}/{path.name} has {actual} of {size} bytes: it was cut short or replaced")
 
 
 def link_shard_files(source: ShardedTensors, target: Path) -> None:

@@ -66,8 +66,8 @@ def list_snapshots(run: Path) -> list[SnapshotInfo]:
     Raise RunFormatError for a run directory of another version of Atoll.
     """
     check_run_format(read_value(run / STORE_FOLDER / SETTINGS_FILE) or {}, run)
-    found = [read_snapshot_info(run, number) for number in list_complete_snapshots(run / STORE_FOLDER)]
-    return [info for info in found if info is not None]
+    infos = [read_snapshot_info(run, number) for number in list_complete_snapshots(run / STORE_FOLDER)]
+    return [info for info in infos if info is not None]
 
 
 def list_stores(run: Path) -> list[Path]:

@@ -233,7 +233,7 @@ class Store:
 
     def roll_back(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
         """Delete the newest version, which was never published, and return `version`, the one before it."""
-        found = self._read(fragment, version)  # before the newest one is deleted
+        previous = self._read(fragment, version)  # before the newest one is deleted
         versions = self._versions[fragment]
         assert versions[-2:] == [version, version + 1], f"fragment {fragment} cannot go back to {version}: {versions}"
         self.check_epoch()
@@ -241,7 +241,7 @@ class Store:
         path.unlink()
         sync_folder(path.parent)
         versions.pop()
-        return found
+        return previous
 
     def pin_snapshot(self, snapshot: int, versions: tuple[Version, ...]) -> None:
         """Keep the versions of a snapshot that is not complete yet, for any number of later merges.
@@ -380,10 +380,10 @@ class Store:
             if _SNAPSHOT.fullmatch(name) and not (folder / RECORD_FILE).exists():
                 shutil.rmtree(folder)
         self._scan_versions()
-        for fragment, found in self._versions.items():
-            for old in found[: -self._keep]:
+        for fragment, versions in self._versions.items():
+            for old in versions[: -self._keep]:
                 self.version_path(fragment, old).unlink(missing_ok=True)
-            self._versions[fragment] = found[-self._keep :]
+            self._versions[fragment] = versions[-self._keep :]
 
     def _scan_versions(self) -> None:
         for name in sorted(os.listdir(self.directory / "fragments")):
@@ -515,8 +515,8 @@ def read_record(path: Path, kind: type[R]) -> R | None:
     """Return the record in a small file; None if there is no file. Raise `StoreDamagedError`."""
     record: Any = read_value(path, decode=format.decode)
     if record is None or type(record) is kind:
-        found: R | None = record
-        return found
+        result: R | None = record
+        return result
     raise StoreDamagedError(path, f"holds {type(record).__name__}, expected {kind.__name__}", _RESTORE_ADVICE)
 
 

@@ -142,7 +142,7 @@ def _describe_control(core: SyncerCore, event: ControlRequested) -> str:
         assert event.value is not None
         is_disconnected = core.state.members[int(event.value)].state is MemberState.DISCONNECTED
         later = "; it is disconnected and gets the request when it reconnects" if is_disconnected else ""
-        return f"learner {event.value} was {Reason('control-drain-requested', (event.requested_by,))}{later}"
+        return f"learner {event.value}: {Reason('control-drain-requested', (event.requested_by,))}{later}"
     if event.kind == "quorum":
         assert event.value is not None
         message = str(Reason("control-quorum-changed", (event.value, core.state.config.quorum, event.requested_by)))

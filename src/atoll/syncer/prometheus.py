@@ -14,7 +14,9 @@ from atoll.syncer.status import build_status
 if TYPE_CHECKING:
     from atoll.syncer.process import SyncerProcess
 
-NOT_INSTALLED = "this syncer cannot answer Prometheus: prometheus_client is not installed; pip install 'atoll[dash]'"
+NOT_INSTALLED = (
+    "prometheus_client is not installed, so this syncer has no /metrics; install it with pip install 'atoll[dash]'"
+)
 
 MAX_LABELLED = 256
 """Learners and fragments with their own series: those with the lowest numbers."""
@@ -29,54 +31,54 @@ class MetricInfo(NamedTuple):
 
 METRICS: Mapping[str, MetricInfo] = {
     # health
-    "atoll_run_info": MetricInfo("1; the run and the version of Atoll are labels", ("run", "version")),
-    "atoll_run_stage": MetricInfo("1 for the stage that the run is in", ("stage",)),
-    "atoll_run_seconds": MetricInfo("the run's clock: seconds since it was founded"),
-    "atoll_run_progress_ratio": MetricInfo("share of the budget that is used, 0 to 1"),
-    "atoll_syncer_epoch": MetricInfo("rises with every syncer that takes up the run"),
-    "atoll_learners_alive": MetricInfo("learners that are there and train"),
-    "atoll_learners_pulled": MetricInfo("learners that are pulled in the largest open round"),
-    "atoll_learners_merged": MetricInfo("contributions in the widest of the newest merges of all fragments"),
-    "atoll_quorum_learners": MetricInfo("K: contributions without which nothing is merged"),
-    "atoll_learner_standing": MetricInfo("1 for the standing of each learner", ("learner", "standing")),
-    "atoll_learner_link_up": MetricInfo("1 while the learner has a link", ("learner",)),
-    "atoll_learner_incarnation": MetricInfo("which process trains as this learner", ("learner",)),
-    "atoll_learner_strikes": MetricInfo("bad messages that are held against it", ("learner",)),
+    "atoll_run_info": MetricInfo("constant 1; labels carry the run and the version of Atoll", ("run", "version")),
+    "atoll_run_stage": MetricInfo("1 for the current stage of the run", ("stage",)),
+    "atoll_run_seconds": MetricInfo("clock of the run: seconds since it was created"),
+    "atoll_run_progress_ratio": MetricInfo("used share of the budget, 0 to 1"),
+    "atoll_syncer_epoch": MetricInfo("epoch of the syncer; increases each time a syncer takes over the run"),
+    "atoll_learners_alive": MetricInfo("learners that train"),
+    "atoll_learners_pulled": MetricInfo("learners pulled in the largest open round"),
+    "atoll_learners_merged": MetricInfo("largest number of contributions among the newest merges of all fragments"),
+    "atoll_quorum_learners": MetricInfo("K: minimum number of contributions of a merge"),
+    "atoll_learner_standing": MetricInfo("1 for the current state of each learner", ("learner", "standing")),
+    "atoll_learner_link_up": MetricInfo("1 while the learner is connected", ("learner",)),
+    "atoll_learner_incarnation": MetricInfo("current incarnation of the learner", ("learner",)),
+    "atoll_learner_strikes": MetricInfo("invalid messages and contributions counted against the learner", ("learner",)),
     # throughput
-    "atoll_trained_tokens": MetricInfo("tokens trained by all learners; may fall a little when a syncer restarts"),
-    "atoll_step_seconds": MetricInfo("a learner's step, as rounds are timed by it"),
-    "atoll_learner_steps": MetricInfo("steps of this incarnation", ("learner",)),
-    "atoll_learner_loss": MetricInfo("loss of its newest step", ("learner",)),
-    "atoll_learner_tokens_per_second": MetricInfo("tokens trained per second", ("learner",)),
-    "atoll_learner_tokens_total": MetricInfo("tokens of this incarnation", ("learner",)),
-    "atoll_learner_boundary_seconds_total": MetricInfo("what Atoll took of the training thread", ("learner",)),
+    "atoll_trained_tokens": MetricInfo("tokens trained by all learners; may decrease slightly when a syncer restarts"),
+    "atoll_step_seconds": MetricInfo("step time that the syncer uses to schedule rounds"),
+    "atoll_learner_steps": MetricInfo("steps of the current incarnation", ("learner",)),
+    "atoll_learner_loss": MetricInfo("loss of the newest step", ("learner",)),
+    "atoll_learner_tokens_per_second": MetricInfo("training throughput in tokens per second", ("learner",)),
+    "atoll_learner_tokens_total": MetricInfo("tokens trained by the current incarnation", ("learner",)),
+    "atoll_learner_boundary_seconds_total": MetricInfo("time that Atoll spent in the training thread", ("learner",)),
     # merges
-    "atoll_merges_total": MetricInfo("merges that are durable"),
-    "atoll_contributions_total": MetricInfo("contributions merged by this process"),
-    "atoll_merge_seconds_total": MetricInfo("seconds in which this process merged"),
-    "atoll_last_merge_timestamp_seconds": MetricInfo("unix time of the newest merge of this process"),
-    "atoll_rounds_in_flight": MetricInfo("rounds that are open"),
-    "atoll_rounds_in_flight_limit": MetricInfo("rounds that may be open at once"),
-    "atoll_quorum_seconds": MetricInfo("from the opening of a round to its quorum, mean"),
-    "atoll_sync_seconds": MetricInfo("from a merge to its arrival at learners, mean"),
-    "atoll_fragment_version": MetricInfo("durable version", ("fragment",)),
-    "atoll_merge_delta_norm": MetricInfo("length of the merged delta, mean over the newest merge of each fragment"),
-    "atoll_merge_cosine": MetricInfo("cosine between learners' deltas, mean over fragments"),
-    "atoll_merge_momentum_norm": MetricInfo("length of the outer momentum, mean over fragments"),
-    "atoll_merge_step_norm": MetricInfo("length of the published update, mean over fragments"),
-    "atoll_merge_left_out_ratio": MetricInfo("quantisation error of the published update, mean over fragments"),
+    "atoll_merges_total": MetricInfo("durable merges"),
+    "atoll_contributions_total": MetricInfo("contributions merged by this syncer process"),
+    "atoll_merge_seconds_total": MetricInfo("time that this syncer process spent in merges"),
+    "atoll_last_merge_timestamp_seconds": MetricInfo("Unix time of the newest merge of this syncer process"),
+    "atoll_rounds_in_flight": MetricInfo("open rounds"),
+    "atoll_rounds_in_flight_limit": MetricInfo("maximum number of open rounds"),
+    "atoll_quorum_seconds": MetricInfo("mean time from the opening of a round to its quorum"),
+    "atoll_sync_seconds": MetricInfo("mean time from a merge to its arrival at the learners"),
+    "atoll_fragment_version": MetricInfo("durable version of the fragment", ("fragment",)),
+    "atoll_merge_delta_norm": MetricInfo("norm of the merged delta, mean over the newest merge of each fragment"),
+    "atoll_merge_cosine": MetricInfo("cosine similarity between the deltas of learners, mean over fragments"),
+    "atoll_merge_momentum_norm": MetricInfo("norm of the outer momentum, mean over fragments"),
+    "atoll_merge_step_norm": MetricInfo("norm of the published update, mean over fragments"),
+    "atoll_merge_left_out_ratio": MetricInfo("quantization error of the published update, mean over fragments"),
     # ledger
-    "atoll_ledger_merged_tokens": MetricInfo("trained tokens that are in the model, mean over fragments"),
+    "atoll_ledger_merged_tokens": MetricInfo("trained tokens that are merged, mean over fragments"),
     "atoll_ledger_pending_tokens": MetricInfo("trained tokens that are not merged yet, mean over fragments"),
-    "atoll_ledger_dropped_tokens": MetricInfo("trained tokens that are lost, mean over fragments", ("reason",)),
-    "atoll_ledger_balanced": MetricInfo("1: in every fragment trained = merged + pending + dropped"),
+    "atoll_ledger_dropped_tokens": MetricInfo("trained tokens that were dropped, mean over fragments", ("reason",)),
+    "atoll_ledger_balanced": MetricInfo("1 if trained = merged + pending + dropped in every fragment"),
     # links
-    "atoll_syncer_received_bytes_total": MetricInfo("contributions that arrived at this process"),
-    "atoll_syncer_sent_bytes_total": MetricInfo("fragments that this process sent"),
-    "atoll_learner_sent_bytes_total": MetricInfo("sent by this incarnation", ("learner",)),
-    "atoll_learner_received_bytes_total": MetricInfo("received by this incarnation", ("learner",)),
-    "atoll_refused_total": MetricInfo("bad requests and messages that this process refused", ("code",)),
-    "atoll_ignored_total": MetricInfo("messages that came too late to matter", ("reason",)),
+    "atoll_syncer_received_bytes_total": MetricInfo("bytes of contributions received by this syncer process"),
+    "atoll_syncer_sent_bytes_total": MetricInfo("bytes of fragments sent by this syncer process"),
+    "atoll_learner_sent_bytes_total": MetricInfo("bytes sent by the current incarnation", ("learner",)),
+    "atoll_learner_received_bytes_total": MetricInfo("bytes received by the current incarnation", ("learner",)),
+    "atoll_refused_total": MetricInfo("invalid requests and messages refused by this syncer process", ("code",)),
+    "atoll_ignored_total": MetricInfo("messages that arrived too late to have an effect", ("reason",)),
 }
 
 Sample = tuple[str, tuple[str, ...], float | None]

@@ -54,7 +54,7 @@ def build_status(syncer: SyncerProcess) -> dict[str, Any]:
         "merges": view.merges,
         "trained": view.trained,
         "alive": view.alive,
-        "asked": view.pulled,
+        "pulled": view.pulled,
         "merged": view.merged,
         "paused": view.paused,
         "quorum": view.quorum,

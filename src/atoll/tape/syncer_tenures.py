@@ -132,7 +132,7 @@ class SyncerTenure:
 
     def ledger_lines(self) -> list[LedgerLine]:
         """Return one ledger line per fragment."""
-        return [self.core.state.ledger.line(p) for p in self.core.state.fragments]
+        return [self.core.state.ledger.fragment_totals(p) for p in self.core.state.fragments]
 
     def handle_entry(self, entry: Entry) -> None:
         event, core = entry.event, self.core

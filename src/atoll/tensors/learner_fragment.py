@@ -20,12 +20,12 @@ class LearnerFragment:
     Call `adopt` in the training thread, and `encode`, `encoded_contribution` and `settle` in the encoder thread.
     """
 
-    def __init__(self, view: ModelView, p: FragmentId, up: str) -> None:
+    def __init__(self, view: ModelView, p: FragmentId, codec_name: str) -> None:
         self.id = p
         self.view = view
         self.holds_buffers = view.plan.holds_buffers(p)
         self.is_f32_exact = view.is_f32_exact(p)
-        self.upload_codec = get_codec(*self.allowed_codecs((up,)))
+        self.upload_codec = get_codec(*self.allowed_codecs((codec_name,)))
         self._feedback: ErrorFeedback | None = None  # None before the first contribution
         self._encoded: tuple[RoundId, Tensor] | None = None
 

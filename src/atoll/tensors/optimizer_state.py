@@ -116,31 +116,31 @@ def _versions(group: Mapping[str, Any]) -> dict[str, int]:
 _watched: WeakKeyDictionary[Optimizer, _StateWatch] = WeakKeyDictionary()
 
 
-def track_counters(given: Optimizers) -> None:
+def track_counters(optimizers: Optimizers) -> None:
     """Start to detect which values in the parameter groups are counters. Costs microseconds per step."""
-    for optimizer in as_optimizer_tuple(given):
+    for optimizer in as_optimizer_tuple(optimizers):
         _get_watch(optimizer)
 
 
 def _get_watch(optimizer: Optimizer) -> _StateWatch:
-    found = _watched.get(optimizer)
-    if found is None:
-        found = _watched[optimizer] = _StateWatch(optimizer)
-    return found
+    watch = _watched.get(optimizer)
+    if watch is None:
+        watch = _watched[optimizer] = _StateWatch(optimizer)
+    return watch
 
 
 def _get_counters(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    watched = _watched.get(optimizer)
-    keys = watched.counter_keys(group) if watched is not None else sorted(_MODES & group.keys())
-    found: dict[str, Any] = {}
+    watch = _watched.get(optimizer)
+    keys = watch.counter_keys(group) if watch is not None else sorted(_MODES & group.keys())
+    counters: dict[str, Any] = {}
     for key in keys:
         value = group[key]
         if isinstance(value, bool | int | float):
-            found[key] = value
+            counters[key] = value
         elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex() and not is_sharded(value):
             dtype, on_cpu = str(value.dtype).removeprefix("torch."), value.device.type == "cpu"
-            found[key] = {"scalar": value.item(), "dtype": dtype, "on_cpu": on_cpu}
-    return found
+            counters[key] = {"scalar": value.item(), "dtype": dtype, "on_cpu": on_cpu}
+    return counters
 
 
 # -------------------------------------------------------------------------------------------------------------- copying
@@ -183,21 +183,23 @@ class StatePart(NamedTuple):
 @torch.no_grad()
 def copy_state(optimizers: Optimizers, model: nn.Module) -> OptimizerStateCopy:
     """Copy the state at a step boundary, on its devices. `pack_copy` may run later, in any thread."""
-    given = as_optimizer_tuple(optimizers)
+    all_optimizers = as_optimizer_tuple(optimizers)
     tensors: dict[str, Tensor] = {}
     parameters: dict[str, Any] = {}
     state: dict[str, Any] = {}
     parts: dict[str, StatePart] = {}
     groups: dict[int, tuple[OptimizedParameter, list[str]]] = {}  # by the identity of the parameter group
-    names = _class_names(given)
-    for name, owned in named_optimized_parameters(given, model).items():
+    names = _class_names(all_optimizers)
+    for name, owned in named_optimized_parameters(all_optimizers, model).items():
         parameters[name] = _describe_parameter(owned, names)
         groups.setdefault(id(owned.group), (owned, []))[1].append(name)
-        parameter, held = owned.parameter, owned.optimizer.state.get(owned.parameter)
-        if held:
-            state[name] = {key: _encode_value(held[key], tensors, parts, f"{key} of {name}") for key in sorted(held)}
+        parameter, entries = owned.parameter, owned.optimizer.state.get(owned.parameter)
+        if entries:
+            state[name] = {
+                key: _encode_value(entries[key], tensors, parts, f"{key} of {name}") for key in sorted(entries)
+            }
             if is_sharded(parameter):
-                _check_sharded(held, name)
+                _check_sharded(entries, name)
     counters = [
         {"of": of, "values": values}
         for owned, of in groups.values()
@@ -217,11 +219,11 @@ def make_refusal(cause: str) -> OptimizerStateCopy:
 
 def check_has_state(optimizers: Optimizers, copied: OptimizerStateCopy | PreparedState) -> None:
     """Raise ValueError if a state is empty after a step, although its optimizers should have state."""
-    given = as_optimizer_tuple(optimizers)
-    if copied.is_empty and not all(_is_stateless(optimizer) for optimizer in given):
+    all_optimizers = as_optimizer_tuple(optimizers)
+    if copied.is_empty and not all(_is_stateless(optimizer) for optimizer in all_optimizers):
         raise ValueError(
-            f"{_class_names(given)} holds no optimizer state after its steps; if it wraps several optimizers, pass the "
-            "list of optimizers instead: atoll.Learner(model, [first, second])"
+            f"{_class_names(all_optimizers)} holds no optimizer state after its steps; if it wraps several optimizers, "
+            "pass the list of optimizers instead: atoll.Learner(model, [first, second])"
         )
 
 
@@ -311,8 +313,8 @@ def prepare(
         )
     if "refused" in metadata:
         raise ValueError(f"the peer has no state to provide: {str(metadata['refused'])[:MAX_REASON_CHARACTERS]}")
-    given = as_optimizer_tuple(optimizers)
-    names = _class_names(given)
+    all_optimizers = as_optimizer_tuple(optimizers)
+    names = _class_names(all_optimizers)
     if metadata.get("optimizer") != names:
         raise ValueError(
             f"the optimizer state is of {str(metadata.get('optimizer'))[:100]}, the optimizer here is {names}; use the "
@@ -321,7 +323,7 @@ def prepare(
     parameters, state = metadata.get("parameters"), metadata.get("state")
     if not isinstance(parameters, dict) or not isinstance(state, dict):
         raise ValueError("the optimizer state has no list of parameters or none of states")
-    ours = named_optimized_parameters(given, model)
+    ours = named_optimized_parameters(all_optimizers, model)
     _check_parameters(ours, parameters, names)
     made: dict[Tensor, dict[str, Any]] = {}
     for name, entries in state.items():
@@ -385,14 +387,14 @@ class TensorOwner(NamedTuple):
 
 def tensor_owners(about: Mapping[str, Any]) -> dict[str, TensorOwner]:
     """Return the parameter of each state tensor, by the tensor's number."""
-    found: dict[str, TensorOwner] = {}
+    owners: dict[str, TensorOwner] = {}
 
     def visit(value: Any, name: str) -> None:
         if not isinstance(value, dict):
             return
         for kind, inner in value.items():
             if kind in ("tensor", "complex"):
-                found[inner] = TensorOwner(name, kind == "complex")
+                owners[inner] = TensorOwner(name, kind == "complex")
             elif kind in ("list", "tuple", "dict"):
                 for each in inner.values() if kind == "dict" else inner:
                     visit(each, name)
@@ -400,7 +402,7 @@ def tensor_owners(about: Mapping[str, Any]) -> dict[str, TensorOwner]:
     for name, entries in about["state"].items():
         for value in entries.values():
             visit(value, name)
-    return found
+    return owners
 
 
 def extract_part(tensor: Tensor, is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Tensor:
@@ -486,9 +488,9 @@ def _encode_value(value: object, tensors: dict[str, Tensor], parts: dict[str, St
             box = Box((0,) * len(sizes), sizes)  # this rank has all of it, other ranks may have nothing
         value = local_tensor(value)
         if type(value) not in (Tensor, nn.Parameter):
-            raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot travel")
+            raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot be sent to peers")
         if value.layout != torch.strided or value.is_meta:
-            raise ValueError(f"{what} is not a dense tensor; the state of this optimizer cannot travel")
+            raise ValueError(f"{what} is not a dense tensor; the state of this optimizer cannot be sent to peers")
         number = str(len(tensors))
         pairs = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
         tensors[number] = pairs.clone(memory_format=torch.contiguous_format)
@@ -503,14 +505,16 @@ def _encode_value(value: object, tensors: dict[str, Tensor], parts: dict[str, St
         return {kind: [_encode_value(each, tensors, parts, what) for each in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _encode_value(value[key], tensors, parts, what) for key in value}}
-    raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot travel")
+    raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot be sent to peers")
 
 
-def _check_sharded(held: Mapping[str, Any], name: str) -> None:
+def _check_sharded(entries: Mapping[str, Any], name: str) -> None:
     """Raise ValueError if a sharded parameter has plain state other than counters: its rows would be unknown."""
-    for key, value in held.items():
+    for key, value in entries.items():
         if isinstance(value, Tensor) and value.dim() and not is_sharded(value):
-            raise ValueError(f"{key} of {name} is not sharded as {name} is; the state of this optimizer cannot travel")
+            raise ValueError(
+                f"{key} of {name} is not sharded as {name} is; the state of this optimizer cannot be sent to peers"
+            )
 
 
 class _Placer(NamedTuple):

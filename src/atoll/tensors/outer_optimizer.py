@@ -57,8 +57,8 @@ def _build(numerics: Numerics, parameters: list[nn.Parameter]) -> torch.optim.Op
 
     Fused kernels are four to eight times as fast on the CPU: one pass over memory, and no temporaries.
     """
-    found: type[torch.optim.Optimizer] = getattr(torch.optim, OUTER_ALIASES.get(numerics.outer, numerics.outer))
-    known = inspect.signature(found).parameters
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, OUTER_ALIASES.get(numerics.outer, numerics.outer))
+    known = inspect.signature(kind).parameters
     settings: dict[str, Any] = {"lr": numerics.outer_lr}
     if "momentum" in known:
         settings["momentum"] = numerics.outer_momentum
@@ -68,7 +68,7 @@ def _build(numerics: Numerics, parameters: list[nn.Parameter]) -> torch.optim.Op
         settings["nesterov"] = numerics.outer_momentum > 0.0  # without momentum it is plain gradient descent
     if "fused" in known:
         settings["fused"] = True
-    return found(parameters, **settings)
+    return kind(parameters, **settings)
 
 
 def _try_out(numerics: Numerics) -> dict[str, bool]:
@@ -100,8 +100,8 @@ def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
-def _is_optimizer(found: object) -> bool:
-    return inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+def _is_optimizer(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def supported_outer_optimizers() -> tuple[str, ...]:
             return False
         return True
 
-    classes = sorted(name for name, found in vars(torch.optim).items() if _is_optimizer(found))
+    classes = sorted(name for name, value in vars(torch.optim).items() if _is_optimizer(value))
     return tuple(filter(works, (*OUTER_ALIASES, *classes)))
 
 
@@ -267,24 +267,24 @@ class OuterOptimizer:
         if self._optimizer is None:
             return None
         states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
-        found = [state[name] for state in states for name in MOMENTUM_KEYS if isinstance(state.get(name), Tensor)]
-        parts = (part[begin:end] for part in found for begin, end in chunk_ranges(0, part.numel()))
-        return math.sqrt(sum(map(square_norm, parts))) if found else None
+        moments = [state[name] for state in states for name in MOMENTUM_KEYS if isinstance(state.get(name), Tensor)]
+        parts = (part[begin:end] for part in moments for begin, end in chunk_ranges(0, part.numel()))
+        return math.sqrt(sum(map(square_norm, parts))) if moments else None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors by name, without copying; empty before the first step."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for place, parameter in enumerate(self._parameters):
             state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
             for name, value in state.items():
                 if value is not None:
-                    found[f"{place}.{name}"] = _tensor(value)
+                    tensors[f"{place}.{name}"] = _tensor(value)
         if self._ramp and self._steps:
-            found[STEP_COUNT_KEY] = torch.tensor(self._steps)
+            tensors[STEP_COUNT_KEY] = torch.tensor(self._steps)
         breadth = self._breadth.state_tensor()
         if len(breadth):
-            found[PARTICIPATION_KEY] = breadth
-        return found
+            tensors[PARTICIPATION_KEY] = breadth
+        return tensors
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load copies of the tensors from `state_dict`. Later steps give the same bits as without the restart."""
@@ -340,7 +340,7 @@ class PublishedValue:
         for begin, end in chunk_ranges(0, numel):
             part, moved, goal = value[begin:end], scratch.values[: end - begin], precise[begin:end]
             torch.sub(goal, part, out=moved)
-            if codec.is_lossless:  # the value itself travels
+            if codec.is_lossless:  # the update is the value itself
                 stepped += square_norm(moved)
                 codec.encode_chunk(goal, target, numel, begin, scratch)
                 part.copy_(goal)

@@ -31,7 +31,7 @@ MAX_TENSORS = 1_000_000
 MAX_NUMEL = 2**48
 """Limits for a plan from another process."""
 
-_TRAVELLING_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_SYNCED_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 """Dtypes that torch converts to f32 and back, and that every supported version of safetensors can write."""
 
 
@@ -120,13 +120,13 @@ class FragmentPlan:
     @cached_property
     def _of_buffers(self) -> tuple[bool, ...]:
         kinds = [{piece.kind == "buffer" for piece in pieces} for pieces in self.fragments]
-        mixed = [fragment for fragment, found in enumerate(kinds) if len(found) > 1]
+        mixed = [fragment for fragment, present in enumerate(kinds) if len(present) > 1]
         if mixed:
             raise ValueError(
                 f"fragment {mixed[0]} holds parameters and buffers: an earlier version of Atoll founded this run;"
                 " export its model (atoll export) and start a new run from it (atoll syncer --init)"
             )
-        return tuple(True in found for found in kinds)
+        return tuple(True in present for present in kinds)
 
     @cached_property
     def _spans(self) -> tuple[tuple[tuple[Piece, int, int], ...], ...]:
@@ -194,7 +194,9 @@ def make_plan(tensors: Iterable[TensorInfo], fragments: int, method: str) -> Fra
     parameters = [tensor for tensor in ordered if tensor.is_synced and tensor.kind != "buffer"]
     buffers = [tensor for tensor in ordered if tensor.is_synced and tensor.kind == "buffer"]
     if not parameters and not buffers:
-        raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
+        raise ValueError(
+            "this model has nothing to synchronize: it has no trainable parameter and no floating-point buffer"
+        )
     buffer_fragments = fragments if not parameters else _count_buffer_fragments(parameters, buffers, fragments)
     distributed = _distribute(parameters, max(1, fragments - buffer_fragments), method) + _distribute(
         buffers, buffer_fragments, method
@@ -237,7 +239,7 @@ def _make_piece(tensor: TensorInfo, start: int, stop: int) -> Piece:
 
 def _distribute_by_size(pieces: Iterable[Piece], into: list[list[Piece]]) -> list[list[Piece]]:
     """Assign each piece, largest first, to the smallest fragment so far."""
-    heap = [(sum(piece.numel for piece in held), place) for place, held in enumerate(into)]
+    heap = [(sum(piece.numel for piece in assigned), place) for place, assigned in enumerate(into)]
     heapq.heapify(heap)
     for piece in sorted(pieces, key=lambda piece: (-piece.numel, piece.tensor, piece.start)):
         size, place = heap[0]
@@ -254,11 +256,11 @@ def _distribute_layers(pieces: Sequence[Piece], fragments: int) -> list[list[Pie
     layers: dict[tuple[str, int], list[Piece]] = {}
     others: list[Piece] = []
     for piece in pieces:
-        found = _LAYER.match(piece.tensor)
-        if found is None:
+        match = _LAYER.match(piece.tensor)
+        if match is None:
             others.append(piece)
         else:
-            layers.setdefault((found["stack"], int(found["index"][:18])), []).append(piece)
+            layers.setdefault((match["stack"], int(match["index"][:18])), []).append(piece)
     into: list[list[Piece]] = [[] for _ in range(min(fragments, len(layers) + len(others)))]
     for place, layer in enumerate(sorted(layers)):
         into[place % len(into)] += layers[layer]
@@ -312,13 +314,13 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     model = _unwrapped(model)
     names: dict[int, tuple[str, Tensor]] = {}
-    found: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    candidates: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             is_persistent = name not in module._non_persistent_buffers_set
             if is_persistent and (buffer.is_floating_point() or buffer.is_complex()):
-                found.append((f"{prefix}.{name}" if prefix else name, buffer))
-    for name, tensor in found:
+                candidates.append((f"{prefix}.{name}" if prefix else name, buffer))
+    for name, tensor in candidates:
         if is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet; run the model once before the learner is made")
         plain = canonical_name(name)
@@ -379,16 +381,18 @@ def describe_tensors(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[
         elif id(tensor) in embedding_ids:
             kind = "embedding"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if kind != "frozen" and dtype not in _TRAVELLING_DTYPES:
+        if kind != "frozen" and dtype not in _SYNCED_DTYPES:
             raise ValueError(_describe_refused_dtype(name, dtype, kind))
         infos.append(TensorInfo(name, tuple(tensor.shape), dtype, kind, digest))
     if not any(info.is_synced for info in infos):
-        raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
+        raise ValueError(
+            "this model has nothing to synchronize: it has no trainable parameter and no floating-point buffer"
+        )
     return tuple(infos)
 
 
 def _describe_refused_dtype(name: str, dtype: str, kind: str) -> str:
-    synced = f"keep it in {', '.join(_TRAVELLING_DTYPES)}"
+    synced = f"keep it in {', '.join(_SYNCED_DTYPES)}"
     if dtype.startswith("complex"):
         synced = "register torch.view_as_real of it, and use torch.view_as_complex of that in forward"
     local = "register it with persistent=False" if kind == "buffer" else "freeze it"
@@ -447,33 +451,33 @@ def _check_plan(plan: FragmentPlan) -> None:
     names = [tensor.name for tensor in plan.tensors]
     if names != sorted(set(names)):
         raise ValueError("the tensors of a fragment plan are not sorted by name, or one is there twice")
-    held: dict[str, list[Piece]] = {}
+    by_tensor: dict[str, list[Piece]] = {}
     for fragment, pieces in enumerate(plan.fragments):
         if not pieces:
             raise ValueError(f"fragment {fragment} of the plan is empty")
         if list(pieces) != sorted(pieces):
             raise ValueError(f"the pieces of fragment {fragment} are not sorted by tensor and row")
         for piece in pieces:
-            held.setdefault(piece.tensor, []).append(piece)
+            by_tensor.setdefault(piece.tensor, []).append(piece)
     total = 0
     for tensor in plan.tensors:
-        mine = sorted(held.pop(tensor.name, []), key=lambda piece: piece.start)
+        own_pieces = sorted(by_tensor.pop(tensor.name, []), key=lambda piece: piece.start)
         if not tensor.is_synced:
-            if mine:
-                raise ValueError(f"{tensor.name} does not travel, yet a fragment holds it")
+            if own_pieces:
+                raise ValueError(f"{tensor.name} is frozen, yet a fragment holds it")
             continue
         at = 0
-        for piece in mine:
+        for piece in own_pieces:
             if piece.start != at or piece.stop <= at or piece != _make_piece(tensor, piece.start, piece.stop):
                 raise ValueError(f"row {at} of {tensor.name} is not in exactly one fragment")
             at = piece.stop
         if at != tensor.rows:
             raise ValueError(f"the fragments hold {at} of {tensor.rows} rows of {tensor.name}")
         total += tensor.numel
-    if held:
-        raise ValueError(f"the plan has no tensor {min(held)!r}, yet a fragment holds it")
+    if by_tensor:
+        raise ValueError(f"the plan has no tensor {min(by_tensor)!r}, yet a fragment holds it")
     if total == 0:
-        raise ValueError("the fragment plan is empty: nothing travels")
+        raise ValueError("the fragment plan is empty: it has no tensor to synchronize")
     if total > MAX_NUMEL:
         raise ValueError(f"the fragment plan has {total:,} values; the maximum is {MAX_NUMEL:,}")
 
@@ -500,8 +504,8 @@ def _read_tensor(raw: object) -> TensorInfo:
         raise ValueError(f"{name} has no kind out of {', '.join(TENSOR_KINDS)}")
     if not isinstance(dtype, str) or not re.fullmatch(r"[a-z0-9_]{1,30}", dtype):
         raise ValueError(f"the dtype of {name} is not the name of one")
-    if kind != "frozen" and dtype not in _TRAVELLING_DTYPES:
-        raise ValueError(f"{name} has dtype {dtype}; only tensors of {', '.join(_TRAVELLING_DTYPES)} travel")
+    if kind != "frozen" and dtype not in _SYNCED_DTYPES:
+        raise ValueError(f"{name} has dtype {dtype}; only tensors of {', '.join(_SYNCED_DTYPES)} can be synchronized")
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}" if kind == "frozen" else "", digest):
         raise ValueError(f"the digest of {name} is not what a {kind} tensor has")
     return TensorInfo(name, tuple(shape), dtype, kind, digest)

@@ -80,10 +80,10 @@ class NormTracker:
         """
         if not self._of_buffers:
             return codec.examine(data, numel)
-        found = float(torch.linalg.vector_norm(codec.decode(data, numel).double()))
-        if not math.isfinite(found):
+        norm = float(torch.linalg.vector_norm(codec.decode(data, numel).double()))
+        if not math.isfinite(norm):
             return f"not finite: {numel} values of buffers hold NaN or inf", 0.0
-        return None, found
+        return None, norm
 
     def normalized_norm(self, norm: float, steps: int) -> float:
         """Return the size of a contribution with this norm: norm / sqrt(steps), or the norm for buffers."""
@@ -146,41 +146,45 @@ class NonFiniteCounts(NamedTuple):
         return NonFiniteCounts(self.tensor, self.kind, *sums, max(self.max_finite, more.max_finite))
 
     def __str__(self) -> str:
-        found = [f"{count} {what}" for count, what in ((self.nan_count, "NaN"), (self.inf_count, "infinite")) if count]
-        return f"{self.tensor!r} ({self.kind}): {' and '.join(found)} of {self.numel} values"
+        counts = [f"{count} {what}" for count, what in ((self.nan_count, "NaN"), (self.inf_count, "infinite")) if count]
+        return f"{self.tensor!r} ({self.kind}): {' and '.join(counts)} of {self.numel} values"
 
 
-def find_nonfinite_in_fragment(plan: FragmentPlan, p: int, by: Codec, data: Tensor) -> str:
+def find_nonfinite_in_fragment(plan: FragmentPlan, p: int, codec: Codec, data: Tensor) -> str:
     """Name the tensors of encoded values that `Codec.examine` refuses."""
     numel, data = plan.numel(p), ensure_aligned(data)
     scratch = Scratch(numel)
     counted: dict[str, NonFiniteCounts] = {}
     for piece, first, last in plan.spans(p):
-        for begin, end in chunk_ranges(first // by.block_size * by.block_size, last):
-            values = scratch.values[: min(-(-end // by.block_size) * by.block_size, numel) - begin]
-            by.decode_chunk(data, numel, begin, values, scratch)
-            found = NonFiniteCounts.from_tensor(piece.tensor, piece.kind, values[max(first - begin, 0) : end - begin])
-            counted[piece.tensor] = counted[piece.tensor].combine(found) if piece.tensor in counted else found
+        for begin, end in chunk_ranges(first // codec.block_size * codec.block_size, last):
+            values = scratch.values[: min(-(-end // codec.block_size) * codec.block_size, numel) - begin]
+            codec.decode_chunk(data, numel, begin, values, scratch)
+            counts = NonFiniteCounts.from_tensor(piece.tensor, piece.kind, values[max(first - begin, 0) : end - begin])
+            counted[piece.tensor] = counted[piece.tensor].combine(counts) if piece.tensor in counted else counts
     named = _named(counted.values())
     if not named:
         worst = max(counted.values(), key=lambda each: each.max_finite)
         return f"{worst.tensor!r} ({worst.kind}): values up to {worst.max_finite:.3g}, too large to sum their squares"
     return named + (
-        f"; counted in blocks of {by.block_size} values, as {by.name} encodes them" if by.block_size > 1 else ""
+        f"; counted in blocks of {codec.block_size} values, as {codec.name} encodes them"
+        if codec.block_size > 1
+        else ""
     )
 
 
 def find_nonfinite_in_model(model: nn.Module) -> str:
     """Name the tensors with NaN or infinity in this process; empty if all values are finite."""
     named = named_tensors(model).items()
-    kinds = {name: "parameter" if isinstance(held, nn.Parameter) else "buffer" for name, held in named}
-    return _named(NonFiniteCounts.from_tensor(name, kinds[name], local_tensor(held).detach()) for name, held in named)
+    kinds = {name: "parameter" if isinstance(tensor, nn.Parameter) else "buffer" for name, tensor in named}
+    return _named(
+        NonFiniteCounts.from_tensor(name, kinds[name], local_tensor(tensor).detach()) for name, tensor in named
+    )
 
 
 def _named(counted: Iterable[NonFiniteCounts]) -> str:
-    found = [str(each) for each in counted if each.nan_count or each.inf_count]
-    more = f" and {len(found) - MAX_NAMED_TENSORS} more" if len(found) > MAX_NAMED_TENSORS else ""
-    return ", ".join(found[:MAX_NAMED_TENSORS]) + more
+    names = [str(each) for each in counted if each.nan_count or each.inf_count]
+    more = f" and {len(names) - MAX_NAMED_TENSORS} more" if len(names) > MAX_NAMED_TENSORS else ""
+    return ", ".join(names[:MAX_NAMED_TENSORS]) + more
 
 
 class TrimmedMean:

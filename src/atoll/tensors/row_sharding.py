@@ -124,14 +124,14 @@ def shard_fragment(plan: FragmentPlan, fragment: int, rank_boxes: Sequence[Boxes
 def _find_row_ranges(plan: FragmentPlan, fragment: int, rank_boxes: Sequence[Boxes]) -> list[RowRange]:
     result: list[RowRange] = []
     for windows_of_piece in zip(*(shard_windows(plan, fragment, boxes) for boxes in rank_boxes), strict=True):
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        holders: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for rank, window in enumerate(windows_of_piece):
             count = window.packed_end - window.packed_begin
             if count:
                 row = (window.end - window.begin) // window.shape[0]
                 begin = window.begin + window.slices[0].start * row
-                found.setdefault((begin, begin + count), []).append((rank, window.packed_begin))
-        for (begin, end), replicas in sorted(found.items()):
+                holders.setdefault((begin, begin + count), []).append((rank, window.packed_begin))
+        for (begin, end), replicas in sorted(holders.items()):
             (rank, first), *others = replicas
             result.append(RowRange(begin, end, rank, first, tuple(others)))
     return result
@@ -204,58 +204,60 @@ class ByteLayout(NamedTuple):
 
     def to_global(self, begin: int, end: int) -> list[BytePart]:
         """Map a range of the rank's own bytes to the whole fragment. The padding between strips is left out."""
-        found = []
+        ranges = []
         for part in self.parts:
             low, high = max(begin, part.local_begin), min(end, part.local_begin + part.size)
             if low < high:
-                found.append(BytePart(part.begin + low - part.local_begin, low, high - low))
-        return found
+                ranges.append(BytePart(part.begin + low - part.local_begin, low, high - low))
+        return ranges
 
     def to_local(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Map a range of the whole fragment to ranges of the rank's own bytes."""
-        found = []
+        ranges = []
         for part in self.parts:
             low, high = max(begin, part.begin), min(end, part.begin + part.size)
             if low < high:
-                found.append((part.local_begin + low - part.begin, part.local_begin + high - part.begin))
-        return found
+                ranges.append((part.local_begin + low - part.begin, part.local_begin + high - part.begin))
+        return ranges
 
 
-def make_byte_layout(by: Codec, numel: int, strips: Sequence[EncodeRange]) -> ByteLayout:
+def make_byte_layout(codec: Codec, numel: int, strips: Sequence[EncodeRange]) -> ByteLayout:
     size = 0
     starts: list[int] = []
     parts: list[BytePart] = []
     for strip in strips:
         count = strip.end - strip.begin
         starts.append(size)
-        own_ranges = by.byte_ranges(count, 0, count)
-        for (begin, end), (own, _) in zip(by.byte_ranges(numel, strip.begin, strip.end), own_ranges, strict=True):
+        own_ranges = codec.byte_ranges(count, 0, count)
+        for (begin, end), (own, _) in zip(codec.byte_ranges(numel, strip.begin, strip.end), own_ranges, strict=True):
             if begin < end:
                 parts.append(BytePart(begin, size + own, end - begin))
-        size += -(-by.encoded_size(count) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size += -(-codec.encoded_size(count) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return ByteLayout(size, tuple(starts), tuple(parts))
 
 
 class ShardEncoder:
     """Encodes the strips of one fragment at one rank, each with its own error feedback."""
 
-    def __init__(self, up: Codec, numel: int, strips: Sequence[EncodeRange]) -> None:
+    def __init__(self, codec: Codec, numel: int, strips: Sequence[EncodeRange]) -> None:
         self._numel = numel
         self._strips = strips
-        self._feedbacks = [ErrorFeedback(up, strip.end - strip.begin) for strip in strips]
+        self._feedbacks = [ErrorFeedback(codec, strip.end - strip.begin) for strip in strips]
 
     @property
     def host_bytes(self) -> int:
         return sum(2 * feedback.residual.nbytes for feedback in self._feedbacks)
 
-    def encode(self, x: Tensor, by: Codec) -> tuple[ByteLayout, Tensor]:
+    def encode(self, x: Tensor, codec: Codec) -> tuple[ByteLayout, Tensor]:
         """Encode `x`, the concatenated values of all strips."""
-        layout = make_byte_layout(by, self._numel, self._strips)
+        layout = make_byte_layout(codec, self._numel, self._strips)
         data = torch.empty(layout.size, dtype=torch.uint8)
         for strip, start, feedback in zip(self._strips, layout.starts, self._feedbacks, strict=True):
             count = strip.end - strip.begin
             feedback.encode(
-                x[strip.buffer_begin : strip.buffer_begin + count], data[start : start + by.encoded_size(count)], by
+                x[strip.buffer_begin : strip.buffer_begin + count],
+                data[start : start + codec.encoded_size(count)],
+                codec,
             )
         return layout, data
 
@@ -264,12 +266,12 @@ class ShardEncoder:
             feedback.settle(sent)
 
 
-def covering_ranges(by: Codec, numel: int, row_ranges: Sequence[RowRange]) -> list[EncodeRange]:
+def covering_ranges(codec: Codec, numel: int, row_ranges: Sequence[RowRange]) -> list[EncodeRange]:
     """Return the blocks that contain these values. Row ranges with a small gap share one range."""
     result: list[EncodeRange] = []
     for row_range in row_ranges:
-        begin = row_range.begin // by.block_size * by.block_size
-        end = min(numel, -(-row_range.end // by.block_size) * by.block_size)
+        begin = row_range.begin // codec.block_size * codec.block_size
+        end = min(numel, -(-row_range.end // codec.block_size) * codec.block_size)
         if result and begin <= result[-1].end + merge_threshold(numel):
             result[-1] = result[-1]._replace(end=max(end, result[-1].end))
         else:
@@ -278,7 +280,7 @@ def covering_ranges(by: Codec, numel: int, row_ranges: Sequence[RowRange]) -> li
 
 
 def apply_rows(
-    by: Codec,
+    codec: Codec,
     strips: Sequence[EncodeRange],
     layout: ByteLayout,
     data: Tensor,
@@ -293,18 +295,18 @@ def apply_rows(
         old: Packed values before the update; None if the update is the values themselves.
         out: Packed values after the update.
     """
-    if old is None and not by.is_lossless:
-        raise ValueError(f"an update in {by.name} needs the value that it is added to")
+    if old is None and not codec.is_lossless:
+        raise ValueError(f"an update in {codec.name} needs the value that it is added to")
     scratch = Scratch(max((strip.end - strip.begin for strip in strips), default=0))
     for strip, start in zip(strips, layout.starts, strict=True):
         count = strip.end - strip.begin
-        encoded = data[start : start + by.encoded_size(count)]
+        encoded = data[start : start + codec.encoded_size(count)]
         for begin in range(0, count, CHUNK_NUMEL):
             decoded = scratch.values[: min(CHUNK_NUMEL, count - begin)]
-            by.decode_chunk(encoded, count, begin, decoded, scratch)
+            codec.decode_chunk(encoded, count, begin, decoded, scratch)
             for low, high, first in _within(row_ranges, strip.begin + begin, strip.begin + begin + decoded.numel()):
                 part, at = decoded[low:high], slice(first, first + high - low)
-                if old is None or by.is_lossless:
+                if old is None or codec.is_lossless:
                     out[at].copy_(part)
                 else:
                     torch.add(old[at], part, out=out[at])

@@ -80,7 +80,12 @@ class SyncerFragment:
         self._round: RoundId | None = None
 
     def accumulate(
-        self, round_id: RoundId, accepted: AcceptedContribution, data: Tensor, up: str, norm: float | None = None
+        self,
+        round_id: RoundId,
+        accepted: AcceptedContribution,
+        data: Tensor,
+        codec_name: str,
+        norm: float | None = None,
     ) -> None:
         """Add a contribution to the sums of a round. `norm`: result of `NormTracker.examine`, if it was called."""
         if self._sums is None:
@@ -90,12 +95,12 @@ class SyncerFragment:
             self._sizes = []
             self._accumulated = []
             self._round = round_id
-        coder = get_codec(up)
+        codec = get_codec(codec_name)
         if norm is None:
-            norm = self.norm_tracker.examine(coder, data, self._plan.numel(self.id))[1]
+            norm = self.norm_tracker.examine(codec, data, self._plan.numel(self.id))[1]
         size = self.norm_tracker.normalized_norm(norm, accepted.steps)
         scale = self.norm_tracker.clip_factor(size, self._norm_clip)
-        self._sums.add_encoded(coder, data, accepted.weight, scale, norm if coder.has_exact_norm else None)
+        self._sums.add_encoded(codec, data, accepted.weight, scale, norm if codec.has_exact_norm else None)
         self._sizes.append(size)
         self._accumulated.append((accepted, scale))
 
@@ -105,12 +110,12 @@ class SyncerFragment:
             self._sums.reset()
             self._round = None
 
-    def merge(self, round_id: RoundId, contributions: int, down: str | None = None) -> None:
+    def merge(self, round_id: RoundId, contributions: int, codec_name: str | None = None) -> None:
         """Take the outer step and compute the next published value, which is served after `mark_durable`.
 
         Args:
             contributions: Expected number of contributions.
-            down: Codec of the update; None for that of the run.
+            codec_name: Codec of the update; None for that of the run.
         """
         assert self._round == round_id and self._sums is not None, f"nothing of {round_id} was accumulated"
         assert self._sums.count == contributions, f"{self._sums.count} sums where {contributions} were sealed"
@@ -123,12 +128,12 @@ class SyncerFragment:
         value = self._spare_buffer if self._spare_buffer is not None else torch.empty_like(self.served.value)
         self._spare_buffer = None
         value.copy_(self.served.value)
-        down = down if down is not None else self._numerics.download_codecs[0]
-        assert down in self._numerics.download_codecs, f"updates of this run do not travel in {down}"
-        by = get_codec(*self._plan.allowed_codecs(self.id, (down,)))
-        published = PublishedValue(by, value)
+        codec_name = codec_name if codec_name is not None else self._numerics.download_codecs[0]
+        assert codec_name in self._numerics.download_codecs, f"updates of this run are not encoded in {codec_name}"
+        codec = get_codec(*self._plan.allowed_codecs(self.id, (codec_name,)))
+        published = PublishedValue(codec, value)
         update = published.advance(self.outer_optimizer.value)
-        self.merged = ServedVersion(round_id.base + 1, value, tensor_digest(value), round_id.base, update, by.name)
+        self.merged = ServedVersion(round_id.base + 1, value, tensor_digest(value), round_id.base, update, codec.name)
         self.stats = MergeStats(
             tuple(accepted for accepted, _ in self._accumulated),
             norms,
@@ -145,10 +150,10 @@ class SyncerFragment:
 
         They do not change before `mark_durable`.
         """
-        found = self.merged if self.merged is not None else self.served
-        assert found.version == version, f"fragment {self.id}: version {version} was not merged"
+        version_state = self.merged if self.merged is not None else self.served
+        assert version_state.version == version, f"fragment {self.id}: version {version} was not merged"
         state = {
-            "published": found.value,
+            "published": version_state.value,
             "precise": self.outer_optimizer.value,
             "usual": self.norm_tracker.state_tensor(),
         }

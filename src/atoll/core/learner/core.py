@@ -260,13 +260,14 @@ class LearnerCore:
         state = self.state
         return bool(state.pulls or state.arrivals or state.snapshot_due or state.state_transfers)
 
-    def hears(self, envelope: Envelope) -> bool:
+    def is_current(self, envelope: Envelope) -> bool:
         """Return whether the core would accept this message now. The driver drops the values of other messages."""
         return self.state.link is ConnectionState.UP and self.connection.is_current(envelope)
 
     # ---------------------------------------------------------------------------------------------------- showing
 
-    def line(self, p: FragmentId) -> LedgerLine:
+    def fragment_totals(self, p: FragmentId) -> LedgerLine:
+        """Return the token totals of one fragment."""
         state = self.state
         dropped = {"overwritten-on-adopt": state.dropped[p]} if state.dropped[p] else {}
         return LedgerLine(state.trained, state.settled[p] - state.dropped[p], state.trained - state.settled[p], dropped)
@@ -287,7 +288,7 @@ class LearnerCore:
             tuple(state.received.values()),
             tuple(state.pulls),
             tuple(state.copies),
-            tuple(self.line(p) for p in state.fragments),
+            tuple(self.fragment_totals(p) for p in state.fragments),
             str(state.reason),
         )
 
@@ -298,7 +299,8 @@ class LearnerCore:
             assert (p in state.arrivals) == (state.received[p] > state.versions[p]), (
                 f"fragment {p}: arrivals do not match"
             )
-            assert self.line(p).is_balanced(), f"fragment {p}: ledger out of balance, {self.line(p)}"
+            totals = self.fragment_totals(p)
+            assert totals.is_balanced(), f"fragment {p}: ledger out of balance, {totals}"
             assert state.base_step[p] <= state.step
             copy = state.copies.get(p)
             if copy is not None:

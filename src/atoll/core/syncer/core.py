@@ -62,12 +62,12 @@ class FragmentView(NamedTuple):
     version: int
     phase: str
     attempt: int
-    asked: int
+    pulled: int
     contributions: int
     waiting_for: tuple[int, ...]
     last_contributors: tuple[int, ...]
     reason: str
-    away: bool  # its shard is unavailable: nothing is merged, whatever the phase
+    unavailable: bool  # its shard is unavailable: nothing is merged, whatever the phase
 
 
 class MemberView(NamedTuple):
@@ -81,7 +81,7 @@ class MemberView(NamedTuple):
 
 
 class SyncerView(NamedTuple):
-    """State of the syncer for display. `alive`, `asked` (pulled) and `merged` are three different counts."""
+    """State of the syncer for display. `alive`, `pulled` and `merged` are three different counts."""
 
     epoch: int
     stage: str
@@ -343,7 +343,7 @@ class SyncerCore:
             sync_s=state.sync_time().mean,
             fragments=tuple(self._view_fragment(f) for f in state.fragments.values()),
             members=tuple(self._view_member(m) for _, m in sorted(state.members.items())),
-            ledger=tuple(state.ledger.line(p) for p in state.fragments),
+            ledger=tuple(state.ledger.fragment_totals(p) for p in state.fragments),
             leases=state.leases.sums(),
             ignored=dict(sorted(state.ignored.items())),
         )
@@ -432,8 +432,8 @@ class SyncerCore:
             assert not f.unavailable or f.id not in state.unsaved, f"fragment {f.id}: unsaved without its shard"
             if f.round is not None:
                 assert f.round.base == f.version, f"fragment {f.id}: round on {f.round.base}, version {f.version}"
-            line = state.ledger.line(f.id)
-            assert line.is_balanced(), f"fragment {f.id}: ledger out of balance, {line}"
+            totals = state.ledger.fragment_totals(f.id)
+            assert totals.is_balanced(), f"fragment {f.id}: ledger out of balance, {totals}"
         for m in state.members.values():
             assert set(m.unacked) <= set(state.fragments)
             assert m.state in (MemberState.JOINING, MemberState.LIVE, MemberState.SUSPECT) or not m.unacked

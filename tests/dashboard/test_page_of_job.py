@@ -1,4 +1,4 @@
-"""`--dash` beside a job: what was said of the page is checked before anything begins, and reaches it."""
+"""`--dash` next to a job: its options are validated before the job starts, and reach the page."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ WAIT_S = 300.0
 
 @pytest.mark.parametrize("command", ["train", "syncer"])
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (["--rules", "{rules}"], "--rules has no effect without --dash"),
-        (["--dash", "--rules", "{rules}"], "there is no rule 'gone'"),
+        (["--dash", "--rules", "{rules}"], "unknown rule 'gone'"),
     ],
 )
-def test_a_slip_is_told_before_anything_begins(tmp_path, capsys, command, words, said):
+def test_invalid_dashboard_options_are_refused_before_start(tmp_path, capsys, command, options, message):
     rules = tmp_path / "rules.toml"
     rules.write_text("gone = 3\n")
     out = tmp_path / "run"
-    assert main([command, "--out", str(out), *(word.format(rules=rules) for word in words)]) == 2
-    assert said in capsys.readouterr().err
+    assert main([command, "--out", str(out), *(option.format(rules=rules) for option in options)]) == 2
+    assert message in capsys.readouterr().err
     assert not out.exists()
 
 
 @pytest.mark.long
-def test_rules_reach_the_page(tmp_path, capfd):
-    """Learner 2 is dead for 20 s: by these rules that is an alert, by those without a file it is not."""
+def test_rules_apply_to_page_of_job(tmp_path, capfd):
+    """Learner 2 is down for 20 s: an alert by these rules, and none by the default ones."""
     tiny = TinyRun().run_until(10.0)
     tiny.kill(2)
     run = tiny.run_until(30.0).save(tmp_path / "run")
@@ -52,4 +52,4 @@ def alerts_on_the_page(page: DashboardOptions, run: Path, capfd: pytest.CaptureF
             for line in events:
                 if line.startswith(b"data: ") and (shown := json.loads(line.removeprefix(b"data: ")))["islands"]:
                     return {(each["rule"], each["subject"]) for each in shown["alerts"] if each["rule"] != "stale"}
-    raise AssertionError("the page has shown no run")
+    raise AssertionError("the page did not show the run")

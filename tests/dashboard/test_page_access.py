@@ -1,4 +1,4 @@
-"""The page with controls and a token, on a phone, from the keyboard, in both themes."""
+"""Access to the page: controls, the token, small screens, the keyboard, both themes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import pytest
 
 from tests.dashboard.fake_dashboard import FakeDashboard
 from tests.dashboard.fake_run import FakeRun
-from tests.dashboard.page_helpers import NO_ANSWER, card, poor_contrast, settled, until, without_a_name
+from tests.dashboard.page_helpers import (
+    CONNECTION_ERRORS,
+    card,
+    find_poor_contrast,
+    find_unnamed_controls,
+    wait_for_render,
+    wait_until,
+)
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
 expect = playwright.expect
@@ -21,29 +28,29 @@ def dash(serve):
 # Controls and the token
 
 
-def test_without_a_reachable_syncer_there_are_no_controls(dash, visit):
+def test_controls_are_hidden_without_reachable_syncer(dash, visit):
     page = visit(dash.url)
     expect(page.locator("#now-0 .card")).to_have_count(4)
     expect(page.locator("#controls")).to_be_hidden()
     expect(page.locator("#nav [data-to=controls]")).to_be_hidden()
 
 
-def test_a_control_is_asked_twice_and_signed(serve, visit):
+def test_control_needs_confirmation_and_is_signed(serve, visit):
     dash = serve(FakeDashboard(FakeRun(controls=True, now=60.0), token="open sesame"))
-    page = visit(f"{dash.url}#token=open%20sesame", allow=NO_ANSWER)
+    page = visit(f"{dash.url}#token=open%20sesame", allow=CONNECTION_ERRORS)
     expect(page.locator("#controls")).to_be_visible()
     assert page.evaluate("location.hash") == ""
     page.get_by_label("Signed").fill("Ada")
     page.get_by_role("button", name="Pause", exact=True).click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("Every learner stops after its step and waits.")
+    expect(dialog).to_contain_text("All learners pause after their current step.")
     assert page.evaluate("document.activeElement.textContent") == "No"
     dialog.get_by_role("button", name="No").click()
     expect(dialog).to_be_hidden()
     assert dash.runs[0].done == []
     page.get_by_role("button", name="Pause", exact=True).click()
     dialog.get_by_role("button", name="Yes, pause").click()
-    expect(page.locator("#toasts")).to_contain_text("done: Every learner stops")
+    expect(page.locator("#toasts")).to_contain_text("done: All learners pause")
     expect(card(page, 1)).to_contain_text("paused")
     expect(page.get_by_role("button", name="Resume")).to_be_visible()
     assert [(one["action"], one["requested_by"], one.get("confirmed")) for one in dash.controls] == [
@@ -54,13 +61,13 @@ def test_a_control_is_asked_twice_and_signed(serve, visit):
 
 
 @pytest.mark.long
-def test_a_quorum_that_is_being_typed_is_not_overwritten(serve, visit):
+def test_update_does_not_overwrite_edited_quorum(serve, visit):
     dash = serve(FakeDashboard(FakeRun(controls=True, now=60.0)))
-    page = visit(dash.url, allow=NO_ANSWER)
+    page = visit(dash.url, allow=CONNECTION_ERRORS)
     page.get_by_label("Quorum", exact=True).fill("3")
     dash.change(now=61.0)
-    until(page, "atollPage.columns[0].newest.to === 61")
-    settled(page)
+    wait_until(page, "atollPage.columns[0].newest.to === 61")
+    wait_for_render(page)
     expect(page.get_by_label("Quorum", exact=True)).to_have_value("3")
     page.get_by_role("button", name="Set the quorum").click()
     page.get_by_role("dialog").get_by_role("button", name="Yes, quorum").click()
@@ -70,12 +77,12 @@ def test_a_quorum_that_is_being_typed_is_not_overwritten(serve, visit):
     expect(page.locator("#toasts")).to_contain_text("quorum cannot be 9")
     page.locator("#controls select").select_option("3")
     page.get_by_role("button", name="Drain").click()
-    expect(page.get_by_role("dialog")).to_contain_text("Learner 3 hands in what it has")
+    expect(page.get_by_role("dialog")).to_contain_text("Learner 3 leaves for good.")
     page.keyboard.press("Escape")
     assert [one["action"] for one in dash.runs[0].done] == ["quorum"]
 
 
-def test_nothing_is_controlled_from_the_past(serve, visit):
+def test_controls_are_disabled_during_time_travel(serve, visit):
     dash = serve(FakeDashboard(FakeRun(controls=True, now=60.0)))
     page = visit(dash.url)
     expect(page.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
@@ -84,30 +91,30 @@ def test_nothing_is_controlled_from_the_past(serve, visit):
     expect(page.locator("#controls")).to_contain_text("go back to live first")
 
 
-def test_a_page_without_the_token_asks_for_it(serve, visit):
+def test_page_without_token_requests_it(serve, visit):
     dash = serve(FakeDashboard(FakeRun(now=60.0), token="open sesame"))
-    page = visit(dash.url, allow=NO_ANSWER)
+    page = visit(dash.url, allow=CONNECTION_ERRORS)
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("The run's token")
     page.keyboard.type("open barley")
     page.keyboard.press("Enter")
-    expect(dialog).to_contain_text("not the right one")
+    expect(dialog).to_contain_text("The token is not valid")
     page.keyboard.type("open sesame")
     page.keyboard.press("Enter")
     expect(page.locator("#now-0 .card")).to_have_count(4)
     page.reload()
     expect(page.locator("#now-0 .card")).to_have_count(4)
-    assert not [path for path in dash.requests if "sesame" in path], "a token never travels in an address"
+    assert not [path for path in dash.requests if "sesame" in path], "a token is never part of a URL"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# For everybody
+# Small screens, themes, keyboard, contrast
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("learners", [4, 64])
-def test_a_phone_shows_all_without_scrolling_sideways(serve, visit, learners, theme):
+def test_phone_needs_no_horizontal_scrolling(serve, visit, learners, theme):
     run = FakeRun(learners=learners, now=75.0, controls=True, fragments=24)
     run.log_tail = "x" * 400
     dash = serve(FakeDashboard(run, FakeRun(name="a-very-long-name-of-a-run-" * 5)))
@@ -117,7 +124,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(serve, visit, learners, th
     expect(page.locator("[data-group=loss] .uplot")).to_be_visible()
     for view in ("A", "B", "both"):
         page.locator(f"#switch [data-view={view}]").click()
-        settled(page)
+        wait_for_render(page)
         assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.keyboard.press("s")
     expect(page.locator("#story .lines li").first).to_be_visible()
@@ -125,7 +132,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(serve, visit, learners, th
 
 
 @pytest.mark.long
-def test_the_theme_follows_the_system_until_one_is_chosen(dash, visit):
+def test_theme_follows_system_until_selected(dash, visit):
     page = visit(dash.url, color_scheme="dark")
     expect(page.locator("html")).to_have_attribute("data-theme-now", "dark")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -136,7 +143,7 @@ def test_the_theme_follows_the_system_until_one_is_chosen(dash, visit):
     expect(page.locator("html")).to_have_attribute("data-theme-now", "light")
 
 
-def test_the_keyboard_reaches_everything_and_says_how(dash, visit):
+def test_keyboard_reaches_everything(dash, visit):
     page = visit(dash.url)
     expect(page.locator("#now-0 .card")).to_have_count(4)
     page.keyboard.press("?")
@@ -154,13 +161,13 @@ def test_the_keyboard_reaches_everything_and_says_how(dash, visit):
     unreachable = page.evaluate("""() => [...document.querySelectorAll("button, input, select, a, summary")]
         .filter((some) => some.tabIndex < 0).map((some) => some.outerHTML)""")
     assert unreachable == []
-    assert without_a_name(page) == []
+    assert find_unnamed_controls(page) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_has_contrast(dash, visit, theme):
+def test_text_has_sufficient_contrast(dash, visit, theme):
     page = visit(dash.url, color_scheme=theme)
     dash.change(now=75.0)
-    expect(card(page, 3)).to_contain_text("gone")
-    assert poor_contrast(page) == []
+    expect(card(page, 3)).to_contain_text("lost")
+    assert find_poor_contrast(page) == []

@@ -1,12 +1,12 @@
-"""Tests as conversations: tell a core what happened and when, and compare what it does about it.
+"""Test harness of the cores: send events with their times, and compare the effects.
 
-Every event and effect is printed as it happens, and pytest shows that when a test fails: every failure has its story.
-Effects are compared in their encoded form, because named tuples of different types with equal fields are equal.
+Every event and effect is printed when it is handled, so pytest shows the whole story of a failed test.
+Effects are compared in their encoded form, which includes the type.
 
-    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
-    one = talk.joined(1)
+    harness = SyncerHarness(RunConfig(fragments=1, every_steps=2))
+    one = harness.joined(1)
     one.reports(1.0, step=1)
-    talk.expect(talk.to(1, Pull(RoundId(0, 0, 1, 1))))
+    harness.expect(harness.to(1, Pull(RoundId(0, 0, 1, 1))))
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ from atoll.tape.format import encode
 T = TypeVar("T")
 
 TOKENS = 100
-"""Per step, where a test does not say otherwise."""
+"""Tokens of one step, by default."""
 
 
-def form(effect: Any) -> str:
-    """What two effects are compared by. The clock of an envelope counts calls; it has tests of its own."""
+def comparable(effect: Any) -> str:
+    """Return the comparable form of an effect, without the vector clock of its envelope."""
     if isinstance(effect, Send):
         return encode(Send(structs.replace(effect.envelope, tick=0, seen_tick=0)))
     return encode(effect)
 
 
-class Talk:
-    """A core, the time, and the story so far."""
+class Harness:
+    """A core, its clock, and the events and effects so far."""
 
     def __init__(self, core: Any) -> None:
         self.core = core
         self.now = 0.0
         self.effects: list[Any] = []  # effects of the last event
-        self.done: list[Any] = []  # and about everything
+        self.done: list[Any] = []  # effects of all events
         self.story: list[str] = []
-        self.sentences: list[str] = []  # every reason that was ever given
-        self.awaited: list[Any] = []  # effects that want an answer and have none yet
+        self.sentences: list[str] = []  # reasons of all effects
+        self.awaited: list[Any] = []  # effects without a reply so far
 
     def handle(self, at: float, event: Event) -> list[Any]:
         self.now = at
@@ -106,8 +106,8 @@ class Talk:
         self.story.append(line)
         print(line)
 
-    def fires(self, until: float) -> list[Any]:
-        """Let every timer fire that is due by `until`, each at its own time; all that was done about them."""
+    def fire_timers(self, until: float) -> list[Any]:
+        """Fire every timer that is due by `until`, each at its own time. Return all effects."""
         done: list[Any] = []
         for _ in range(10_000):
             deadline = self.core.next_deadline()
@@ -115,7 +115,7 @@ class Talk:
                 break
             done += self.handle(deadline, TimerFired())
         else:
-            raise AssertionError(f"timers fire for ever at {self.core.next_deadline()}")
+            raise AssertionError(f"timers fire forever at {self.core.next_deadline()}")
         self.now = until
         self.effects = done
         return done
@@ -124,13 +124,13 @@ class Talk:
 
     def expect(self, *effects: Any) -> None:
         """Assert that the last event led to exactly these effects, in this order."""
-        got, wanted = [form(e) for e in self.effects], [form(e) for e in effects]
-        if got != wanted:
-            lines = [f"  got      {line}" for line in got] + [f"  expected {line}" for line in wanted]
-            raise AssertionError("\n".join(["other effects than expected, the story is printed above:", *lines]))
+        actual, expected = [comparable(e) for e in self.effects], [comparable(e) for e in effects]
+        if actual != expected:
+            lines = [f"  got      {line}" for line in actual] + [f"  expected {line}" for line in expected]
+            raise AssertionError("\n".join(["other effects than expected; the story is printed above:", *lines]))
 
     def of(self, kind: type[T]) -> list[T]:
-        """Effects of one type among what was done last."""
+        """Return the effects of this type among those of the last event."""
         return [effect for effect in self.effects if type(effect) is kind]
 
     def one(self, kind: type[T]) -> T:
@@ -139,12 +139,12 @@ class Talk:
         return found[0]
 
     def bodies(self, kind: type[T]) -> list[tuple[LearnerId, T]]:
-        """Bodies of one type among what was sent last, each with the learner's end of its link."""
+        """Return the messages of this type that the last event sent, each with its learner."""
         sent = [effect.envelope for effect in self.of(Send)]
         return [(envelope.learner, envelope.body) for envelope in sent if type(envelope.body) is kind]
 
     def codes(self) -> list[str]:
-        """Codes of all reasons in what was done last, also of those inside messages."""
+        """Return the codes of all reasons in the last effects, including those inside messages."""
         return [reason.code for effect in self.effects for reason in _reasons(effect)]
 
 
@@ -157,11 +157,11 @@ def _reasons(value: Any) -> Iterable[Reason]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# With the syncer
+# Syncer
 
 
-class SyncerTalk(Talk):
-    """The test speaks for the learners, the merge thread and the disk."""
+class SyncerHarness(Harness):
+    """A syncer core. The test plays the learners, the merge thread and the disk."""
 
     core_type = SyncerCore
     parts = SyncerComponents()
@@ -170,85 +170,85 @@ class SyncerTalk(Talk):
         super().__init__(self.core_type(config, epoch, restored, self.parts))
         self.config = config
         self.epoch = epoch
-        self.voices: dict[LearnerId, Voice] = {}
-        self.disk: dict[tuple[str, int], Record] = {}  # what would survive a kill
+        self.learners: dict[LearnerId, FakeLearner] = {}
+        self.disk: dict[tuple[str, int], Record] = {}  # records that survive a kill
         for record in _records(restored):
             self._write_record(record)
         self.handle(0.0, Started())
 
     def restarted(self: Self, at: float = 0.0) -> Self:
-        """The process was killed; another one starts on the same directory."""
+        """Return a new syncer on the same disk, as after a kill."""
         versions = {r.fragment: r for (kind, _), r in self.disk.items() if kind == "version"}  # type: ignore[union-attr]
         others = [self.disk.get((kind, 0)) for kind in ("members", "manifest", "leases")]
-        talk = type(self)(self.config, self.epoch + 1, RestoredState(versions, *others))  # type: ignore[arg-type]
-        talk.now = at
-        return talk
+        harness = type(self)(self.config, self.epoch + 1, RestoredState(versions, *others))  # type: ignore[arg-type]
+        harness.now = at
+        return harness
 
-    def voice(self, learner: LearnerId, incarnation: int = 1, session: int = 1) -> Voice:
-        self.voices[learner] = Voice(self, learner, incarnation, session)
-        return self.voices[learner]
+    def add_learner(self, learner: LearnerId, incarnation: int = 1, session: int = 1) -> FakeLearner:
+        self.learners[learner] = FakeLearner(self, learner, incarnation, session)
+        return self.learners[learner]
 
-    def joined(self, learner: LearnerId, at: float = 0.0, incarnation: int = 1) -> Voice:
+    def joined(self, learner: LearnerId, at: float = 0.0, incarnation: int = 1) -> FakeLearner:
         """Join a learner: it has sent a hello, received every fragment, and is ready."""
-        voice = self.voice(learner, incarnation)
-        voice.hello(at)
-        if voice.welcome is None:
+        fake = self.add_learner(learner, incarnation)
+        fake.hello(at)
+        if fake.welcome is None:
             self.persisted(at)
-        voice.acknowledges(at)
-        voice.delivers(at, StateRequest(()))
-        voice.delivers(at, Ready(because("peer-new-run")))
-        return voice
+        fake.acknowledges(at)
+        fake.delivers(at, StateRequest(()))
+        fake.delivers(at, Ready(because("peer-new-run")))
+        return fake
 
     def on_effect(self, effect: Any) -> None:
-        if isinstance(effect, Send) and effect.envelope.learner in self.voices:
-            self.voices[effect.envelope.learner].receives(effect.envelope)
+        if isinstance(effect, Send) and effect.envelope.learner in self.learners:
+            self.learners[effect.envelope.learner].receives(effect.envelope)
 
     def to(self, learner: LearnerId, body: Body) -> Send:
-        """The message as this syncer would send it to the learner now."""
-        voice = self.voices[learner]
+        """Return the message as this syncer would send it to the learner now."""
+        fake = self.learners[learner]
         marker = self.core.state.marker
-        return Send(Envelope(learner, voice.incarnation, voice.session, self.epoch, 0, 0, marker, body))
+        return Send(Envelope(learner, fake.incarnation, fake.session, self.epoch, 0, 0, marker, body))
 
     # ------------------------------------------------------------------------------------------- merge thread and disk
 
-    def take(self, kind: type[T], *words: object) -> T:
-        """The oldest effect of this type that waits for its answer, of all or of those that name these things."""
+    def take(self, kind: type[T], *parts: object) -> T:
+        """Remove and return the oldest effect of this type without a reply whose encoding contains all `parts`."""
         for effect in self.awaited:
-            if type(effect) is kind and all(str(word) in encode(effect) for word in words):
+            if type(effect) is kind and all(str(part) in encode(effect) for part in parts):
                 self.awaited.remove(effect)
                 return effect
-        raise AssertionError(f"no {kind.__name__} of {words} waits for an answer; the story is printed above")
+        raise AssertionError(f"no {kind.__name__} with {parts} waits for a reply; the story is printed above")
 
     def merged(self, at: float) -> list[Any]:
         return self.handle(at, MergeDone(self.take(MergeRound).round))
 
-    def merge_failed(self, at: float, why: str = "out of memory") -> list[Any]:
-        return self.handle(at, MergeFailed(self.take(MergeRound).round, why))
+    def merge_failed(self, at: float, cause: str = "out of memory") -> list[Any]:
+        return self.handle(at, MergeFailed(self.take(MergeRound).round, cause))
 
-    def persisted(self, at: float, *words: object) -> list[Any]:
-        record = self.take(Persist, *words).record
+    def persisted(self, at: float, *parts: object) -> list[Any]:
+        record = self.take(Persist, *parts).record
         self._write_record(record)
         return self.handle(at, Persisted(record.key()))
 
-    def persist_failed(self, at: float, why: str = "no space left on device") -> list[Any]:
-        return self.handle(at, PersistFailed(self.take(Persist).record.key(), why))
+    def persist_failed(self, at: float, cause: str = "no space left on device") -> list[Any]:
+        return self.handle(at, PersistFailed(self.take(Persist).record.key(), cause))
 
     def written_without_reply(self) -> None:
         """Write the oldest record without a reply, as if the process died in between."""
         self._write_record(self.take(Persist).record)
 
-    def shard_lost(self, at: float, *fragments: FragmentId, why: str = "connection reset by peer") -> list[Any]:
+    def shard_lost(self, at: float, *fragments: FragmentId, cause: str = "connection reset by peer") -> list[Any]:
         """Drop the pending effects of a lost shard: they get no reply."""
         for effect in list(self.awaited):
             if _fragment_of(effect) in fragments:
                 self.awaited.remove(effect)
-        return self.handle(at, ShardLost(fragments, why))
+        return self.handle(at, ShardLost(fragments, cause))
 
-    def shard_back(self, at: float, *held: tuple[FragmentId, Version]) -> list[Any]:
-        return self.handle(at, ShardReconnected(held))
+    def shard_reconnected(self, at: float, *versions: tuple[FragmentId, Version]) -> list[Any]:
+        return self.handle(at, ShardReconnected(versions))
 
     def merges_and_persists(self, at: float) -> list[Any]:
-        """The oldest sealed round becomes a version."""
+        """Merge the oldest sealed round and write its version."""
         self.merged(at)
         return self.persisted(at)
 
@@ -264,7 +264,7 @@ class SyncerTalk(Talk):
 
 
 def _fragment_of(effect: Any) -> FragmentId | None:
-    """What a shard would do; None if it is the syncer's own work."""
+    """Return the fragment whose shard executes this effect, or None if the syncer itself does."""
     if isinstance(effect, MergeRound):
         return effect.round.fragment
     record = effect.record if isinstance(effect, Persist) else None
@@ -282,26 +282,26 @@ def _records(restored: RestoredState | None) -> Iterable[Record]:
             yield restored.leases
 
 
-class Voice:
-    """A learner's process on one link, as far as the syncer can tell."""
+class FakeLearner:
+    """A simulated learner process on one connection to the syncer."""
 
-    def __init__(self, talk: SyncerTalk, learner: LearnerId, incarnation: int, session: int) -> None:
-        self.talk = talk
+    def __init__(self, harness: SyncerHarness, learner: LearnerId, incarnation: int, session: int) -> None:
+        self.harness = harness
         self.id = learner
         self.incarnation = incarnation
         self.session = session
-        self.epoch = talk.epoch
+        self.epoch = harness.epoch
         self.tick = 0
         self.marker = 0
         self.step = 0
         self.trained = 0
-        self.received: dict[FragmentId, Version] = dict.fromkeys(talk.config.fragment_ids(), NO_VERSION)
-        self.marks: dict[FragmentId, MergedUpTo | None] = {}
+        self.received: dict[FragmentId, Version] = dict.fromkeys(harness.config.fragment_ids(), NO_VERSION)
+        self.merged_up_to: dict[FragmentId, MergedUpTo | None] = {}
         self.pulls: dict[FragmentId, RoundId] = {}
         self.welcome: Welcome | None = None
         self.refusals: list[RefuseContribution] = []
         self.leases: list[Lease] = []
-        self.taken = 0
+        self.consumed_samples = 0
 
     def receives(self, envelope: Envelope) -> None:
         body = envelope.body
@@ -311,7 +311,7 @@ class Voice:
             self.welcome = body
         elif isinstance(body, Published):
             self.received[body.fragment] = body.version
-            self.marks[body.fragment] = body.merged_up_to
+            self.merged_up_to[body.fragment] = body.merged_up_to
         elif isinstance(body, Pull):
             self.pulls[body.round.fragment] = body.round
         elif isinstance(body, RefuseContribution):
@@ -321,53 +321,57 @@ class Voice:
 
     def envelope(self, body: Body, **other: Any) -> Envelope:
         self.tick += 1
-        plain = Envelope(self.id, self.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body)
-        return structs.replace(plain, **other)
+        envelope = Envelope(self.id, self.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body)
+        return structs.replace(envelope, **other)
 
     def delivers(self, at: float, body: Body, **other: Any) -> list[Any]:
-        """A message arrives. `other` replaces fields of its envelope."""
-        return self.talk.handle(at, MessageArrived(self.envelope(body, **other)))
+        """Deliver a message to the syncer. `other` replaces fields of its envelope."""
+        return self.harness.handle(at, MessageArrived(self.envelope(body, **other)))
 
     def hello(self, at: float, training: bool = False, **other: Any) -> list[Any]:
-        config = self.talk.config
+        config = self.harness.config
         body = Hello(
             config.run_id, config.fingerprint, tuple(self.received.values()), self.step, self.trained, training
         )
         return self.delivers(at, structs.replace(body, **other))
 
     def acknowledges(self, at: float) -> list[Any]:
-        """Every version that has arrived."""
+        """Acknowledge every received version."""
         done: list[Any] = []
         for p, version in list(self.received.items()):
             if version != NO_VERSION:
                 done += self.delivers(at, PublishAck(p, version))
-        self.talk.effects = done
+        self.harness.effects = done
         return done
 
     def reports(self, at: float, step: int, trained: int | None = None, step_time_s: float = 1.0) -> list[Any]:
         self.step = step
         self.trained = step * TOKENS if trained is None else trained
-        return self.delivers(at, Report(self.step, self.trained, step_time_s, self.taken))
+        return self.delivers(at, Report(self.step, self.trained, step_time_s, self.consumed_samples))
 
     def contributes(self, at: float, fragment: FragmentId = 0, **other: Any) -> list[Any]:
-        """An honest answer to the newest pull of the fragment; `other` replaces fields of it."""
+        """Send a valid contribution to the newest pull of the fragment. `other` replaces its fields."""
         body = self.contribution(fragment)
         return self.delivers(at, structs.replace(body, **other))
 
     def contribution(self, fragment: FragmentId = 0) -> Contribution:
-        mark = self.marks.get(fragment)
-        ours = mark is not None and mark.incarnation == self.incarnation
-        from_step, settled = (mark.copied_at, mark.trained) if ours and mark is not None else (0, 0)
+        merged_up_to = self.merged_up_to.get(fragment)
+        is_own = merged_up_to is not None and merged_up_to.incarnation == self.incarnation
+        from_step, settled = (
+            (merged_up_to.copied_at, merged_up_to.trained) if is_own and merged_up_to is not None else (0, 0)
+        )
         steps, tokens = self.step - from_step, self.trained - settled
-        return Contribution(self.pulls[fragment], self.step, steps, tokens, self.trained, 0, None, self.taken)
+        return Contribution(
+            self.pulls[fragment], self.step, steps, tokens, self.trained, 0, None, self.consumed_samples
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# With a learner
+# Learner
 
 
-class LearnerTalk(Talk):
-    """The test speaks for the syncer, the network and the training loop."""
+class LearnerHarness(Harness):
+    """A learner core. The test plays the syncer, the network and the training loop."""
 
     core_type = LearnerCore
     parts = LearnerComponents()
@@ -386,35 +390,35 @@ class LearnerTalk(Talk):
         return self.handle(at, ConnectionOpened(self.session))
 
     def receives(self, at: float, body: Body, **other: Any) -> list[Any]:
-        """A message of the syncer arrives. `other` replaces fields of its envelope."""
+        """Deliver a message of the syncer. `other` replaces fields of its envelope."""
         self.tick += 1
         core = self.core
-        plain = Envelope(
+        envelope = Envelope(
             core.state.id, core.state.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body
         )
-        return self.handle(at, MessageArrived(structs.replace(plain, **other)))
+        return self.handle(at, MessageArrived(structs.replace(envelope, **other)))
 
     def welcomed(self, at: float, versions: tuple[Version, ...] | None = None, step_time_s: float = 0.0) -> list[Any]:
         versions = versions if versions is not None else (0,) * len(self.config.fragment_ids())
         return self.receives(at, Welcome(versions, 0.0, step_time_s))
 
-    def gets(
+    def published(
         self,
         at: float,
         fragment: FragmentId,
         version: Version,
-        mark: MergedUpTo | None = None,
+        merged_up_to: MergedUpTo | None = None,
         base: Version | None = None,
     ) -> list[Any]:
-        """A published version arrives."""
-        return self.receives(at, Published(fragment, version, base, mark, 0.0))
+        """Deliver a published version."""
+        return self.receives(at, Published(fragment, version, base, merged_up_to, 0.0))
 
-    def trains(self, at: float = 0.0) -> LearnerTalk:
-        """Connected and training, on version 0 of every fragment, in a new run."""
+    def trains(self, at: float = 0.0) -> LearnerHarness:
+        """Connect and start training on version 0 of every fragment in a new run."""
         self.opens(at)
         self.welcomed(at)
         for p in self.config.fragment_ids():
-            self.gets(at, p, 0)
+            self.published(at, p, 0)
         self.receives(at, NoPeer(because("peer-new-run"), True))
         assert self.core.training, "the story is printed above"
         return self
@@ -429,15 +433,15 @@ class LearnerTalk(Talk):
         self.awaited.remove(effect)
         return self.handle(at, SnapshotSaved(effect.snapshot))
 
-    def save_failed(self, at: float, why: str = "no space left on device") -> list[Any]:
+    def save_failed(self, at: float, cause: str = "no space left on device") -> list[Any]:
         effect = next(e for e in self.awaited if isinstance(e, SaveSnapshot))
         self.awaited.remove(effect)
-        return self.handle(at, SnapshotSaveFailed(effect.snapshot, why))
+        return self.handle(at, SnapshotSaveFailed(effect.snapshot, cause))
 
     def sends(self, body: Body) -> Send:
-        """The message as this learner would send it now."""
+        """Return the message as this learner would send it now."""
         state = self.core.state
         return Send(Envelope(state.id, state.incarnation, state.session, state.epoch, 0, 0, state.marker, body))
 
-    def line(self, p: FragmentId = 0) -> Any:
+    def totals(self, p: FragmentId = 0) -> Any:
         return self.core.view().ledger[p]
