@@ -64,7 +64,7 @@ def test_export_of_an_unfinished_run_has_its_newest_published_versions(finished,
     (tmp_path / "run" / MODEL_FILE).unlink()
     exported = run_command(capsys, "export", tmp_path / "run", "--out", tmp_path / "model.safetensors")
     assert exported["digest"] == report.final_digest
-    assert "the run is not over" in exported["which"]
+    assert "the run is not finished" in exported["which"]
 
 
 def test_export_of_a_snapshot_has_the_values_of_its_cut(finished, tmp_path, capsys):
@@ -115,20 +115,20 @@ def test_new_run_starts_from_the_model_of_another_run(finished, tmp_path, capsys
         (["export", "RUN", "--to", "onnx", "--out", "new"], "unknown format 'onnx'; use one of safetensors, dcp"),
         (["export", "RUN", "--out", "old.safetensors"], "exists and is not overwritten"),
         (["export", "RUN", "--to", "dcp", "--out", "."], "exists and is not overwritten"),
-        (["export", "RUN", "--snapshot", "77", "--out", "new"], "has no whole snapshot 77; it has "),
+        (["export", "RUN", "--snapshot", "77", "--out", "new"], "has no complete snapshot 77; it has "),
         (["export", "gone", "--out", "new"], "gone: no such run directory"),
         (["export", "empty", "--out", "new"], "empty has no model yet: no learner has joined"),
         (["import", "gone", "--out", "new.safetensors"], "gone: no such checkpoint"),
-        (["import", "empty", "--out", "new.safetensors"], "empty holds neither model.safetensors, "),
+        (["import", "empty", "--out", "new.safetensors"], "empty contains neither model.safetensors, "),
         (["import", "RUN", "--out", "old.safetensors"], "exists already and is not overwritten"),
         (["import", "RUN", "--out", "new.bin"], "end --out with .safetensors"),
-        (["import", "RUN", "--prefix", "model.", "--out", "new.safetensors"], "no parameters below 'model.'"),
+        (["import", "RUN", "--prefix", "model.", "--out", "new.safetensors"], "no parameters with prefix 'model.'"),
         (["import", "RUN", "--rename", "a=b", "--out", "new.safetensors"], "--rename 'a=b': give NEW=OLD"),
         (["import", "text.pt", "--out", "new.safetensors"], "neither safetensors nor tensors of torch.save"),
         (["import", "text.safetensors", "--out", "new.safetensors"], "is not a safetensors file, or is damaged"),
         (
             ["train", "--init", "old.safetensors", "--out", "new", "--model", "100k"],
-            ": of another model",
+            ": it is a file of another model",
         ),
         (["train", "--init", "RUN", "--method", "ddp", "--out", "new"], "--init has no effect with method ddp"),
         (["syncer", "--init", "gone", "--out", "new"], "gone: no such checkpoint"),
@@ -163,5 +163,5 @@ def test_torch_save_files_and_sharded_models_are_read(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert tensors_digest(read_checkpoint(folder).tensors) == tensors_digest({k: model[k] for k in ("a.weight", "b")})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../saved.pt"}}))
-    with pytest.raises(ValueError, match="which is no file of that directory"):
+    with pytest.raises(ValueError, match="which is not a file in that directory"):
         read_checkpoint(folder)

@@ -107,7 +107,7 @@ def test_job_whose_learners_have_all_left_ends_with_the_cause(text, tmp_path, ca
         (["control", "RUN", "pause"], "runs on this machine: control the run while its syncer runs"),
         (["control", "nowhere", "pause"], "is not the directory of a run"),
         (["control", "127.0.0.1:9", "pause"], "no syncer answers at 127.0.0.1:9"),
-        (["control", "RUN", "sing"], "there is no control 'sing'; give one of pause, resume, drain"),
+        (["control", "RUN", "sing"], "unknown control 'sing'; give one of pause, resume, drain"),
         (["control", "RUN", "pause", "3"], "pause takes no value, got '3'"),
         (["control", "RUN", "quorum"], "quorum takes K, as in: atoll control RUN quorum 2"),
         (["control", "RUN", "quorum", "two"], "quorum takes K, got 'two'"),

@@ -216,7 +216,7 @@ def test_the_figure_is_drawn(capsys, tmp_path):
         ("--params 1B --step-time 1s --island name=a", "one island has nothing to synchronize"),
         ("--params 1B --step-time 1s --island a", "write KEY=VALUE with commas"),
         ("--params 1B --step-time 1s --island color=red", "has the unknown key 'color'; the keys are name, count"),
-        ("--params 1B --step-time 1s --sites 3 --island count=2", "leave --sites out"),
+        ("--params 1B --step-time 1s --sites 3 --island count=2", "omit --sites"),
         ("--params 1B --step-time 1s --islands gone.toml", "gone.toml: No such file"),
         ("--params 1B --step-time 1s --island count=9 --islands gone.toml", "give only one of them"),
         ("--params 1B --step-time 1s --island count=5000", "more than 4096 islands"),

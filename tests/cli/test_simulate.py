@@ -338,7 +338,7 @@ def test_a_tape_is_never_overwritten(capsys, tmp_path):
         ("--plot nowhere/figure.png", "there is no directory nowhere; create it first"),
         ("--plot figure.gif", "end its name with .png, .svg or .pdf"),
         ("--tape run --seeds 2", "--tape records one run, and 2 seeds are 2 runs; give --seeds 1"),
-        ("--method elastic --tape run", "--tape has no effect with elastic; leave it out"),
+        ("--method elastic --tape run", "--tape has no effect with elastic; omit it"),
         ("--method elastic --speeds 1x8", "--speeds has no effect with elastic"),
         ("--method diloco --extra 1@0-9", "--extra has no effect with diloco"),
         ("--table --chips 5", "--chips has no effect with --table"),

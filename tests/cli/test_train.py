@@ -360,7 +360,7 @@ def test_a_syncer_with_keys_for_other_machines_and_the_commands_that_reach_it(te
         assert main(["snapshot", "--syncer", f"https://{head}", "--token", "a long secret"]) == 2
         assert "authority that is not trusted here" in capsys.readouterr().err
         assert main(["learner", "--syncer", head]) == 2
-        assert "this port speaks TLS" in capsys.readouterr().err
+        assert "this port requires TLS" in capsys.readouterr().err
         island = ["--keys", str(ring / "far"), "--out", str(tmp_path / "island"), "--json"]
         assert main(["learner", "--syncer", head, *island]) == 0
         assert json.loads(capsys.readouterr().out)["learner"] == 1

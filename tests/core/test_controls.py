@@ -277,7 +277,7 @@ def test_invalid_control_request_does_not_reach_the_core():
         ("grace", float("nan"), "to below 1"),
         ("drain", 1, None),
         ("drain", 0, "the number of a learner"),
-        ("stop", None, "there is no control 'stop'"),
+        ("stop", None, "unknown control 'stop'"),
     ],
 )
 def test_find_control_problem(control, value, problem):

@@ -179,6 +179,6 @@ def test_mistakes_raise_an_error_in_one_sentence(tmp_path, capsys):
         assert cause in error_message(capsys, *export, *arguments)
     read = ("import", tmp_path / "larger", "--out", tmp_path / "start.safetensors", "--from")
     assert "--from keras is unknown" in error_message(capsys, *read, "keras")
-    assert "leave out --prefix" in error_message(capsys, *read, "transformers", "--prefix", "x")
+    assert "omit --prefix" in error_message(capsys, *read, "transformers", "--prefix", "x")
     unnamed = ("import", tmp_path / "unnamed", "--out", tmp_path / "start.safetensors", "--from", "transformers")
     assert "contains none of" in error_message(capsys, *unnamed)

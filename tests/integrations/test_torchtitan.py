@@ -260,7 +260,7 @@ def test_run_overrides_a_checkpoint_and_data_resumes(tmp_path, kind):
         first = kind(run)
         first.train()
         number = list_parts(tmp_path)[1][-1]
-        steps = read_part(part_path(tmp_path, 1, number)).note["step"]
+        steps = read_part(part_path(tmp_path, 1, number)).metadata["step"]
         resumed = kind(run, steps=3)
         resumed.checkpointer.stored = {name: torch.zeros_like(v) for name, v in values(resumed.model_parts[0]).items()}
         resumed.fails_at = 1

@@ -162,7 +162,7 @@ def test_callback_has_no_argument_that_the_trainer_has():
 class ShowsNothing(AtollCallback):
     """Planted bug: evaluation uses the learner's own weights."""
 
-    def _show_published(self, control: Any) -> None: ...
+    def _swap_in_published(self, control: Any) -> None: ...
 
 
 @pytest.mark.parametrize("kind", [AtollCallback, ShowsNothing])

@@ -182,7 +182,7 @@ environment = { ATOLL_TOKEN = "mine" }
         "syncer.adress is not known: did you mean address?",
         "syncer.launcher is 'slrum': there is no launcher 'slrum'",
         "did you mean 'slurm'?",
-        "syncer.options is a table for the launcher: write options of atoll syncer in arguments",
+        "syncer.options is the table of launcher options: write options of atoll syncer in arguments",
         "syncer.arguments has --out: remove it, atoll up sets it",
         "defaults.restarts is -1: write an integer of at least 0",
         "islands.a has no command: add a line",
@@ -251,7 +251,7 @@ def test_a_token_of_the_owner_is_taken(tmp_path):
     (tmp_path / "secret").write_text("owner's token\n")
     assert load_token(loaded(tmp_path, '[syncer]\ntoken_file = "secret"\n' + ISLAND), create=True) == "owner's token"
     (tmp_path / "secret").write_text("short")
-    with pytest.raises(ValueError, match="at least 8 letters"):
+    with pytest.raises(ValueError, match="at least 8 characters"):
         load_token(loaded(tmp_path, '[syncer]\ntoken_file = "secret"\n' + ISLAND), create=True)
 
 

@@ -342,7 +342,7 @@ def test_a_shard_that_left_before_its_syncer_comes_back(tmp_path):
         shard.says("here")
         send_signal(child_of(shard), signal.SIGTERM)
         shard.stands(UnitState.RUNNING, restarts=1)
-        assert shard.said()[1:3] == ["goodbye", "[atoll] it left, and its run goes on; restarting in 1 s"]
+        assert shard.said()[1:3] == ["goodbye", "[atoll] it has left, and its run continues; restarting in 1 s"]
 
 
 def test_a_unit_that_ends_well_as_it_is_stopped_is_stopped(tmp_path):

@@ -40,14 +40,14 @@ def slurm_nodes() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"partion": "long"}, "does not know partion; it knows account"),
-        ({"time": ["1:00"]}, "time = ['1:00'] is not a word"),
-        ({"account": "me\n#SBATCH --uid=0"}, "is not a word"),
-        ({"exclusive": "no"}, "exclusive is true or false"),
-        ({"sbatch": "--licenses=a"}, "sbatch is a list of options"),
-        ({"sbatch": ["licenses"]}, "sbatch is a list of options"),
-        ({"sbatch": ["--job-name=mine"]}, "leave it out, by this the launcher finds its jobs"),
-        ({"sbatch": ["--licenses=a\nrm -r /"]}, "sbatch is a list of options"),
+        ({"partion": "long"}, "has no option partion; it has account"),
+        ({"time": ["1:00"]}, "time is ['1:00']: use a string in one line"),
+        ({"account": "me\n#SBATCH --uid=0"}, "use a string in one line"),
+        ({"exclusive": "no"}, "exclusive must be true or false"),
+        ({"sbatch": "--licenses=a"}, "use a list of options"),
+        ({"sbatch": ["licenses"]}, "use a list of options"),
+        ({"sbatch": ["--job-name=mine"]}, "remove it, the launcher sets this option"),
+        ({"sbatch": ["--licenses=a\nrm -r /"]}, "use a list of options"),
     ],
 )
 def test_options_that_it_does_not_know_are_refused(tmp_path, options, words):
@@ -59,7 +59,7 @@ def test_options_that_it_does_not_know_are_refused(tmp_path, options, words):
 def test_a_machine_without_slurm_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     one = unit(tmp_path, "left", "exit 0")
-    with pytest.raises(ValueError, match="sbatch was not found: start this where jobs are submitted"):
+    with pytest.raises(ValueError, match="sbatch was not found: run this command on a login node"):
         SlurmLauncher().start(one)
     with pytest.raises(ConnectionError, match="scontrol was not found"):
         SlurmLauncher().status({"job": "1", "name": "run.left", "home": str(tmp_path), "starts": 0})
@@ -109,7 +109,7 @@ def test_what_is_submitted_is_not_interrupted_by_what_the_terminal_sends(tmp_pat
 
 
 def test_a_directory_that_sbatch_cannot_take_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="sbatch takes no quote or backslash"):
+    with pytest.raises(ValueError, match="sbatch does not accept quotes"):
         SlurmLauncher().render(unit(tmp_path / 'so-called "run"', "left", "exit 0"))
 
 
@@ -158,11 +158,11 @@ def test_a_job_that_comes_late_into_the_queue_is_not_submitted_twice(slurm_nodes
     one = unit(tmp_path, "left", GOODBYE)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        words = "sbatch was ended by signal 9; run.left is not in the queue now; start it again"
+        words = "sbatch was killed by signal 9; run.left is not in the queue now; start it again"
         with pytest.raises(ConnectionError, match=words):
             slurm_nodes.launcher.start(one)
     late = slurm_nodes.slurm.run("sbatch", "--parsable", str(one.directory / "slurm" / "job.sh")).strip()
-    with pytest.raises(ValueError, match=f"left is job {late} already .* has other settings"):
+    with pytest.raises(ValueError, match=f"left already runs as job {late} .* has other settings"):
         slurm_nodes.launcher.start(unit(tmp_path, "left", "exit 0"))
     handle = slurm_nodes.launcher.start(one)
     assert handle["job"] == late
@@ -220,7 +220,7 @@ def test_one_that_fails_is_requeued_and_then_has_failed(slurm_nodes, tmp_path):
 def test_one_that_slurm_requeues_says_goodbye_and_comes_back(slurm_nodes, tmp_path):
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME))
     slurm_nodes.begun(handle)
-    with pytest.raises(ValueError, match=f"left is job {handle['job']} already"):
+    with pytest.raises(ValueError, match=f"left already runs as job {handle['job']}"):
         slurm_nodes.launcher.start(unit(tmp_path, "left", "exit 0"))
     assert slurm_nodes.launcher.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME)) == handle, (
         "it is not submitted twice"
@@ -260,7 +260,8 @@ def test_one_that_is_stopped_leaves_and_stays_away(slurm_nodes, tmp_path):
 def test_one_that_waits_is_stopped_too(slurm_nodes, tmp_path):
     handle = slurm_nodes.launcher.start(unit(tmp_path, "left", "echo begun", options={"sbatch": ["--hold"]}))
     assert (
-        slurm_nodes.until(handle, WAITING).cause == f"job {handle['job']} waits until it is released (scontrol release)"
+        slurm_nodes.until(handle, WAITING).cause
+        == f"job {handle['job']} is waiting for its release by the user (scontrol release)"
     )
     slurm_nodes.launcher.stop(handle)
     assert slurm_nodes.launcher.status(handle).state is STOPPED
@@ -355,7 +356,7 @@ def test_a_node_that_fails_takes_its_island_along(slurm_nodes, tmp_path):
 
 
 def test_refusal_of_sbatch_is_quoted(slurm_nodes, tmp_path):
-    with pytest.raises(ValueError, match=r"sbatch refused it: .*partition"):
+    with pytest.raises(ValueError, match=r"sbatch refused the job: .*partition"):
         slurm_nodes.launcher.start(unit(tmp_path, "left", "exit 0", options={"partition": "nowhere"}))
 
 

@@ -320,7 +320,7 @@ def test_what_the_script_wrote_down_is_the_status_when_slurm_has_forgotten_the_j
     assert (found.state, found.restarts, found.cause) == (UnitState.ENDED, 0, "left with exit code 0")
     assert [path.name for path in launcher.log(handle(one))] == ["start-1.log"]
     other = launcher.status(handle(one, job="8"))  # the words are those of job 7
-    assert (other.state, other.cause) == (UnitState.LOST, "Slurm has forgotten job 8")
+    assert (other.state, other.cause) == (UnitState.LOST, "Slurm does not know job 8 any more")
     node.says(RUNS.replace("run.left", "another-job"))
     assert launcher.status(handle(one)).state is UnitState.ENDED, "the number is another's by now"
 
@@ -330,9 +330,9 @@ def test_words_for_what_a_job_waits_for(node, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE", str(tmp_path))
     one = unit(tmp_path, "left", "exit 0")
     for reason, words in (
-        ("Resources", "waits for nodes that are free"),
-        ("Priority", "waits for jobs that are before it"),
-        ("Licenses", "waits for Licenses"),
+        ("Resources", "is waiting for free nodes"),
+        ("Priority", "is waiting for jobs with a higher priority"),
+        ("Licenses", "is waiting for Licenses"),
     ):
         node.says(JOB.format(state="PENDING", reason=reason, restarts=2))
         found = SlurmLauncher().status(handle(one))

@@ -453,7 +453,7 @@ def test_full_disk_is_reported_and_the_run_continues_when_there_is_space(tmp_pat
             run.assert_same(run.finish(one, two), 1, 2)
             run.assert_clean()  # tape entries that did not fit were written later
             if limit == "a limit on files":
-                assert run.log_lines(run.syncer, "writing to the tape restarted; no entry was lost")
+                assert run.log_lines(run.syncer, "writing to the tape again; no entry was lost")
 
 
 # --------------------------------------------------------------------------------------------------------------------

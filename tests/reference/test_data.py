@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.reference.data import CACHED_ORDERS, PART_BYTES, Corpus, Sampler, assigned_samples
+from atoll.reference.data import CACHED_PERMUTATIONS, PART_BYTES, Corpus, Sampler, assigned_samples
 
 CONTEXT = 4
 
@@ -53,7 +53,7 @@ def test_sample_depends_on_the_seed_and_its_number_only(corpus):
 def test_sample_does_not_depend_on_the_order_of_requests(corpus):
     """Samples of an earlier epoch may be returned and leased again."""
     sampler = Sampler(corpus, 3, CONTEXT)
-    numbers = [e * sampler.windows + i for e in range(CACHED_ORDERS + 2) for i in (0, 7, sampler.windows - 1)]
+    numbers = [e * sampler.windows + i for e in range(CACHED_PERMUTATIONS + 2) for i in (0, 7, sampler.windows - 1)]
     first = {number: sampler.window(number) for number in numbers}
     assert {number: sampler.window(number) for number in reversed(numbers)} == first
 

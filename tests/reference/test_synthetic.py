@@ -14,7 +14,7 @@ from msgspec import structs
 from atoll.cli.main import main
 from atoll.core.protocol import StartTraining, StepTaken
 from atoll.reference.loop import InnerLoop
-from atoll.reference.simulated_training import SampleDealer, train_simulated
+from atoll.reference.simulated_training import SampleAllocator, train_simulated
 from atoll.tape.files import SIMULATION_FILE, RunTapes, SimulationRecord
 from atoll.tape.format import Actor
 from atoll.tensors import optimizer_state
@@ -79,19 +79,24 @@ def tokens_on_tape(run):
     full=st.integers(1, 10**7), batch=st.integers(1, 64), shares=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=50)
 )
 def test_samples_of_a_step_are_at_most_a_batch_and_exact_on_average(full, batch, shares):
-    dealer = SampleDealer({7: full}, batch)
+    allocator = SampleAllocator({7: full}, batch)
     tokens = [round(share * full) for share in shares]
-    assigned = [dealer.samples(7, each) for each in tokens]
+    assigned = [allocator.samples(7, each) for each in tokens]
     assert all(0 <= samples <= batch for samples in assigned)
     for end in range(1, len(tokens) + 1):
         exact = batch * sum(tokens[:end]) / full
         assert exact - 1 < sum(assigned[:end]) <= exact + 1e-6
-    assert [SampleDealer({7: full}, batch).samples(7, full)] == [batch]
+    assert [SampleAllocator({7: full}, batch).samples(7, full)] == [batch]
 
 
 def test_fraction_of_a_sample_is_carried_per_learner():
-    dealer = SampleDealer({1: 10, 2: 10}, 1)
-    assert [dealer.samples(1, 9), dealer.samples(2, 9), dealer.samples(1, 1), dealer.samples(2, 1)] == [0, 0, 1, 1]
+    allocator = SampleAllocator({1: 10, 2: 10}, 1)
+    assert [allocator.samples(1, 9), allocator.samples(2, 9), allocator.samples(1, 1), allocator.samples(2, 1)] == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -263,7 +268,7 @@ def test_options_of_simulated_tapes_are_refused_for_a_real_run(tmp_path, capsys)
     other = eventful_run().save(tmp_path / "run")
     error = refused(capsys, other, "--model", "100k")
     assert "--model is for tapes of atoll simulate" in error
-    assert "with its own settings; leave it out" in error
+    assert "with its own settings; omit it" in error
     assert "--seed is for tapes" in refused(capsys, other, "--seed", "0")
 
 

@@ -87,8 +87,8 @@ class AcceptsOldIncarnation(Membership):
 class MergesOldIncarnation(Rounds):
     speaker = 0
 
-    def _accepted(self, member: Member, body: Contribution) -> AcceptedContribution:
-        return structs.replace(super()._accepted(member, body), incarnation=self.speaker)
+    def _to_accepted(self, member: Member, body: Contribution) -> AcceptedContribution:
+        return structs.replace(super()._to_accepted(member, body), incarnation=self.speaker)
 
     def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
         refusal = super()._refusal(f, member, body)
@@ -178,9 +178,9 @@ class WaitsForLearnersThatMissedNothing(Rounds):
 class WeighsByStaleCounters(Rounds):
     """Uses the counters of the last report instead of those of the contribution."""
 
-    def _accepted(self, member: Member, body: Contribution) -> AcceptedContribution:
+    def _to_accepted(self, member: Member, body: Contribution) -> AcceptedContribution:
         steps = max(1, member.step - self._state.baseline(self._state.fragments[body.round.fragment], member))
-        return structs.replace(super()._accepted(member, body), weight=body.tokens * body.tokens / steps)
+        return structs.replace(super()._to_accepted(member, body), weight=body.tokens * body.tokens / steps)
 
 
 class AdoptsOlderVersion(LearnerRounds):

@@ -216,7 +216,7 @@ def test_predicted_steps_of_diloco_and_streaming():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Workload(1e9, 1, 1.0), "sites is 1; one site exchanges nothing"),
+        (lambda: Workload(1e9, 1, 1.0), "sites is 1; a single site has nothing to exchange"),
         (lambda: Workload(1e9, 2, 0.0), "give seconds above 0"),
         (lambda: required_rate(data_parallel(2), SLOW_LINKS, 1.0), "give a share above 0 and below 1"),
         (lambda: step_time_s(data_parallel(2), SLOW_LINKS, -1.0), "the rate is -1 bit/s"),

@@ -93,5 +93,5 @@ class NoClaimsStore(Store):
     def _claim(self, epoch: int) -> int:
         return epoch
 
-    def _is_still_higher(self) -> None:
+    def _check_stored_epoch_is_lower(self) -> None:
         pass

@@ -82,7 +82,7 @@ def test_truncated_file_raises_value_error(tmp_path):
     packed = optimizer_state.pack_copy(optimizer_state.copy_state(job.optimizer, job.model))
     file = StateFile(len(packed) - 100, tmp_path)
     file.view[:] = packed[:-100]
-    with pytest.raises(ValueError, match="no safetensors file of ours"):
+    with pytest.raises(ValueError, match="not a safetensors file written by Atoll"):
         file.read()
 
 

@@ -71,11 +71,11 @@ def test_island_of_any_shape_restores_the_bits_that_another_shape_saved(tmp_path
         path = part_path(tmp_path, 1, number)
         part = read_part(path)
         assert part.shards is not None
-        assert not {*part.local_optimizer_tensors()} & {*part.shards.note["tensors"]}, (
+        assert not {*part.local_optimizer_tensors()} & {*part.shards.index["tensors"]}, (
             "tensors in shard files must not be in the part as well"
         )
         assert all(shard_file(tmp_path, number, rank).stat().st_size for rank in (0, 1))
-        written = sum(file["bytes"] for file in part.shards.note["files"].values())
+        written = sum(file["bytes"] for file in part.shards.index["files"].values())
         assert (part_bytes(path) or 0) > path.stat().st_size + written, "the size must include the metadata"
         assert_torch_can_load(part.shards)
 
@@ -107,7 +107,7 @@ def test_island_of_any_shape_restores_the_bits_that_another_shape_saved(tmp_path
 
 def assert_torch_can_load(shards: ShardedTensors) -> None:
     """Load the shard files with torch's own reader and planner."""
-    ours = shards.load(dict.fromkeys(shards.note["tensors"]))
+    ours = shards.load(dict.fromkeys(shards.index["tensors"]))
     theirs = {number: torch.zeros_like(tensor) for number, tensor in ours.items()}
     with pytest.warns(UserWarning, match="single process"):
         load(theirs, storage_reader=FileSystemReader(shards.folder), no_dist=True)
@@ -223,7 +223,7 @@ def test_rank_without_access_to_the_folder_sends_its_rows_to_the_leader(tmp_path
         assert fault_marker(tmp_path, "blind").exists()
         part = read_part(part_path(tmp_path, 1, number))
         assert part.shards is None
-        assert part.note["format"] == 1, "every version of Atoll reads format 1"
+        assert part.metadata["format"] == 1, "every version of Atoll reads format 1"
         assert [path.name for path in (tmp_path / "parts/learner-1").iterdir()] == [f"{number:09d}.safetensors"]
         island = rejoin(run, IslandSpec(1, "fsdp"))
         assert same(island.optimizer_state(tmp_path), before)
@@ -252,5 +252,5 @@ def test_sharded_part_is_restored_into_a_new_run(tmp_path):
             f"{first:09d}.safetensors",
         }
         part = read_part(part_path(directory, 1, first))
-        assert part.note["run"] == "another"
+        assert part.metadata["run"] == "another"
         assert same(dict(part.optimizer_tensors()), dict(before.optimizer_tensors()))

@@ -69,7 +69,7 @@ def test_new_directory_is_empty_and_has_epoch_1(tmp_path):
         assert store.read_settings() is None
         assert store.read_restored() == RestoredState()
         assert store.fragments() == ()
-        with pytest.raises(ValueError, match="not founded"):
+        with pytest.raises(ValueError, match="not created"):
             store.read_newest(0)
 
 
@@ -374,7 +374,7 @@ def test_decreased_epoch_is_damage(tmp_path):
         pass
     with Store.open(tmp_path) as store:
         raise_epoch(tmp_path, 1)
-        with pytest.raises(StoreDamagedError, match="holds epoch 1 while epoch 2 runs here"):
+        with pytest.raises(StoreDamagedError, match="contains epoch 1, but this syncer has epoch 2"):
             store.write(make_members(1))
 
 

@@ -209,7 +209,7 @@ def test_interrupted_upload_is_dropped(run):
 # Models
 
 OTHER_MODEL = {
-    "no plan": (b"[]", 400, "a fragment plan is an object"),
+    "no plan": (b"[]", 400, "a fragment plan must be an object"),
     "no JSON": (b"{", 400, "bad JSON"),
     "a plan with a hole": (
         b'{"how":"balanced","tensors":[["a",[4],"float32","weight",""]],"fragments":[[[0,0,3]]]}',

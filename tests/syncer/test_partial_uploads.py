@@ -254,7 +254,7 @@ def test_slices_of_different_total_size_are_refused(uploads):
                 lambda size=size: uploads.missing(key(), size),
                 lambda size=size: uploads.take_complete(key(), size),
             ):
-                with pytest.raises(WireError, match=f"contribution of {size} bytes, its first slice said 20"):
+                with pytest.raises(WireError, match=f"contribution of {size} bytes, but its first slice announced 20"):
                     call()
         assert uploads.missing(key(), 20) == [(10, 20)]
         uploads.close()

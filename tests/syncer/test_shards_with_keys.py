@@ -113,13 +113,13 @@ def test_expired_shard_key_is_refused_by_name(run, ring):
 def test_shard_key_of_another_authority_is_refused(run, other):
     shard = run.start_shard(0, "of-others", keys=other["syncer"])
     assert_refused(run, shard, "authority", "it does not trust the authority of this key")
-    assert run.log_lines(run.syncer, "not of an authority that is trusted here")
+    assert run.log_lines(run.syncer, "not signed by an authority that is trusted here")
 
 
 @pytest.mark.usefixtures("run_is_unaffected")
 def test_shard_without_key_is_refused(run):
     shard = run.start_shard(0, "without", plain=True)
-    assert_refused(run, shard, "plain-text", "this port speaks TLS, and plain text came")
+    assert_refused(run, shard, "plain-text", "this port requires TLS, and the client sent plain text")
 
 
 @pytest.mark.usefixtures("run_is_unaffected")

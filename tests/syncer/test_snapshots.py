@@ -79,8 +79,8 @@ def test_requested_snapshot_is_durable_when_reported(tmp_path):
         for learner, entry in info.record.parts:
             part = read_part(part_path(tmp_path, learner, number))
             assert (part.learner, part.snapshot) == (learner, number)
-            assert (part.note["step"], part.note["trained"]) == (entry.step, entry.trained)
-            assert tuple(part.note["versions"]) == entry.versions
+            assert (part.metadata["step"], part.metadata["trained"]) == (entry.step, entry.trained)
+            assert tuple(part.metadata["versions"]) == entry.versions
             assert all(v <= cut for v, cut in zip(entry.versions, info.record.versions, strict=True))
             assert float(part.optimizer_tensors()["0"].flatten()[0]) == float(
                 part.optimizer_tensors()["0"].flatten()[0]
@@ -113,7 +113,7 @@ def test_part_is_consistent_copy_of_one_step_boundary(tmp_path):
             train(learner, job, 3)
             (number,) = list_parts(tmp_path)[1]
             part = read_part(part_path(tmp_path, 1, number))
-            at = by_step[part.note["step"]]
+            at = by_step[part.metadata["step"]]
             for fragment in driver_of(learner).boundary.fragments:
                 flat = part.tensors[f"model.{fragment.p:03d}"]
                 for piece, begin, end in fragment._view.plan.spans(fragment.p):

@@ -61,7 +61,7 @@ def test_standby_takes_over_and_frozen_syncer_is_fenced(tmp_path):
         first.send(signal.SIGSTOP)
         decision = run.took_over(standby)
         assert decision.is_forced
-        assert f"has shown no sign of life for {AFTER_S:g} s" in decision.reason
+        assert f"has sent no heartbeat for {AFTER_S:g} s" in decision.reason
         assert run.address == f"127.0.0.1:{port}"
         status = run.until(lambda status: status if status["alive"] == 2 else None, "learners use the standby")
         assert status["epoch"] == 2
@@ -152,7 +152,7 @@ def test_standby_commands_of_the_manual(tmp_path):
         assert second.stderr is not None
         assert "Standing by" in second.stderr.readline()
         os.kill(first.pid, signal.SIGSTOP)
-        assert "no sign of life for 3 s" in second.stderr.readline()
+        assert "no heartbeat for 3 s" in second.stderr.readline()
         assert second.stdout is not None
         assert f"listens on 127.0.0.1:{ports[1]}" in second.stdout.readline()
         os.kill(first.pid, signal.SIGCONT)

@@ -27,9 +27,9 @@ def test_oversized_contribution_is_refused_and_repeats_quarantined(tmp_path):
         wild.expected_to_end = True
         wild.command("wild", FAR)
         shown = run.until(run.learner(1, standing="quarantined"), "learner 1 is quarantined")
-        assert "times the usual size" in shown["reason"]
+        assert "times the typical norm" in shown["reason"]
         assert shown["strikes"] == 3
-        assert "times the usual size" in wild.expect("failed")[1]
+        assert "times the typical norm" in wild.expect("failed")[1]
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "the others continue")
         run.end()

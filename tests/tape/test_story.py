@@ -215,8 +215,11 @@ def test_command_reports_empty_interval(saved_run, capsys):
         (["--learner", "9"], "no learner 9 in this run: it has 1 to 3"),
         (["--learner", "0"], "no learner 0 in this run: it has 1 to 3"),
         (["--fragment", "3"], "no fragment 3 in this run: it has 0 to 2"),
-        ([], "the story of what? give exactly one of --learner 3, --fragment 7 and --run"),
-        (["--run", "--learner", "1"], "the story of what? give exactly one of --learner 3, --fragment 7 and --run"),
+        ([], "the story needs one subject; give exactly one of --learner 3, --fragment 7 and --run"),
+        (
+            ["--run", "--learner", "1"],
+            "the story needs one subject; give exactly one of --learner 3, --fragment 7 and --run",
+        ),
     ],
 )
 def test_invalid_subject_prints_one_line(saved_run, capsys, arguments, message):

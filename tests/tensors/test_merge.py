@@ -72,8 +72,8 @@ def test_streaming_merge_equals_the_formula(method, plan, seed, weights):
 class IgnoresSizes(Accumulator):
     """Bug: the mean of unit vectors, without sizes, as the paper prints the formula."""
 
-    def _direction_factor(self, run, w, size, scale):
-        factor = super()._direction_factor(run, w, size, scale)
+    def _add_direction(self, run, w, size, scale):
+        factor = super()._add_direction(run, w, size, scale)
         run.weighted_norms += w - w * size
         return factor
 
@@ -81,8 +81,8 @@ class IgnoresSizes(Accumulator):
 class IgnoresNormalization(Accumulator):
     """Bug: the direction of the plain mean, which large contributions dominate."""
 
-    def _direction_factor(self, run, w, size, scale):
-        super()._direction_factor(run, w, size, scale)
+    def _add_direction(self, run, w, size, scale):
+        super()._add_direction(run, w, size, scale)
         return w
 
 
@@ -99,9 +99,9 @@ class JoinsRuns(Accumulator):
 
     def __init__(self, plan, p, method):
         super().__init__(plan, p, method)
-        last = self._runs[-2]
-        self._runs[-3].end = last.end
-        self._runs.remove(last)
+        last = self._ranges[-2]
+        self._ranges[-3].end = last.end
+        self._ranges.remove(last)
 
 
 @pytest.mark.parametrize("buggy_class", [IgnoresSizes, IgnoresNormalization, IgnoresWeights, JoinsRuns])
@@ -231,7 +231,7 @@ def test_memory_does_not_depend_on_the_number_of_contributions():
 
 
 def test_invalid_arguments_are_refused():
-    with pytest.raises(ValueError, match="average, radial"):
+    with pytest.raises(ValueError, match="average or radial"):
         Accumulator(WEIGHT, 0, "median")
     accumulator = Accumulator(WEIGHT, 0, "radial")
     with pytest.raises(ValueError, match="the round has no contributions"):

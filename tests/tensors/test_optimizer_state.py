@@ -337,7 +337,7 @@ def test_state_of_a_different_setup_is_refused_by_name():
     wider.inner = nn.Linear(5, 6)
     for message, other, its_model in (
         ("of AdamW, the optimizer here is Adam;", torch.optim.Adam(model.parameters()), model),
-        ("has 'scale', which the optimizer here does not update", torch.optim.AdamW(part), model),
+        ("has 'scale', which the local optimizer does not update", torch.optim.AdamW(part), model),
         ("inner.bias differs: .*'shape': \\[5\\].*'shape': \\[6\\]", torch.optim.AdamW(wider.parameters()), wider),
         ("base differs: .*amsgrad", torch.optim.AdamW(model.parameters(), amsgrad=True), model),
     ):
@@ -389,7 +389,7 @@ def trained():
     ("change", "message"),
     [
         (lambda metadata, tensors: metadata.update(format=2), "format 2"),
-        (lambda metadata, tensors: metadata.update(state=[]), "no list of parameters"),
+        (lambda metadata, tensors: metadata.update(state=[]), "lacks the list of parameters"),
         (lambda metadata, tensors: metadata.update(refused="no memory"), "the peer has no state to provide: no memory"),
         (lambda metadata, tensors: metadata.update(counters=[7]), "the counters of the optimizer state cannot be read"),
         (lambda metadata, tensors: metadata.update(counters=[make_counters(lr=1.0)]), "1.0 as the counter 'lr'"),
@@ -403,7 +403,7 @@ def trained():
             lambda metadata, tensors: metadata.update(counters=[make_counters(k=3)]),
             "weight has other counters in the optimizer state",
         ),
-        (lambda metadata, tensors: metadata["state"].update(other={}), "'other', which is no parameter"),
+        (lambda metadata, tensors: metadata["state"].update(other={}), "'other', which is not a parameter"),
         (lambda metadata, tensors: metadata["state"]["bias"].update(exp_avg=[1]), "exp_avg of bias is nothing"),
         (
             lambda metadata, tensors: metadata["state"]["bias"].update(exp_avg={"tensor": "99"}),
@@ -447,4 +447,4 @@ def test_arbitrary_bytes_raise_only_value_error(data):
 def test_deeply_nested_metadata_raises_value_error(trained):
     model, optimizer, _ = trained
     deep = b'{"__metadata__":{"atoll":"' + b"[" * 100_000 + b'"}}'
-    assert_refused("no safetensors file", len(deep).to_bytes(8, "little") + deep, optimizer, model)
+    assert_refused("not a safetensors file", len(deep).to_bytes(8, "little") + deep, optimizer, model)

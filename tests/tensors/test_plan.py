@@ -342,7 +342,7 @@ def test_arbitrary_json_raises_only_value_error(value, data):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("how",), "even", "no fragment plan 'even'"),
+        (("how",), "even", "unknown fragment plan 'even'"),
         (("tensors", 0, 1), [10, -4], "shape of a_head.weight"),
         (("tensors", 0, 1), [2**60], "shape of a_head.weight"),
         (("tensors", 0, 1), [True, 4], "shape of a_head.weight"),
@@ -351,7 +351,7 @@ def test_arbitrary_json_raises_only_value_error(value, data):
         (("tensors", 1, 4), "", "digest of base"),
         (("tensors", 1, 0), "a_head.weight", "not sorted"),
         (("fragments", 0), [], "empty"),
-        (("fragments", 0, 0), [99, 0, 1], "not there"),
+        (("fragments", 0, 0), [99, 0, 1], "do not exist"),
         (("fragments",), [], "rows of"),
     ],
 )

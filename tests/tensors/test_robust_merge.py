@@ -143,7 +143,7 @@ def test_outliers_and_clipping_need_calibration_and_clipping_is_off_by_default()
 def test_outlier_is_a_hundred_times_the_typical_norm():
     tracker = make_calibrated_tracker(0.5)
     assert tracker.find_problem(0.5 * OUTLIER_FACTOR) is None
-    assert "300 times the usual size" in str(tracker.find_problem(0.5 * OUTLIER_FACTOR * 3))
+    assert "300 times the typical norm" in str(tracker.find_problem(0.5 * OUTLIER_FACTOR * 3))
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), st.floats(1e3, 1e15))

@@ -149,7 +149,7 @@ def test_loopback_needs_no_token(host):
 
 
 def test_short_token_is_refused():
-    with pytest.raises(ValueError, match="at least 8 letters"):
+    with pytest.raises(ValueError, match="at least 8 characters"):
         check_access("127.0.0.1", "secret")
 
 

@@ -120,7 +120,7 @@ def test_silent_connections_do_not_displace_speaking_one():
 
 def test_with_one_pool_silent_connections_displace_speaking_one():
     def use_one_pool(port: Port) -> None:
-        port.listener._speaking = port.listener._silent
+        port.listener._with_first_byte = port.listener._without_first_byte
 
     with pytest.raises((ConnectionError, AssertionError)):
         run_scene(speak_slowly_among_many, use_one_pool)

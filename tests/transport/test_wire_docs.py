@@ -87,7 +87,7 @@ def limits_match_code(text: str) -> Iterator[str]:
         "a plan": f"{http_api.MAX_PLAN_BYTES // mib} MiB",
         "inner state": f"{wire.STATE_BYTES_PER_PARAMETER} bytes per parameter",
         "silence in the middle of a body": f"{fragment_endpoints.STALL_TIMEOUT_S:g} s",
-        "time in which nobody goes on with one of them": f"{fragment_endpoints.UPLOAD_IDLE_TIMEOUT_S:g} s",
+        "time without a request for one of them": f"{fragment_endpoints.UPLOAD_IDLE_TIMEOUT_S:g} s",
         "messages that wait for a learner that does not read": f"{MAX_QUEUED_MESSAGES},",
     }
     for what, limit in wanted.items():

@@ -1,5 +1,5 @@
-"""Inject real faults into a real run, drawn by a seed, and evaluate the run from its tapes. See docs/chaos.md.
+"""Inject real faults into a real run, and evaluate the run from its tapes. A seed draws the faults. See docs/chaos.md.
 
-Processes, links and disks are faulted from outside. Only `in_process` runs inside the faulted processes. Only the
+Faults of processes, links and disks are injected from outside. Only `in_process` runs inside the processes. Only the
 command line imports this package.
 """

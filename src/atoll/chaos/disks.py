@@ -24,7 +24,7 @@ from atoll.chaos.netns import command_succeeds
 DISK_BYTES = 256 * 2**20
 FILL_FILE = ".filling"
 FILE_SIZE_LIMIT_BYTES = 4096
-"""File size limit of the process without root. Files of one line still fit, versions and tapes do not."""
+"""File size limit that stands for a full disk without root. Files of one line fit, versions and tapes do not."""
 
 _SOURCE = re.compile(r"atoll-disk-(\d+)")
 
@@ -38,7 +38,7 @@ class Disk:
         self._is_mounted = False
         self._is_read_only_mount = False
         self._is_full = False
-        self._limited_pid: int | None = None  # process whose files may not grow
+        self._limited_pid: int | None = None  # process with the file size limit
         self._modes: dict[Path, int] = {}
         if try_mount and os.geteuid() == 0:
             source = f"atoll-disk-{os.getpid()}"
@@ -56,7 +56,7 @@ class Disk:
     # ------------------------------------------------------------------------------------------ full
 
     def fill(self, pid: int | None) -> bool:
-        """Make the disk full; return whether it is.
+        """Fill the disk. Return whether it is full.
 
         Called again while the fault lasts, to fill the space of files that the process has removed.
         """
@@ -105,7 +105,8 @@ class Disk:
     # ------------------------------------------------------------------------------------------ read-only
 
     def make_read_only(self) -> bool:
-        """Make opening files for writing fail; return whether it does. Open files stay writable."""
+        """Make the disk read-only: opening a file for writing fails. Return whether it does. Open files stay
+        writable."""
         if self._is_mounted:
             self._is_read_only_mount = command_succeeds(
                 "mount", "--bind", "-o", "ro", str(self.folder), str(self.folder)
@@ -157,7 +158,7 @@ def list_mounts() -> list[tuple[int, str]]:
 
 
 def remove_stale() -> list[str]:
-    """Unmount the disks of processes that have exited; return their paths."""
+    """Unmount the disks of processes that have exited. Return their paths."""
     removed = []
     for owner, path in reversed(list_mounts()):
         if not Path(f"/proc/{owner}").exists():

@@ -18,7 +18,7 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
-    """One fault as it was injected. Times are seconds of the Unix epoch."""
+    """Fault as it was injected. Times are seconds of the Unix epoch."""
 
     number: int
     was_injected: bool

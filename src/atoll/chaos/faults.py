@@ -14,7 +14,7 @@ DIRECTIONS = ("both", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class FaultOption:
-    """One option of a fault. `kind` is the type of its value; a `word` is one of `choices`."""
+    """Option of a fault. `kind` is the type of its value; a `word` is one of `choices`."""
 
     name: str
     kind: Literal["seconds", "bytes_per_s", "count", "word"]

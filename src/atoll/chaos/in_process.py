@@ -1,8 +1,8 @@
-"""Entry points of the processes of a run under fault, around the functions that `atoll train` starts.
+"""Entry points of the processes of a run under fault. They wrap the functions that `atoll train` starts.
 
-Most faults come from outside: signals, links, mounts. Two kinds cannot: corrupt values in a contribution, and a slow
-disk. For these, a process reads its orders before each contribution and each fsync. The orders are a small file that
-`atoll chaos` writes. The process logs every order that it carries out.
+Most faults are injected from outside: signals, links, mounts. Two kinds cannot: corrupt values in a contribution, and a
+slow disk. For these, a process reads its commands before each contribution and each fsync. The commands are in a small
+file that `atoll chaos` writes. The process logs every command that it executes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHAOS_FOLDER = "chaos"
 
 
 @dataclass(frozen=True, slots=True)
-class FaultOrders:
+class FaultCommands:
     """Faults that one process injects into itself. `process` is a name such as learner-3 or syncer."""
 
     run: Path
@@ -39,7 +39,7 @@ class FaultOrders:
 
     @property
     def path(self) -> Path:
-        return self.run / CHAOS_FOLDER / f"{self.process}.orders.json"
+        return self.run / CHAOS_FOLDER / f"{self.process}.commands.json"
 
     @property
     def done_path(self) -> Path:
@@ -47,11 +47,11 @@ class FaultOrders:
 
     # ------------------------------------------------------------------------------------------ called by atoll chaos
 
-    def write(self, **orders: dict[str, Any] | None) -> None:
-        """Change some of the orders; None removes an order. The file is replaced atomically."""
-        pending = {**self.read(), **orders}
+    def write(self, **commands: dict[str, Any] | None) -> None:
+        """Change some of the commands; None removes a command. The file is replaced atomically."""
+        pending = {**self.read(), **commands}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({name: order for name, order in pending.items() if order is not None})
+        text = json.dumps({name: command for name, command in pending.items() if command is not None})
         write_text(self.path, text, durable=False)
 
     def count_done(self, fault: int) -> int:
@@ -66,8 +66,8 @@ class FaultOrders:
 
     def read(self) -> dict[str, Any]:
         try:
-            orders: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-            return orders
+            commands: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+            return commands
         except FileNotFoundError:
             return {}
 
@@ -78,20 +78,26 @@ class FaultOrders:
 
 
 def run_faulty_learner(
-    orders: FaultOrders, namespace: Path | None, settings: JobSettings, learner: int, syncer: str, token: str, run: Path
+    commands: FaultCommands,
+    namespace: Path | None,
+    settings: JobSettings,
+    learner: int,
+    syncer: str,
+    token: str,
+    run: Path,
 ) -> None:
     """Train one learner, in its own network namespace if it has one."""
     if namespace is not None:
         enter_namespace(namespace)
-    slow_down_fsync(orders)
-    poison_contributions(orders)
+    slow_down_fsync(commands)
+    poison_contributions(commands)
     train_learner(settings, learner, f"http://{syncer}", token, run)  # plain HTTP: no byte leaves this machine
 
 
 def run_faulty_syncer(
-    orders: FaultOrders, host: str, settings: JobSettings, run_id: str, run: Path, port: int, token: str
+    commands: FaultCommands, host: str, settings: JobSettings, run_id: str, run: Path, port: int, token: str
 ) -> None:
-    slow_down_fsync(orders)
+    slow_down_fsync(commands)
     serve_job(settings, run_id, run, port, token, host)
 
 
@@ -99,15 +105,15 @@ def run_faulty_syncer(
 # A slow disk
 
 
-def slow_down_fsync(orders: FaultOrders) -> None:
-    """Delay every fsync of this process while there is an order to."""
+def slow_down_fsync(commands: FaultCommands) -> None:
+    """Delay every fsync of this process while there is a command for that."""
     fsync = os.fsync
 
     def slow_fsync(file: Any) -> None:
-        order = orders.read().get("slow")
-        if order is not None:
-            time.sleep(order["wait_s"])
-            orders.record_done(order["fault"], "fsync")
+        command = commands.read().get("slow")
+        if command is not None:
+            time.sleep(command["wait_s"])
+            commands.record_done(command["fault"], "fsync")
         fsync(file)
 
     os.fsync = slow_fsync  # type: ignore[assignment]
@@ -117,8 +123,8 @@ def slow_down_fsync(orders: FaultOrders) -> None:
 # Poison
 
 
-def poison_contributions(orders: FaultOrders) -> None:
-    """Corrupt encoded contributions while there is an order to, as failing memory would. The weights stay valid."""
+def poison_contributions(commands: FaultCommands) -> None:
+    """Corrupt encoded contributions while there is a command for that, as failing memory does. Weights stay valid."""
     encode = LearnerFragment.encode
 
     def poisoned_encode(
@@ -132,15 +138,15 @@ def poison_contributions(orders: FaultOrders) -> None:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         values = anchor, copy, scratch
-        order = orders.read().get("poison")
-        if order is None or orders.count_done(order["fault"]) >= order["count"]:
+        command = commands.read().get("poison")
+        if command is None or commands.count_done(command["fault"]) >= command["count"]:
             return encode(self, round_id, codec, *values, out, on_progress)
         data = encode(self, round_id, codec, *values, out)
         original = codec.decode(data, copy.numel())
-        data.copy_(codec.encode(poison_values(original, order["kind"], order.get("factor", 1.0))))
+        data.copy_(codec.encode(poison_values(original, command["kind"], command.get("factor", 1.0))))
         if on_progress is not None:
             on_progress(0, copy.numel())
-        orders.record_done(order["fault"], f"fragment {self.id}")
+        commands.record_done(command["fault"], f"fragment {self.id}")
         return data
 
     LearnerFragment.encode = poisoned_encode  # type: ignore[method-assign]

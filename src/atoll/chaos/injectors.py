@@ -1,4 +1,4 @@
-"""Injectors: each starts a fault, maintains it, ends it, and looks for evidence that it really happened.
+"""Injectors: each starts a fault, maintains it, ends it, and looks for evidence that it happened.
 
 The evidence is independent of the injection. A kill has happened when the process has exited, a stop when the kernel
 reports the process as stopped, a cut when no byte passes, corruption when bytes were changed, a full disk when the
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from atoll.chaos.disks import Disk
 from atoll.chaos.faults import Target
-from atoll.chaos.in_process import FaultOrders
+from atoll.chaos.in_process import FaultCommands
 from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import PlannedFault
 from atoll.chaos.relay import Relay
@@ -23,13 +23,13 @@ from atoll.reference.supervisor import SupervisedProcess
 
 
 class InjectorContext(Protocol):
-    """The run, as far as an injector needs it."""
+    """Interface of a run for its injectors."""
 
     run: Path
     namespaces: Namespaces | None
 
     def member(self, target: Target) -> SupervisedProcess | None:
-        """Return the process that a fault targets, or the owner of the link, disk or payload; None if there is none."""
+        """Return the process that a fault targets, or that owns the link, disk or payload; None if there is none."""
 
     def is_training(self, target: Target) -> bool:
         """Return whether the process runs and has taken steps or, at the syncer and its shards, merged."""
@@ -40,7 +40,7 @@ class InjectorContext(Protocol):
 
     def disk(self, number: int) -> Disk: ...
 
-    def orders(self, number: int) -> FaultOrders: ...
+    def fault_commands(self, number: int) -> FaultCommands: ...
 
     def add_learner(self, number: int) -> None: ...
 
@@ -49,7 +49,7 @@ class InjectorContext(Protocol):
 
 
 class Injector(ABC):
-    """One fault. `begin` is called once, when `is_ready` returns True; `poll` regularly until `end`."""
+    """Injector of one fault. `begin` is called once, when `is_ready` returns True; `poll` regularly until `end`."""
 
     method = ""  # how the fault is injected, for the verdict
     failure_cause = "injected, but there is no evidence that it happened"  # used if `was_observed` stays False
@@ -181,7 +181,7 @@ class LinkFault(Injector):
         self._kernel = kernel if in_kernel else None
         self._is_cut = planned.fault in ("cut", "flap")
         self._direction = str(planned.options.get("direction", "both"))
-        self._passed: tuple[int, int] | None = None  # bytes, at the last poll of a cut
+        self._last_count: tuple[int, int] | None = None  # bytes, at the last poll of a cut
         self._polls = 0  # in a row that found the same count
         self._toggle_at = float("inf")
         self.method = "network namespace, tc" if in_kernel else "relay"
@@ -245,8 +245,8 @@ class LinkFault(Injector):
             counts.up_bytes if self._direction != "down" else 0,
             counts.down_bytes if self._direction != "up" else 0,
         )
-        self._polls = self._polls + 1 if passed == self._passed else 0
-        self._passed = passed
+        self._polls = self._polls + 1 if passed == self._last_count else 0
+        self._last_count = passed
         return self._polls >= 2
 
     def end(self) -> None:
@@ -297,13 +297,17 @@ class SlowFault(Injector):
     method = "in the process, at fsync"
 
     def begin(self) -> None:
-        self.context.orders(self.number).write(slow={"fault": self.planned.number, "wait_s": self.option_value("wait")})
+        self.context.fault_commands(self.number).write(
+            slow={"fault": self.planned.number, "wait_s": self.option_value("wait")}
+        )
 
     def poll(self) -> None:
-        self.was_observed = self.was_observed or self.context.orders(self.number).count_done(self.planned.number) > 0
+        self.was_observed = (
+            self.was_observed or self.context.fault_commands(self.number).count_done(self.planned.number) > 0
+        )
 
     def end(self) -> None:
-        self.context.orders(self.number).write(slow=None)
+        self.context.fault_commands(self.number).write(slow=None)
         self.poll()
 
 
@@ -311,23 +315,23 @@ class PoisonFault(Injector):
     method = "in the process, when it encodes a contribution"
 
     def is_ready(self) -> bool:
-        """Return whether the learner trains and has no other poison order: a process has one at a time."""
-        return super().is_ready() and "poison" not in self.context.orders(self.number).read()
+        """Return whether the learner trains and has no other poison command: a process has one at a time."""
+        return super().is_ready() and "poison" not in self.context.fault_commands(self.number).read()
 
     def begin(self) -> None:
-        order = {"fault": self.planned.number, "kind": self.planned.fault, "count": self.option_value("count")}
+        command = {"fault": self.planned.number, "kind": self.planned.fault, "count": self.option_value("count")}
         if "factor" in self.planned.options:
-            order["factor"] = self.option_value("factor")
-        self.context.orders(self.number).write(poison=order)
+            command["factor"] = self.option_value("factor")
+        self.context.fault_commands(self.number).write(poison=command)
 
     def poll(self) -> None:
-        self.was_observed = self.context.orders(self.number).count_done(self.planned.number) >= self.option_value(
-            "count"
-        )
+        self.was_observed = self.context.fault_commands(self.number).count_done(
+            self.planned.number
+        ) >= self.option_value("count")
 
     def end(self) -> None:
         self.poll()
-        self.context.orders(self.number).write(poison=None)
+        self.context.fault_commands(self.number).write(poison=None)
 
 
 INJECTORS: dict[str, type[Injector]] = {

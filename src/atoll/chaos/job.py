@@ -99,7 +99,7 @@ def run_chaos(
             outcome = replace(outcome, failed=str(error))
         except KeyboardInterrupt:
             outcome = replace(outcome, interrupted=True)
-    with defer_interrupts():
+    with ignore_interrupts():
         verdict = _write_verdict(run, plan, scenario, outcome)
     if outcome.interrupted:
         raise ChaosInterrupt(verdict)
@@ -132,8 +132,8 @@ def _write_verdict(run: Path, plan: Plan, scenario: Scenario, outcome: RunOutcom
 
 
 @contextlib.contextmanager
-def defer_interrupts() -> Iterator[None]:
-    """Hold back Ctrl-C until the block has ended, so that a second one does not lose the verdict."""
+def ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C in the block, so that a second one does not prevent the verdict."""
     caught: list[int] = []
 
     def record(number: int, frame: FrameType | None) -> None:
@@ -141,7 +141,7 @@ def defer_interrupts() -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGINT, record)
-    except ValueError:  # not in the main thread, and only that is interrupted
+    except ValueError:  # not the main thread: only the main thread receives interrupts
         yield
         return
     try:

@@ -36,15 +36,15 @@ class NetnsError(RuntimeError):
 
 
 def run_command(*arguments: str) -> str:
-    """Run one command without a shell; return its output. The error has what it wrote to stderr."""
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise NetnsError(f"{' '.join(arguments)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout
+    """Run one command without a shell and return its output. The error contains its stderr."""
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    if result.returncode:
+        raise NetnsError(f"{' '.join(arguments)}: {result.stderr.strip() or f'exit code {result.returncode}'}")
+    return result.stdout
 
 
 def command_succeeds(*arguments: str) -> bool:
-    """Run one command; return whether it succeeded."""
+    """Run one command. Return whether it succeeded."""
     try:
         run_command(*arguments)
     except (NetnsError, OSError, subprocess.TimeoutExpired):
@@ -54,7 +54,7 @@ def command_succeeds(*arguments: str) -> bool:
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Return why network namespaces are not available here, or None if they are. Tries it once and cleans up."""
+    """Return why network namespaces are not available here, or None if they are. This creates one and removes it."""
     if os.geteuid() != 0:
         return "not root"
     for command in ("ip", "tc"):
@@ -96,7 +96,7 @@ class Namespaces:
         raise AssertionError("the last try returns or raises")
 
     def add(self, learner: int) -> Path:
-        """Create a namespace for this learner; return the file that `enter_namespace` takes."""
+        """Create a namespace for this learner. Return its file, the argument of `enter_namespace`."""
         if len(self._links) >= MAX_LINKS:
             raise NetnsError(f"more than {MAX_LINKS} links with network namespaces; use --links relay")
         index = len(self._links) + 1
@@ -190,7 +190,7 @@ def list_namespaces() -> list[str]:
 
 
 def remove_stale() -> list[str]:
-    """Remove the namespaces and addresses of processes that have exited; return them."""
+    """Remove the namespaces and addresses of processes that have exited, and return them."""
     removed = []
     for name in list_namespaces():
         found = _NAME.fullmatch(name)

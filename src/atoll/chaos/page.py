@@ -95,8 +95,8 @@ _MARKS = {True: ("good", "passed"), False: ("bad", "failed"), None: ("unknown", 
 def _checks(verdict: Verdict) -> Iterator[str]:
     rows = []
     for check in verdict.criteria:
-        kind, word = _MARKS[check.passed]
-        rows.append((check.name, Html(f"<span class='{kind}'>{word}</span>"), check.finding, check.reason))
+        kind, label = _MARKS[check.passed]
+        rows.append((check.name, Html(f"<span class='{kind}'>{label}</span>"), check.finding, check.reason))
     yield "<h2>Criteria</h2>"
     yield from table(("criterion", "", "found", "reason"), rows, ("", "", "what", "why"))
 
@@ -215,8 +215,8 @@ def _chart(rounds: Sequence[Sequence[float]], lanes: Lanes, top: int) -> Iterato
     for column, name in ((3, "merged"), (2, "pulled"), (1, "alive")):
         shift = {1: -2.2, 2: 0.0, 3: 2.2}[column]  # equal values stay visible side by side
         path = f"M{lanes.x(rounds[0][0])} {y(rounds[0][column]) + shift:.2f}"
-        for before, after in pairwise(rounds):
-            if after[column] != before[column]:
+        for steps_before, after in pairwise(rounds):
+            if after[column] != steps_before[column]:
                 path += f"H{lanes.x(after[0])}V{y(after[column]) + shift:.2f}"
         path += f"H{lanes.x(rounds[-1][0])}"
         yield f"<path d='{path}' fill='none' stroke='var(--{name})' stroke-width='1.6'><title>{name}</title></path>"

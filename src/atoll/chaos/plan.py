@@ -1,7 +1,7 @@
 """The plan: all faults of a run with their times, targets and options, drawn from a scenario by a seed.
 
 The same scenario, seed and duration give the same plan, bit for bit, on any machine. The plan is drawn before the run
-starts, and nothing in the run changes it. So a storm must not plan impossible faults: it kills only learners that no
+starts, and nothing in the run changes it. Therefore a storm plans only possible faults: it kills only learners that no
 earlier fault has stopped or killed. If no target is available, the storm skips the fault, and the plan has the count.
 """
 
@@ -26,7 +26,7 @@ MAX_FAULTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """One fault. Times are seconds on the plan's clock, which starts when all learners train."""
+    """Fault of a plan. Times are seconds on the plan's clock, which starts when all learners train."""
 
     number: int  # from 1, in order of time
     at_s: float
@@ -104,7 +104,7 @@ def poisson_times(rng: Random, per_minute: float, begin_s: float, end_s: float) 
 
 
 class _PlanBuilder:
-    """The faults planned so far, and the targets that they leave available."""
+    """Builder of a plan: the faults planned so far, and the targets that are still available."""
 
     def __init__(self, scenario: Scenario, seed: int, duration_s: float) -> None:
         self.scenario = scenario
@@ -146,7 +146,7 @@ class _PlanBuilder:
             candidates = [0]
         elif spec.fault == "leave":
             members = self.present(kind, at_s)
-            candidates = members if len(members) > 1 else []  # the last learner stays
+            candidates = members if len(members) > 1 else []  # the last learner must not leave
         else:
             candidates = self.present(kind, at_s)
         return [n for n in candidates if not self.is_busy(Target(kind, n), spec, at_s)]
@@ -163,12 +163,12 @@ class _PlanBuilder:
         )
 
 
-def overlaps(one: Target, other: Target) -> bool:
+def overlaps(first: Target, second: Target) -> bool:
     """Return whether the targets share a process. A learner includes its link, disk and payload."""
-    if "shard" in (one.kind, other.kind):
-        return one == other
-    return one.number == other.number and (
-        one.kind == other.kind or "learner" in (one.kind, other.kind) or "payload" in (one.kind, other.kind)
+    if "shard" in (first.kind, second.kind):
+        return first == second
+    return first.number == second.number and (
+        first.kind == second.kind or "learner" in (first.kind, second.kind) or "payload" in (first.kind, second.kind)
     )
 
 
@@ -184,7 +184,8 @@ def draw_plan(scenario: Scenario, seed: int, duration_s: float) -> Plan:
     for index, storm in enumerate(scenario.storms, 1):
         rng = builder.make_rng(f"storm {index}")
         begin_s, end_s = storm.begin.to_seconds(duration_s), storm.end.to_seconds(duration_s)
-        targets = Random(f"{rng.random()}/targets")  # separate: available targets must not change the times
+        # a separate generator: the times must not depend on the available targets
+        targets = Random(f"{rng.random()}/targets")
         for at_s in poisson_times(rng, storm.per_minute, begin_s, end_s):
             arrivals.append((at_s, index, storm, targets))
             if len(arrivals) > MAX_FAULTS:

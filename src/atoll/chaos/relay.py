@@ -20,7 +20,7 @@ ACCEPT_LOOP_CYCLES = 10
 
 
 class RelayCounts(NamedTuple):
-    """Traffic so far. `up` is towards the syncer."""
+    """Traffic counters of a link. `up` is the direction to the syncer."""
 
     connections: int
     up_bytes: int
@@ -57,7 +57,7 @@ class Relays:
 
 
 class Relay:
-    """One link. Settings apply to all bytes that arrive later, on old and new connections."""
+    """Relay of one link. Settings apply to all bytes that arrive later, on old and new connections."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, target: str, seed: int, host: str) -> None:
         name, _, port = target.rpartition(":")

@@ -14,7 +14,7 @@ from atoll.chaos import disks, netns
 from atoll.chaos.disks import Disk
 from atoll.chaos.fault_log import FaultLog, FaultRecord
 from atoll.chaos.faults import Target
-from atoll.chaos.in_process import FaultOrders, run_faulty_learner, run_faulty_syncer
+from atoll.chaos.in_process import FaultCommands, run_faulty_learner, run_faulty_syncer
 from atoll.chaos.injectors import INJECTORS, Injector
 from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import Plan, PlannedFault, overlaps
@@ -28,7 +28,7 @@ from atoll.store.snapshots import STORE_FOLDER
 
 POLL_INTERVAL_S = 0.1
 MAX_CLOCK_STEP_S = 0.5
-"""Largest gap between two polls that the plan's clock counts. Without this limit, all faults that came due while this
+"""Maximum gap between two polls that the plan's clock counts. Without this limit, all faults that became due while this
 process was stalled would begin at once, against the plan."""
 
 STATUS_INTERVAL_S = 0.2
@@ -52,7 +52,7 @@ class ActiveFault:
 
     injector: Injector
     started_at: float  # of the Unix epoch
-    until: float  # on the monotonic clock
+    planned_end: float  # on the monotonic clock
     ended_at: float | None = None  # of the Unix epoch; polled after that until it is observed
 
 
@@ -115,7 +115,15 @@ class ChaosSupervisor(Supervisor):
         return any(fault.fault in relay_faults and fault.target.number == learner for fault in self.plan.faults)
 
     def _syncer_child(self) -> ChildProcess:
-        args = (self.orders(0), self.host, self.settings, new_run_id(self.run), self.run, self._port, self._token)
+        args = (
+            self.fault_commands(0),
+            self.host,
+            self.settings,
+            new_run_id(self.run),
+            self.run,
+            self._port,
+            self._token,
+        )
         return ChildProcess("syncer", self.run, run_faulty_syncer, args)
 
     def _learner_child(self, learner: int) -> ChildProcess:
@@ -126,8 +134,8 @@ class ChaosSupervisor(Supervisor):
             self._relay_by_learner[learner] = self._relays.open(self.address, seed, self.host)
         address = self._relay_by_learner[learner].address if learner in self._relay_by_learner else self.address
         directory = self.run / ISLANDS / f"learner-{learner}" if learner in self._disks else self.run
-        orders, net = self.orders(learner), self._namespace_paths.get(learner)
-        args = (orders, net, self.settings, learner, address, self._token, directory)
+        commands, net = self.fault_commands(learner), self._namespace_paths.get(learner)
+        args = (commands, net, self.settings, learner, address, self._token, directory)
         return ChildProcess(f"learner {learner}", self.run, run_faulty_learner, args)
 
     # ------------------------------------------------------------------------------------------ context of injectors
@@ -156,8 +164,8 @@ class ChaosSupervisor(Supervisor):
     def disk(self, number: int) -> Disk:
         return self._disks[number]
 
-    def orders(self, number: int) -> FaultOrders:
-        return FaultOrders(self.run, f"learner-{number}" if number else "syncer")
+    def fault_commands(self, number: int) -> FaultCommands:
+        return FaultCommands(self.run, f"learner-{number}" if number else "syncer")
 
     def add_learner(self, number: int) -> None:
         self._learners[number] = SupervisedProcess(self._learner_child(number))
@@ -201,7 +209,7 @@ class ChaosSupervisor(Supervisor):
         return any(
             active.injector.planned.duration_s > 0.0
             and active.ended_at is None
-            and now >= active.until
+            and now >= active.planned_end
             and overlaps(active.injector.target, target)
             for active in self._active
         )
@@ -219,13 +227,13 @@ class ChaosSupervisor(Supervisor):
             injector = active.injector
             injector.poll()
             has_duration = injector.planned.duration_s > 0.0
-            is_over, is_late = now >= active.until, now >= active.until + OBSERVE_TIMEOUT_S
+            is_over, is_late = now >= active.planned_end, now >= active.planned_end + OBSERVE_TIMEOUT_S
             if has_duration and active.ended_at is None and is_over and (injector.has_taken_effect() or is_late):
-                self._heal(active)
+                self._end_fault(active)
             if (injector.was_observed and (active.ended_at is not None or not has_duration)) or is_late:
                 self._finish(active)
 
-    def _heal(self, active: ActiveFault) -> None:
+    def _end_fault(self, active: ActiveFault) -> None:
         active.ended_at = time.time()
         active.injector.end()
         if active.injector.planned.fault != "kill":
@@ -255,7 +263,7 @@ class ChaosSupervisor(Supervisor):
 
     def _request_status(self) -> dict[str, Any] | None:
         """Return the newest status of the poller. A request here would block while the syncer is stopped."""
-        return self._poller.take()
+        return self._poller.pop_newest()
 
     def request_status(self) -> dict[str, Any] | None:
         """Request the status from the syncer; called by the poller thread."""
@@ -314,7 +322,7 @@ class StatusPoller:
         if self._thread.is_alive():
             self._thread.join()
 
-    def take(self) -> dict[str, Any] | None:
+    def pop_newest(self) -> dict[str, Any] | None:
         """Return the newest status, once; None if none has arrived since the last call."""
         newest, self._newest = self._newest, None
         return newest

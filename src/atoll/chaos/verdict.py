@@ -33,7 +33,7 @@ VERDICT = "verdict.json"
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One criterion of the verdict. `passed` is None if it could not be evaluated; `finding` has the reason."""
+    """Criterion of the verdict. `passed` is None if it could not be evaluated; `finding` has the reason."""
 
     name: str
     passed: bool | None
@@ -43,7 +43,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class FaultReport:
-    """One planned fault and its effects. Times are seconds on the run's clock."""
+    """Report of a planned fault and its effects. Times are seconds on the run's clock."""
 
     number: int
     fault: str
@@ -123,7 +123,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How the run ended, and its loss: the part of the verdict that is not on the tapes."""
+    """End of the run and its loss: the part of the verdict that is not on the tapes."""
 
     links: str
     interrupted: bool = False
@@ -173,7 +173,7 @@ def evaluate_run(
         _check_exits(unplanned),
         _check_ledger(ledger),
         _check_invariants(invariants),
-        _check_learned(outcome.loss),
+        _check_loss_decreased(outcome.loss),
         *(_check_expectation(each, figures, faults, outcome) for each in expectations.values()),
     ]
     return Verdict(
@@ -456,7 +456,7 @@ def _check_invariants(invariants: Mapping[str, Any]) -> Criterion:
     return Criterion("invariants", True, finding)
 
 
-def _check_learned(loss: Loss) -> Criterion:
+def _check_loss_decreased(loss: Loss) -> Criterion:
     if loss.final is None or loss.initial is None:
         return Criterion("learned", None, "there is no final model to evaluate")
     finding = f"the loss on held-out text fell from {loss.initial:.3f} to {loss.final:.3f}"

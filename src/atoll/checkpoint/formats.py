@@ -45,7 +45,7 @@ class ExportedModel(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Out
+# Export
 
 
 def read_run_model(run: Path, snapshot: int | None = None) -> ExportedModel:
@@ -56,21 +56,23 @@ def read_run_model(run: Path, snapshot: int | None = None) -> ExportedModel:
         return _read_snapshot_model(run, snapshot)
     if (run / MODEL_FILE).is_file():
         return ExportedModel(read_safetensors(run / MODEL_FILE), "the final model")
-    for left in reversed(range(MAX_READ_ATTEMPTS)):
+    for attempts_left in reversed(range(MAX_READ_ATTEMPTS)):
         try:
             found = read_published_tensors(run)
             break
         except FileNotFoundError:  # the syncer has deleted an old version in between
-            if not left:
+            if not attempts_left:
                 raise
-    return ExportedModel(found, "the newest published version of each fragment; the run is not over")
+    return ExportedModel(found, "the newest published version of each fragment; the run is not finished")
 
 
 def _read_snapshot_model(run: Path, number: int) -> ExportedModel:
-    there = [info.number for info in list_snapshots(run) if info.record is not None]
-    if number not in there:
-        known = ", ".join(map(str, there)) or "none"
-        raise ValueError(f"{run} has no whole snapshot {number}; it has {known}: see atoll snapshot {run} --list")
+    numbers = [info.number for info in list_snapshots(run) if info.record is not None]
+    if number not in numbers:
+        available = ", ".join(map(str, numbers)) or "none"
+        raise ValueError(
+            f"{run} has no complete snapshot {number}; it has {available}: see atoll snapshot {run} --list"
+        )
     plan = read_plan(run)
     paths = [snapshot_version_path(run, number, p) for p in range(len(plan.fragments))]
     values = ((p, read_tensors(path)[1]["published"]) for p, path in enumerate(paths))
@@ -104,7 +106,7 @@ def _single_process() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# In
+# Import
 
 
 class ImportedModel(NamedTuple):
@@ -132,20 +134,20 @@ def read_checkpoint(path: Path, prefix: str = "", renames: Sequence[str] = ()) -
         found = read_safetensors(path / MODEL_FILE)
     else:
         raise ValueError(
-            f"{path} holds neither {MODEL_FILE}, {INDEX_FILE} nor {DCP_METADATA_FILE}: give a file, a directory of"
+            f"{path} contains neither {MODEL_FILE}, {INDEX_FILE} nor {DCP_METADATA_FILE}: give a file, a directory of"
             " torch.distributed.checkpoint, or one with such a file"
         )
-    named = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+    renamed = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
     for each in renames:
         new, equals, old = each.partition("=")
-        if not equals or old not in named or new in named:
-            raise ValueError(f"--rename {each!r}: give NEW=OLD, of which the checkpoint has OLD and not NEW")
-        named[new] = named.pop(old)
-    model = {name: named[name] for name in sorted(named) if _is_model_tensor(named[name])}
+        if not equals or old not in renamed or new in renamed:
+            raise ValueError(f"--rename {each!r}: give NEW=OLD with an existing OLD and an unused NEW")
+        renamed[new] = renamed.pop(old)
+    model = {name: renamed[name] for name in sorted(renamed) if _is_model_tensor(renamed[name])}
     if not model:
-        below = f" below {prefix!r}" if prefix else ""
-        raise ValueError(f"{path} holds no parameters{below}; it has {', '.join(sorted(found)[:3]) or 'nothing'} ...")
-    return ImportedModel(model, tuple(sorted(set(named) - set(model))))
+        below = f" with prefix {prefix!r}" if prefix else ""
+        raise ValueError(f"{path} has no parameters{below}; it has {', '.join(sorted(found)[:3]) or 'nothing'} ...")
+    return ImportedModel(model, tuple(sorted(set(renamed) - set(model))))
 
 
 def _is_model_tensor(tensor: Tensor) -> bool:
@@ -158,8 +160,8 @@ def _read_sharded_safetensors(folder: Path) -> dict[str, Tensor]:
         names = sorted(set(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ValueError(f"{folder / INDEX_FILE} has no weight_map of names and files") from None
-    if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-        raise ValueError(f"{folder / INDEX_FILE} names {odd[0]!r}, which is no file of that directory")
+    if invalid := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+        raise ValueError(f"{folder / INDEX_FILE} names {invalid[0]!r}, which is not a file in that directory")
     return {name: value for each in names for name, value in read_safetensors(folder / each).items()}
 
 

@@ -55,7 +55,9 @@ def load_into_model(model: nn.Module, values: Mapping[str, Tensor], source: str)
     tensors = named_tensors(model)
     if set(tensors) != set(values):
         odd = min(set(tensors) ^ set(values))
-        raise ValueError(f"{source} {'lacks' if odd in tensors else 'has an unknown'} tensor {odd!r}: of another model")
+        raise ValueError(
+            f"{source} {'lacks' if odd in tensors else 'has an unknown'} tensor {odd!r}: it is a file of another model"
+        )
     for name, tensor in tensors.items():
         if tensor.shape != values[name].shape:
             raise ValueError(f"{source}: {name} is {tuple(values[name].shape)}, the model has {tuple(tensor.shape)}")

@@ -46,8 +46,8 @@ def learners_missing_end(run: Path) -> list[int]:
     if members is None:
         return []
     received = read_value(run / STORE_FOLDER / END_RECEIVED_FILE) or {"learners": ()}
-    gone = {*members.left, *members.lost, *received["learners"]}
-    return [learner for learner, _ in members.incarnations if learner not in gone]
+    finished = {*members.left, *members.lost, *received["learners"]}
+    return [learner for learner, _ in members.incarnations if learner not in finished]
 
 
 def read_published_versions(run: Path, plan: FragmentPlan) -> Iterator[int]:

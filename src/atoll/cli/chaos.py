@@ -125,7 +125,7 @@ def summary_lines(verdict: Verdict, run: Path) -> Iterator[str]:
     outcome = "The run survived." if verdict.survived else "The run did NOT survive."
     yield f"{outcome} {run / 'verdict.html'} shows it, {run / 'verdict.json'} has every figure."
     targets = [fault.target.split() for fault in verdict.faults]
-    learner = next((words[-1] for words in targets if words[-1].isdigit() and words[0] != "shard"), "1")
+    learner = next((parts[-1] for parts in targets if parts[-1].isdigit() and parts[0] != "shard"), "1")
     yield f"More: atoll story {run} --learner {learner}"
 
 

@@ -84,7 +84,7 @@ def story_line_fields(line: StoryLine) -> dict[str, object]:
 
 def _parse_subject(learner: int | None, fragment: int | None, whole_run: bool) -> Subject:
     if (learner is not None) + (fragment is not None) + whole_run != 1:
-        raise ValueError("the story of what? give exactly one of --learner 3, --fragment 7 and --run")
+        raise ValueError("the story needs one subject; give exactly one of --learner 3, --fragment 7 and --run")
     if learner is not None:
         return ("learner", learner)
     if fragment is not None:

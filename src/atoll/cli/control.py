@@ -88,7 +88,7 @@ def find_syncer(
         endpoint.check()
         return SyncerAccess(parse_address(endpoint.addresses), token, endpoint.tls)
     if run is None:
-        raise ValueError("which run? give its directory, as in: atoll snapshot RUN, or --syncer HOST:PORT")
+        raise ValueError("no run is given; give its directory, as in: atoll snapshot RUN, or --syncer HOST:PORT")
     if not run.is_dir():
         raise ValueError(f"{run} is not the directory of a run")
     found = read_address_file(run)
@@ -154,14 +154,16 @@ CONTROL_VALUES = {
     "grace": "gamma",
     "snapshot": "",
 }
-"""The value of each control; empty: it takes none."""
+"""Description of the value of each control. Empty: the control takes no value."""
 
 
 def run_control(
     target: Annotated[
         str, typer.Argument(metavar="RUN", help="Directory of a run whose syncer runs on this machine, or HOST:PORT.")
     ],
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="pause, resume, drain N, quorum K, grace G or snapshot.")],
+    action: Annotated[
+        str, typer.Argument(metavar="WHAT", help="pause, resume, drain N, quorum K, grace G or snapshot.")
+    ],
     value: Annotated[
         str | None, typer.Argument(metavar="VALUE", help="A learner, the quorum or the grace margin.")
     ] = None,
@@ -181,41 +183,42 @@ def run_control(
     """
     from atoll.transport.endpoint import RequestRefusedError
 
-    who = who if who is not None else user_and_host()
-    body = {"kind": what, "value": _parse_value(what, value), "requested_by": who}
+    operator = who if who is not None else user_and_host()
+    body = {"kind": action, "value": _parse_value(action, value), "requested_by": operator}
     run = None if ":" in target and not Path(target).is_dir() else Path(target)
     address = target if run is None else None
     syncer = find_syncer(run, address, token or None, "control the run while its syncer runs", keys, ca)
-    if what == "snapshot":
-        return _take_snapshot(syncer, who)
-    if what == "drain" and not is_confirmed:
+    if action == "snapshot":
+        return _take_snapshot(syncer, operator)
+    if action == "drain" and not is_confirmed:
         _confirm(f"Learner {value} will leave the run and is not restarted. Continue?")
     try:
         reply = syncer.request("POST", "/v1/control", body)
     except RequestRefusedError as refused:
         if refused.status not in (404, 409, 507):
             raise
-        print_to_stderr(str(refused))  # a valid request at the wrong moment
+        print_to_stderr(str(refused))  # a valid request that the current state of the run does not allow
         raise typer.Exit(ExitCode.FAILED) from None
     return Result({**body, "done": reply["done"]}, [f"{reply['done'][0].upper()}{reply['done'][1:]}."])
 
 
-def _parse_value(what: str, value: str | None) -> float | None:
+def _parse_value(action: str, value: str | None) -> float | None:
     """Return the value as a number. The syncer checks whether it is allowed."""
-    if what not in CONTROL_VALUES:
-        raise ValueError(f"there is no control {what!r}; give one of {', '.join(CONTROL_VALUES)}")
-    if not CONTROL_VALUES[what]:
+    if action not in CONTROL_VALUES:
+        raise ValueError(f"unknown control {action!r}; give one of {', '.join(CONTROL_VALUES)}")
+    if not CONTROL_VALUES[action]:
         if value is not None:
-            raise ValueError(f"{what} takes no value, got {value!r}")
+            raise ValueError(f"{action} takes no value, got {value!r}")
         return None
     if value is None:
         raise ValueError(
-            f"{what} takes {CONTROL_VALUES[what]}, as in: atoll control RUN {what} {'0.5' if what == 'grace' else 2}"
+            f"{action} takes {CONTROL_VALUES[action]}, as in:"
+            f" atoll control RUN {action} {'0.5' if action == 'grace' else 2}"
         )
     try:
-        return float(value) if what == "grace" else int(value)
+        return float(value) if action == "grace" else int(value)
     except ValueError:
-        raise ValueError(f"{what} takes {CONTROL_VALUES[what]}, got {value!r}") from None
+        raise ValueError(f"{action} takes {CONTROL_VALUES[action]}, got {value!r}") from None
 
 
 def _confirm(question: str) -> None:

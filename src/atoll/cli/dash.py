@@ -98,7 +98,7 @@ def dashboard_process(
             print_to_stderr("cannot start the dashboard page; the run continues without it")
         yield
     finally:
-        page.stdin.close()  # the page exits when its stdin closes, also when this process is killed
+        page.stdin.close()  # the child exits when its stdin closes, even if this process is killed
         try:
             page.wait(SHUTDOWN_TIMEOUT_S)
         except subprocess.TimeoutExpired:

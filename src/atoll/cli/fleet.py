@@ -24,7 +24,7 @@ FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="TOML file with the syncer and the islands; see docs/launchers.md.")
 ]
 
-STATUS_COLOURS = {"running": "green", "failed": "red", "lost": "red", "unknown": "yellow", "waiting": "yellow"}
+STATUS_COLORS = {"running": "green", "failed": "red", "lost": "red", "unknown": "yellow", "waiting": "yellow"}
 
 
 def status_table(statuses: Sequence[UnitReport]) -> Table:
@@ -36,7 +36,7 @@ def status_table(statuses: Sequence[UnitReport]) -> Table:
     for title in ("unit", "launcher", "state", "restarts", ""):
         table.add_column(title, justify="right" if title == "restarts" else "left", no_wrap=title in ("unit", "state"))
     for name, launcher, state, restarts, cause in statuses:
-        shown = Text(state, style=STATUS_COLOURS.get(state, ""))
+        shown = Text(state, style=STATUS_COLORS.get(state, ""))
         counted = str(restarts) if state.is_active or state.is_finished else ""
         table.add_row(Text(name), Text(launcher), shown, counted, Text(cause))
     return table

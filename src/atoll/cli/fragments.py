@@ -224,13 +224,13 @@ def replace_unencodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def draw_bar(kinds: dict[str, int], largest: int, room: int, symbols: dict[str, str]) -> str:
+def draw_bar(kinds: dict[str, int], largest: int, width: int, symbols: dict[str, str]) -> str:
     """Return a bar with one symbol per kind of parameters.
 
     Args:
         kinds: Parameters by kind.
-        largest: Parameters of the largest fragment, whose bar fills the room.
-        room: Characters of the longest bar. The shortest bar has one.
+        largest: Parameters of the largest fragment, whose bar has the full width.
+        width: Characters of the longest bar. The shortest bar has one.
         symbols: Symbol of each kind, in the order of drawing.
 
     >>> draw_bar({"embedding": 3, "weight": 3}, 12, 8, {"weight": "#", "embedding": "="})
@@ -239,7 +239,7 @@ def draw_bar(kinds: dict[str, int], largest: int, room: int, symbols: dict[str, 
     drawn, total, bar = 0, 0, ""
     for kind, symbol in symbols.items():
         total += kinds.get(kind, 0)
-        end = round(room * total / largest)
+        end = round(width * total / largest)
         bar += symbol * (end - drawn)
         drawn = end
     return bar or next(symbols[kind] for kind in symbols if kind in kinds)

@@ -173,10 +173,10 @@ def _sample_lines(groups: Sequence[Sequence[SampleRange]], rows: int) -> Iterato
 
 def _format_history(group: Sequence[SampleRange]) -> str:
     parts = []
-    for place, lease in enumerate(group[0].leases):
+    for index, lease in enumerate(group[0].leases):
         holder = f"learner {lease.learner} incarnation {lease.incarnation}"
         if lease.outcome == "merged":
-            parts.append(f"{holder}: merged, {_format_versions(lease, group[-1].leases[place])}")
+            parts.append(f"{holder}: merged, {_format_versions(lease, group[-1].leases[index])}")
         else:
             trained = "trained, " if lease.trained else ""
             cause = f": {lease.cause}" if lease.cause else ""

@@ -165,10 +165,12 @@ def build_app(commands: Mapping[str, Command]) -> Any:
             return build_command(cmd_name, commands[cmd_name]) if cmd_name in commands else None
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
-            room = formatter.width - 6 - max(map(len, commands))
+            width = formatter.width - 6 - max(map(len, commands))
             summaries = {name: (each.run.__doc__ or "").partition("\n\n")[0] for name, each in commands.items()}
             with formatter.section("Commands"):
-                formatter.write_dl([(name, shorten(text, room, placeholder="...")) for name, text in summaries.items()])
+                formatter.write_dl(
+                    [(name, shorten(text, width, placeholder="...")) for name, text in summaries.items()]
+                )
 
     app = typer.Typer(no_args_is_help=True, **_TYPER_OPTIONS)
     app.callback(cls=Subcommands, epilog="Example: atoll COMMAND --help")(_handle_global_options)
@@ -183,7 +185,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
     try:
         app(args=None if argv is None else list(argv), prog_name="atoll", obj=global_options)
         code = int(ExitCode.OK)
-    except SystemExit as end:  # Typer exits this way
+    except SystemExit as end:  # Typer raises this to exit
         code = end.code if isinstance(end.code, int) else int(ExitCode.OK)
     except KeyboardInterrupt:  # before a command started
         print_to_stderr("interrupted")

@@ -191,9 +191,9 @@ def run_import(
 
 def _read_transformers(kind: str, folder: Path, is_renamed: bool) -> dict[str, Tensor]:
     if kind != "transformers":
-        raise ValueError(f"--from {kind} is unknown; give transformers, or leave --from out for other formats")
+        raise ValueError(f"--from {kind} is unknown; give transformers, or omit --from for other formats")
     if is_renamed:
-        raise ValueError("--from transformers takes names from the model: leave out --prefix and --rename")
+        raise ValueError("--from transformers takes names from the model: omit --prefix and --rename")
     try:
         from atoll.integrations.pretrained import read_pretrained
 

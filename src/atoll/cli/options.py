@@ -121,7 +121,7 @@ def reject_options_with_resume(context: typer.Context, allowed: set[str], flag: 
     ignored = sorted(name for name in context.params if name not in allowed and is_given(context, name))
     if ignored:
         raise ValueError(
-            f"{option_flag(context, ignored[0])} has no effect with {flag}: the run keeps its settings; leave it out"
+            f"{option_flag(context, ignored[0])} has no effect with {flag}: the run keeps its settings; omit it"
         )
 
 

@@ -131,7 +131,7 @@ def format_size(count: float) -> str:
 
 
 MIN_PROGRESS_BYTES = 8 * 1024 * 1024
-"""Tapes of this size take a few seconds to read."""
+"""Minimum size of tapes for a progress bar: reading them takes a few seconds."""
 
 _ENTRIES_PER_UPDATE = 512
 

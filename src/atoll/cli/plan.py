@@ -92,7 +92,7 @@ def run(
         **schedule,
     )
     if plot is not None:
-        from atoll.cli.simulate_run import check_plot
+        from atoll.cli.figures import check_plot
 
         check_plot(plot)
         draw_plan(plot, options)
@@ -134,7 +134,7 @@ def read_islands(
         tables = [{"name": "site", "count": str(sites)}]
     islands = tuple(_make_specs(params, shared, tables))
     if sites is not None and len(islands) != sites:
-        raise ValueError(f"--sites is {sites} and {len(islands)} islands are listed; leave --sites out")
+        raise ValueError(f"--sites is {sites} and {len(islands)} islands are listed; omit --sites")
     if len(islands) < 2:
         raise ValueError(f"{len(islands)} island is listed, and one island has nothing to synchronize; give 2 or more")
     return islands
@@ -161,22 +161,22 @@ def _read_islands_file(file: Path) -> list[dict[str, str]]:
     if set(raw) != {"island"} or not isinstance(listed, list) or not listed:
         raise ValueError(f"{file} has no islands; begin each with a line [[island]], and write nothing else")
     tables = []
-    for place, table in enumerate(listed, start=1):
+    for number, table in enumerate(listed, start=1):
         if not isinstance(table, dict):
-            raise ValueError(f"island {place} of {file} is not a table; begin it with a line [[island]]")
+            raise ValueError(f"island {number} of {file} is not a table; begin it with a line [[island]]")
         for key, value in table.items():
-            _check_key(key, f"island {place} of {file}")
+            _check_key(key, f"island {number} of {file}")
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise ValueError(
-                    f"{key} of island {place} of {file} is {value!r}; give a number, or a string with a unit"
+                    f"{key} of island {number} of {file} is {value!r}; give a number, or a string with a unit"
                 )
         tables.append({key: str(value) for key, value in table.items()})
     return tables
 
 
-def _check_key(key: str, place: str) -> None:
+def _check_key(key: str, source: str) -> None:
     if key not in ISLAND_KEYS:
-        raise ValueError(f"{place} has the unknown key {key!r}; the keys are {', '.join(ISLAND_KEYS)}")
+        raise ValueError(f"{source} has the unknown key {key!r}; the keys are {', '.join(ISLAND_KEYS)}")
 
 
 def _make_specs(params: float, shared: Mapping[str, str], tables: Iterable[Mapping[str, str]]) -> Iterable[IslandSpec]:
@@ -256,36 +256,36 @@ _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3_600.0, "d": 86_400.0, "y": 365 * 86_400.0}
 
 
-def parse_amount(place: str, text: str) -> float:
+def parse_amount(option: str, text: str) -> float:
     """
     >>> parse_amount("--params", "5e9"), parse_amount("--params", "5B"), parse_amount("--tokens", "1.5T")
     (5000000000.0, 5000000000.0, 1500000000000.0)
     """
     found = re.fullmatch(_NUMBER + r"\s*([kmgbtpe]?)", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{place} {text!r} is not a number above 0; give one such as 5e9, 5B or 1.5T")
-    return _check_positive(place, text, float(found[1]) * _COUNTS[found[2].lower()])
+        raise ValueError(f"{option} {text!r} is not a number above 0; give one such as 5e9, 5B or 1.5T")
+    return _check_positive(option, text, float(found[1]) * _COUNTS[found[2].lower()])
 
 
-def parse_count(place: str, text: str) -> int:
-    value = parse_amount(place, text)
+def parse_count(option: str, text: str) -> int:
+    value = parse_amount(option, text)
     if value != int(value):
-        raise ValueError(f"{place} {text!r} is not a whole number; give one such as 256 or 4k")
+        raise ValueError(f"{option} {text!r} is not a whole number; give one such as 256 or 4k")
     return int(value)
 
 
-def parse_flops(place: str, text: str) -> float:
+def parse_flops(option: str, text: str) -> float:
     """
     >>> parse_flops("--flops", "400T"), parse_flops("--flops", "1 PFLOP/s")
     (400000000000000.0, 1000000000000000.0)
     """
     found = re.fullmatch(_NUMBER + r"\s*([gtpe]?)\s*(?:flops?(?:/s)?)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{place} {text!r} is not a number of FLOP/s; give one such as 400T, 1P or 4e14")
-    return _check_positive(place, text, float(found[1]) * _COUNTS[found[2].lower()])
+        raise ValueError(f"{option} {text!r} is not a number of FLOP/s; give one such as 400T, 1P or 4e14")
+    return _check_positive(option, text, float(found[1]) * _COUNTS[found[2].lower()])
 
 
-def parse_seconds(place: str, text: str, zero: bool = False) -> float:
+def parse_seconds(option: str, text: str, zero: bool = False) -> float:
     """
     >>> parse_seconds("--step-time", "40ms"), parse_seconds("--mtbf", "365d"), parse_seconds("--mtbf", "inf")
     (0.04, 31536000.0, inf)
@@ -294,12 +294,12 @@ def parse_seconds(place: str, text: str, zero: bool = False) -> float:
         return math.inf
     found = re.fullmatch(_NUMBER + r"\s*(ms|s|min|m|h|d|y)", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{place} {text!r} is not a time; give one with its unit, such as 40ms, 1s, 5m, 2h or 365d")
+        raise ValueError(f"{option} {text!r} is not a time; give one with its unit, such as 40ms, 1s, 5m, 2h or 365d")
     value = float(found[1]) * _TIMES[found[2].lower()]
-    return value if zero and value == 0.0 else _check_positive(place, text, value)
+    return value if zero and value == 0.0 else _check_positive(option, text, value)
 
 
-def parse_rate(place: str, text: str) -> float:
+def parse_rate(option: str, text: str) -> float:
     """Return a bandwidth in bit/s.
 
     >>> parse_rate("--rate", "2gbit"), parse_rate("--rate", "500 Mbit/s"), parse_rate("--rate", "10MB/s")
@@ -307,16 +307,16 @@ def parse_rate(place: str, text: str) -> float:
     """
     found = re.fullmatch(_NUMBER + r"\s*([kmgt]?)(bit|b|byte)(?:/s|ps)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{place} {text!r} is not a rate; give one with its unit, such as 2gbit, 500mbit or 10MB/s")
+        raise ValueError(f"{option} {text!r} is not a rate; give one with its unit, such as 2gbit, 500mbit or 10MB/s")
     bits = 1.0 if found[3].lower() == "bit" else 8.0
     if found[3] == "b":  # Gb and GB differ by a factor of 8, and are easily confused
         raise ValueError(
-            f"{place} {text!r} may be bits or bytes; write {found[1]}{found[2]}bit or {found[1]}{found[2]}B/s"
+            f"{option} {text!r} may be bits or bytes; write {found[1]}{found[2]}bit or {found[1]}{found[2]}B/s"
         )
-    return _check_positive(place, text, float(found[1]) * _RATES[found[2].lower()] * bits)
+    return _check_positive(option, text, float(found[1]) * _RATES[found[2].lower()] * bits)
 
 
-def parse_price(place: str, text: str) -> float:
+def parse_price(option: str, text: str) -> float:
     """Return a price per GB.
 
     >>> parse_price("--price", "0.05/GB"), parse_price("--price", "$20/TB"), parse_price("--price", "0")
@@ -324,13 +324,13 @@ def parse_price(place: str, text: str) -> float:
     """
     found = re.fullmatch(r"[$€]?\s*" + _NUMBER + r"\s*(?:/\s*([GT])B)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{place} {text!r} is not a price; give one per GB, such as 0.05/GB or 0")
+        raise ValueError(f"{option} {text!r} is not a price; give one per GB, such as 0.05/GB or 0")
     return float(found[1].replace("_", "")) / (1_000.0 if (found[2] or "").lower() == "t" else 1.0)
 
 
-def _check_positive(place: str, text: str, value: float) -> float:
+def _check_positive(option: str, text: str, value: float) -> float:
     if not 0.0 < value < math.inf:
-        raise ValueError(f"{place} is {text}; give a number above 0")
+        raise ValueError(f"{option} is {text}; give a number above 0")
     return value
 
 
@@ -352,7 +352,7 @@ def format_rate(rate_bit_s: float | None, unit_bit_s: float) -> str:
 
 
 def show_plan(plan: BandwidthPlan) -> None:
-    from atoll.cli.simulate_run import format_amount, make_console
+    from atoll.cli.figures import format_amount, make_console
 
     out = make_console()
     options = plan.request
@@ -395,7 +395,7 @@ def _outcome_table(plan: BandwidthPlan) -> Table:
     """Return a table of the columns in which at least one method has a value."""
     from rich.table import Table
 
-    from atoll.cli.simulate_run import format_percent
+    from atoll.cli.figures import format_percent
 
     columns: list[tuple[str, Callable[[MethodPlan], str]]] = [
         ("step s", lambda row: "" if row.step_s is None else f"{row.step_s:.3g}"),
@@ -491,7 +491,7 @@ _POINTS = 300
 
 def draw_plan(path: Path, options: PlanRequest) -> None:
     """Plot one curve for each method, the published points if there are any, and the slowest link of the plan."""
-    from atoll.cli.simulate_run import draw_figure, format_amount
+    from atoll.cli.figures import draw_figure, format_amount
     from atoll.sim.bandwidth import required_rate, utilisation
     from atoll.sim.plan import exchange_patterns
 

@@ -151,8 +151,8 @@ def _print_difference(difference: ReplayMismatchError) -> None:
             print(f"  {label:<9} raised {difference.raised}")
             continue
         print(f"  {label:<9} {len(effects)} effects")
-        for place, effect in enumerate(effects):
-            print(f"  {'>' if place == first else ' '} {place + 1:>3}     {canonical(effect)}")
+        for index, effect in enumerate(effects):
+            print(f"  {'>' if index == first else ' '} {index + 1:>3}     {canonical(effect)}")
 
 
 def _requested_settings(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes) -> JobSettings | None:
@@ -167,10 +167,10 @@ def _requested_settings(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes
     if not tapes.is_simulated:
         raise ValueError(
             f"{flag} is for tapes of atoll simulate, and {tapes.run} is a real run, which is trained again with its own"
-            " settings; leave it out"
+            " settings; omit it"
         )
     if ctx.params["effects_only"]:
-        raise ValueError(f"--effects-only trains nothing, so {flag} has no effect; leave one of them out")
+        raise ValueError(f"--effects-only trains nothing, so {flag} has no effect; omit one of them")
     settings = options.make_job({**job, "learners": len(tapes.learners())})
     try:
         from atoll.reference.simulated_training import check_simulated, fit_plan
@@ -197,7 +197,7 @@ def _simulated_advice(tapes: RunTapes) -> str:
 
 
 def _simulated_fields(trained: SimulatedTrainingResult) -> dict[str, Any]:
-    learners = {str(learner): one._asdict() for learner, one in trained.learners.items()}
+    learners = {str(learner): totals._asdict() for learner, totals in trained.learners.items()}
     return {**trained._asdict(), "learners": learners, "contributions_per_merge": trained.contributions_per_merge}
 
 
@@ -207,7 +207,7 @@ def _simulated_lines(trained: SimulatedTrainingResult) -> list[str]:
         "tokens": f"all {trained.target_tokens:,} requested tokens are trained",
         "tapes": f"the tapes ended before the {trained.target_tokens:,} requested tokens",
     }
-    steps = ", ".join(f"learner {learner}: {_step_text(one)}" for learner, one in trained.learners.items())
+    steps = ", ".join(f"learner {learner}: {_step_text(totals)}" for learner, totals in trained.learners.items())
     return [
         f"trained on simulated tapes: {trained.tokens:,} tokens in {trained.steps:,} steps and"
         f" {trained.simulated_s / 60.0:.1f} simulated minutes; {outcomes[trained.ended_by]}",
@@ -217,7 +217,7 @@ def _simulated_lines(trained: SimulatedTrainingResult) -> list[str]:
     ]
 
 
-def _step_text(one: Any) -> str:
-    starts = f" in {one.starts} incarnations" if one.starts > 1 else ""
-    empty = f" ({one.empty_steps:,} without a sample)" if one.empty_steps else ""
-    return f"{one.steps:,}{starts}{empty}"
+def _step_text(totals: Any) -> str:
+    starts = f" in {totals.starts} incarnations" if totals.starts > 1 else ""
+    empty = f" ({totals.empty_steps:,} without a sample)" if totals.empty_steps else ""
+    return f"{totals.steps:,}{starts}{empty}"

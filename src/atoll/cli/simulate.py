@@ -28,7 +28,8 @@ _COMMON_OPTIONS = {
 _CHIP_OPTIONS = {"mtbi_s", "chip_time_sigma", "slow_downs"}
 _ROUND_OPTIONS = {"every_steps", "fragments", "overlap_steps"}
 _LINK_OPTIONS = {"adopt", "delay_s", "fragment_s"}
-_SINGLE_JOB_OPTIONS = {"learners", "chips", *_CHIP_OPTIONS}  # learners: accepted, although one job has none
+# `learners` is accepted for these methods, although a single job has no learners
+_SINGLE_JOB_OPTIONS = {"learners", "chips", *_CHIP_OPTIONS}
 _OPTIONS_BY_KIND = {
     "--table": _CHIP_OPTIONS,
     "--mixed": {*_ROUND_OPTIONS, *_LINK_OPTIONS},
@@ -77,10 +78,10 @@ def _check_options(context: typer.Context, options: Any) -> None:
     kind = "--table" if options.table else "--mixed" if options.mixed else options.method
     given = {name for name in context.params if is_given(context, name)}
     if (options.table or options.mixed) and "method" in given:
-        raise ValueError(f"{kind} has its own methods; leave --method out")
+        raise ValueError(f"{kind} has its own methods; omit --method")
     if options.mixed and options.plot is not None:
-        raise ValueError("--plot draws the figure of --table, not of --mixed; leave one of them out")
+        raise ValueError("--plot draws the figure of --table, not of --mixed; omit one of them")
     read = _OPTIONS_BY_KIND.get(kind)
     ignored = sorted(given & {"exchange_time"} if read is None else given - _COMMON_OPTIONS - read)
     if ignored:
-        raise ValueError(f"{option_flag(context, ignored[0])} has no effect with {kind}; leave it out")
+        raise ValueError(f"{option_flag(context, ignored[0])} has no effect with {kind}; omit it")

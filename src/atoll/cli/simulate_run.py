@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
+from atoll.cli.figures import check_plot, draw_figure, format_amount, format_percent, make_console
 from atoll.cli.output import ReportProgress, Result, Task, run_tasks, usable_cores
 from atoll.core.settings import setting
 from atoll.sim.decoupled import (
@@ -51,7 +49,7 @@ SINGLE_JOB_METHODS = ("data-parallel", "elastic")
 
 TABLE_DAYS = 4.0
 TABLE_SEEDS = 5
-"""Both together give intervals well below one percentage point."""
+"""Default days and seeds of --table. They give intervals well below one percentage point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,21 +544,6 @@ def run_simulation(options: SimulateOptions) -> Result:
     return Result({**fields, "plot": None if plot is None else str(plot)}, text)
 
 
-MIN_WIDTH = 80
-"""Width of tables if stdout is a pipe, which has no width."""
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Raise the error. Rich would exit with code 1, which means that the command found a problem."""
-        raise BrokenPipeError
-
-
-def make_console() -> Console:
-    console = _Console(highlight=False, soft_wrap=False)
-    return console if console.width >= MIN_WIDTH or console.is_terminal else _Console(highlight=False, width=MIN_WIDTH)
-
-
 def format_interval(figure: MeanEstimate, show: Callable[[float], str]) -> str:
     """Return both ends of an interval, with the unit of `format_amount` only once."""
     if figure.low is None or figure.high is None:
@@ -570,28 +553,6 @@ def format_interval(figure: MeanEstimate, show: Callable[[float], str]) -> str:
         return low
     unit = high.partition(" ")[2]
     return f"{low.removesuffix(unit).rstrip() if unit else low} to {high}"
-
-
-def format_percent(share: float) -> str:
-    """
-    >>> format_percent(0.98765), format_percent(0.99995), format_percent(0.0)
-    ('98.8', '99.995', '0.0')
-    """
-    near = min(abs(1.0 - share), abs(share))
-    places = 1 if near >= 0.005 or near == 0.0 else 2 if near >= 0.0005 else 3
-    return f"{100.0 * share:.{places}f}"
-
-
-def format_amount(count: float) -> str:
-    """
-    >>> format_amount(2_930_000_000_000), format_amount(1_234), format_amount(12.4)
-    ('2.93 trillion', '1,234', '12')
-    """
-    for size, name in ((1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if count >= size:
-            places = 2 if count < 10 * size else 1 if count < 100 * size else 0
-            return f"{count / size:.{places}f} {name}"
-    return f"{count:,.0f}"
 
 
 def format_steps(count: float) -> str:
@@ -892,13 +853,11 @@ def _show_mixed(options: SimulateOptions, rows: list[tuple[MixedRow, dict[str, M
     )
 
 
-def _figure_text(figure: MeanEstimate, places: int) -> str:
+def _figure_text(figure: MeanEstimate, decimals: int) -> str:
     if figure.low is None or figure.high is None:
-        return f"{figure.mean:.{places}f}"
-    return f"{figure.mean:.{places}f} ±{max(figure.high - figure.mean, figure.mean - figure.low):.{places}f}"
+        return f"{figure.mean:.{decimals}f}"
+    return f"{figure.mean:.{decimals}f} ±{max(figure.high - figure.mean, figure.mean - figure.low):.{decimals}f}"
 
-
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 # Okabe and Ito's colors, which people with color blindness can distinguish. Markers and dashes repeat the distinction.
 _STYLES = (
@@ -913,38 +872,6 @@ _TITLES: dict[Metric, str] = {
     "goodput": "Goodput: share of chip time in steps that counted",
     "uptime": "Uptime: share of time in which a learner steps",
 }
-
-
-def check_plot(path: Path) -> None:
-    """Raise `ValueError` if this plot cannot be written. Called before the simulation."""
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise ValueError(
-            f"cannot plot to {path}; end its name with {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
-        )
-    if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib of the extra 'plot': pip install 'atoll[plot]'")
-    folder = path.parent
-    if not folder.is_dir():
-        raise ValueError(f"cannot write {path}: there is no directory {folder}; create it first")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"no permission to write {path}; choose another file")
-
-
-@contextmanager
-def draw_figure(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its panels, and write them to the file. Equal figures give equal files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    is_svg = path.suffix.lower() == ".svg"
-    with pyplot.rc_context(settings | ({"svg.hashsalt": "atoll"} if is_svg else {})):
-        figure, panels = pyplot.subplots(**layout)
-        yield figure, panels
-        figure.savefig(path, dpi=160, metadata={"Date": None} if is_svg else None)
-        pyplot.close(figure)
 
 
 def draw_plot(path: Path, cells: Sequence[TableCell], outcome: SimulationResult | None) -> None:

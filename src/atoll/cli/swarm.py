@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 STORY_LINES = 60
 MAX_SEEDS = 10**9
-"""This takes weeks on a large machine, so a larger number is a typing error."""
+"""Maximum number of seeds. They take weeks on a large machine, so a larger number is probably a typing error."""
 
 
 def run(
@@ -114,12 +114,12 @@ def print_result(found: SwarmResult, small: bool) -> None:
     done, duration_s, coverage = found.worlds, max(found.duration_s, 1e-9), found.coverage
     worlds = f"{done} world{'' if done == 1 else 's'}"
     print(f"{worlds}, {found.events} events in {duration_s:.1f} s: {done / duration_s:.0f} seeds/s")
-    for what, (met, every) in coverage.counts().items():
-        print(f"  {what:<8} {met} of {every} met")
+    for kind, (met, every) in coverage.counts().items():
+        print(f"  {kind:<8} {met} of {every} met")
     print(f"  pairs    {len(coverage.state_event_counts)} of a state and an event met")
-    for what, missing in _not_met(coverage).items():
+    for kind, missing in _not_met(coverage).items():
         if missing and done >= 100:
-            print(f"  {what} not met: {'; '.join(missing)}")
+            print(f"  {kind} not met: {'; '.join(missing)}")
     if found.digest is not None:
         print(f"digest {found.digest}")
     if not found.failures:
@@ -143,7 +143,7 @@ def _result_fields(found: SwarmResult) -> dict[str, object]:
         "seeds": found.worlds,
         "events": found.events,
         "seconds": round(found.duration_s, 3),
-        "coverage": {what: {"met": met, "all": every} for what, (met, every) in coverage.counts().items()},
+        "coverage": {kind: {"met": met, "all": every} for kind, (met, every) in coverage.counts().items()},
         "pairs": len(coverage.state_event_counts),
         "pairs_met": [
             {"state": state, "event": event, "count": count}

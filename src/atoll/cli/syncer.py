@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How a syncer serves a run. These are not settings of the run: give them again with --resume."""
+    """Options for serving a run. They are not settings of the run: give them again with --resume."""
 
     host: str = setting("127.0.0.1", "Address to listen on. Beyond this machine it needs keys.", "HOST")
     port: int = setting(7400, options.port_setting("Port to listen on; 0: a free one."))
@@ -62,7 +62,7 @@ class ServeOptions:
 
         if self.keys is not None:
             if self.certificate is not None or self.private_key is not None:
-                raise ValueError("--keys includes a certificate: leave --certificate and --private-key out")
+                raise ValueError("--keys includes a certificate: omit --certificate and --private-key")
             return find_key_files(self.keys, for_syncer=True)
         if self.certificate is None and self.private_key is None:
             return None
@@ -131,12 +131,12 @@ def run_syncer(
     if options.is_given(ctx, "take_over_after") and not standby:
         raise ValueError("--take-over-after has no effect without --standby")
     if or_resume and (resume or standby):
-        raise ValueError("--or-resume has no effect with --resume or --standby: leave one of them out")
+        raise ValueError("--or-resume has no effect with --resume or --standby: omit one of them")
     is_new = False
     if resume or standby:
         options.reject_options_with_resume(ctx, ALLOWED_ON_RESUME)
         if not (out / CONFIG_FILE).is_file():
-            raise ValueError(f"{out} has no run (no {CONFIG_FILE}): leave --resume out to start one")
+            raise ValueError(f"{out} has no run (no {CONFIG_FILE}): omit --resume to start one")
         settings = JobSettings.load(out / CONFIG_FILE)
         _check_shards(settings, files)
     else:

@@ -34,7 +34,7 @@ MAX_CLOSED_CAUSES = 4096
 
 
 class LedgerLine(NamedTuple):
-    """Ledger of one fragment. `dropped` is by cause."""
+    """Token totals of one fragment. `dropped` maps each cause to its tokens."""
 
     trained: int
     merged: int
@@ -51,8 +51,10 @@ class TokenAccount:
 
     incarnation: Incarnation
     trained: int = 0  # reported tokens, never decreasing
-    merged: dict[FragmentId, int] = field(default_factory=dict)  # of those, tokens in a durable version of the fragment
-    dropped: dict[FragmentId, int] = field(default_factory=dict)  # of those, dropped by adopting (overwrite, blend)
+    # By fragment: how many of the trained tokens a durable version includes.
+    merged: dict[FragmentId, int] = field(default_factory=dict)
+    # By fragment: how many of the trained tokens adoptions have dropped (overwrite, blend).
+    dropped: dict[FragmentId, int] = field(default_factory=dict)
 
 
 class SyncerLedger:
@@ -60,12 +62,12 @@ class SyncerLedger:
 
     def __init__(self, fragments: tuple[FragmentId, ...]) -> None:
         self.accounts: dict[LearnerId, TokenAccount] = {}
-        self.trained = 0  # by all accounts, open and closed
+        self.trained = 0  # tokens trained in all accounts, open and closed
         self.closed_trained = 0
         self._fragments = fragments
         self._closed_merged: dict[FragmentId, int] = dict.fromkeys(fragments, 0)
         self._closed_dropped: dict[str, dict[FragmentId, int]] = {}
-        self._closed_causes: dict[tuple[LearnerId, Incarnation], str] = {}  # of recently closed accounts
+        self._closed_causes: dict[tuple[LearnerId, Incarnation], str] = {}  # drop causes of recently closed accounts
 
     def open(self, learner: LearnerId, incarnation: Incarnation) -> None:
         assert learner not in self.accounts, f"learner {learner} has an open account"
@@ -176,12 +178,12 @@ class LeaseHolder:
     learner: LearnerId
     incarnation: Incarnation
     count: int = 0  # granted leases: the number of the next one
-    durable: int = 0  # of those, leases that are durable and may be sent
+    durable: int = 0  # leases of those that are durable and may be sent
     first: int = 0  # number of the first listed interval; all earlier leases are merged
     before: int = 0  # samples of leases that are no longer listed
     intervals: list[Interval] = field(default_factory=list)
     total: int = 0  # samples of all its leases
-    merged: int = 0  # of those, samples in a durable version, from the first one on
+    merged: int = 0  # samples of those that a durable version includes, counted from the first one
 
     def drop_merged(self) -> None:
         """Remove fully merged leases from the list, so that records stay small."""
@@ -261,7 +263,7 @@ class LeaseLedger:
         return count_samples(returned)
 
     def unmerged(self) -> tuple[Interval, ...]:
-        """Return all samples that were leased and are in no durable version."""
+        """Return all leased samples that no durable version includes."""
         return tuple(join_intervals([*self.pool, *(i for h in self.holders.values() for i in h.unmerged())]))
 
     # ---------------------------------------------------------------------------------------------------- records
@@ -274,7 +276,7 @@ class LeaseLedger:
         return LeaseRecord(serial, self.next, tuple(self.pool), holdings, self.closed_merged)
 
     def restore(self, record: LeaseRecord) -> None:
-        """Restore a durable record. Merged samples and ended incarnations follow by `merge` and `close`."""
+        """Restore a durable record. Then call `merge` and `close` for merged samples and ended incarnations."""
         self.next = record.next_sample
         self.pool = list(record.pool)
         self.closed_merged = record.closed_merged
@@ -330,7 +332,7 @@ class SampleCursor:
 
     def __init__(self, lease_samples: int) -> None:
         self.consumed = 0
-        self._number = 0  # of the current lease
+        self._number = 0  # number of the current lease
         self._offset = 0  # samples taken from the current lease
         self._max_recent = lease_samples
         self._recent: deque[Interval] = deque()  # last samples taken, about one lease
@@ -347,7 +349,7 @@ class SampleCursor:
             return StepSamples(numbers, count)
         first: tuple[int, ...] = ()
         if not self._recent_samples:
-            available = min(count, count_samples(tuple(leases.values())))  # another thread may be adding one
+            available = min(count, count_samples(tuple(leases.values())))  # copy: another thread may add a lease
             first = self.take(leases, available) or ()
         return StepSamples(first + self.repeat(count - len(first)), len(first))
 

@@ -37,7 +37,7 @@ class Estimate:
         self.count += 1
 
     def high(self) -> float:
-        """Return a duration that is rarely exceeded."""
+        """Return an upper estimate, which the duration rarely exceeds."""
         return self.mean + 4 * self.deviation
 
 
@@ -57,7 +57,7 @@ def state_timeout_s(config: RunConfig, step_s: float) -> float:
 
 
 def backoff_s(tries: int, spread: int, limits: Limits) -> float:
-    """Return a delay that doubles with each attempt, plus a spread of up to a quarter.
+    """Return a delay that doubles with each attempt, plus a jitter of up to a quarter.
 
     The spread keeps learners from reconnecting at the same time. It is derived from an id and is not random: cores are
     deterministic.
@@ -84,7 +84,7 @@ def find_control_problem(what: str, value: object, limits: Limits) -> str | None
         return None if 1 <= whole <= most else f"the quorum is a whole number from 1 to {most}, got {value!r}"
     if what == "drain":
         return None if whole >= 1 else f"drain takes the number of a learner, from 1, got {value!r}"
-    return f"there is no control {what!r}; there are pause, resume, drain, quorum and grace"
+    return f"unknown control {what!r}; give pause, resume, drain, quorum or grace"
 
 
 class GraceWindow(NamedTuple):
@@ -211,7 +211,8 @@ def choose_contribution_codec(
     if found == now:
         return CodecChoice(now, None)
     return CodecChoice(
-        found, Reason(_changed("contribution-codec", now, found), (found, now, max(rates) / 1e6, takes_s, has_s))
+        found,
+        Reason(_codec_change_code("contribution-codec", now, found), (found, now, max(rates) / 1e6, takes_s, has_s)),
     )
 
 
@@ -223,7 +224,7 @@ def choose_update_codec(config: RunConfig, now: str, downloads_s: Sequence[float
     found, takes_s, has_s = _finest(config, now, lower_median(list(downloads_s)), step_s)
     if found == now:
         return CodecChoice(now, None)
-    return CodecChoice(found, Reason(_changed("update-codec", now, found), (found, now, takes_s, has_s)))
+    return CodecChoice(found, Reason(_codec_change_code("update-codec", now, found), (found, now, takes_s, has_s)))
 
 
 def fragment_transfer_s(rates: Sequence[float], values: int) -> float:
@@ -233,7 +234,7 @@ def fragment_transfer_s(rates: Sequence[float], values: int) -> float:
 
 
 def _finest(config: RunConfig, now: str, finest_s: float, step_s: float) -> tuple[str, float, float]:
-    """Return the codec, the transfer time in the finer one of it and the current codec, and the available time.
+    """Return the codec, the transfer time in the finer of that and the current codec, and the available time.
 
     A fragment has min(tau, H / P) steps: after H / P steps the next one is due, and the run hides tau steps. If even
     the coarsest codec is too slow, rounds become less frequent.
@@ -250,7 +251,7 @@ def _finest(config: RunConfig, now: str, finest_s: float, step_s: float) -> tupl
     return found, takes_s[found], has_s
 
 
-def _changed(what: str, now: str, found: str) -> str:
+def _codec_change_code(what: str, now: str, found: str) -> str:
     return f"{what}-{'coarser' if CODECS.index(found) > CODECS.index(now) else 'finer'}"
 
 

@@ -45,7 +45,7 @@ class Hello(Value, frozen=True):
 
     run_id: str
     fingerprint: tuple[str, ...]
-    received: tuple[Version, ...]  # of each fragment, in the order of the plan; NO_VERSION: not received
+    received: tuple[Version, ...]  # by fragment, in the order of the plan; NO_VERSION: not received
     step: int
     trained: int
     training: bool  # False: joining; needs every fragment and a peer's optimizer state
@@ -84,7 +84,7 @@ class PublishAck(Value, frozen=True):
 
 
 class Resync(Value, frozen=True):
-    """Request for the whole value of a fragment: an update arrived whose base the learner does not have."""
+    """Request for the whole value of a fragment: the learner lacks the base version of an update that arrived."""
 
     fragment: FragmentId
     received_version: Version
@@ -143,7 +143,7 @@ class DrainRequest(Value, frozen=True):
 
     step: int
     trained: int  # final token count of this incarnation
-    unmerged: tuple[FragmentId, ...]  # fragments with work that is in no version, as far as the learner knows
+    unmerged: tuple[FragmentId, ...]  # fragments with work that is not yet merged, as far as the learner knows
 
 
 class LeaseRequest(Value, frozen=True):
@@ -184,7 +184,7 @@ class Welcome(Value, frozen=True):
     """Admission to the run, with the published versions. All versions that the learner does not have follow."""
 
     versions: tuple[Version, ...]
-    progress: Number  # of the budget, 0..1
+    progress: Number  # used share of the budget, 0..1
     step_time_s: Number  # step time of the run, for the first timeouts of a joining learner; 0: unknown
 
 
@@ -206,7 +206,7 @@ class RefuseContribution(Value, frozen=True):
 
 
 class Published(Value, frozen=True):
-    """Newest version of a fragment. `base` None: the whole value; otherwise an update to be added to that version."""
+    """Newest version of a fragment: the whole value if `base` is None, otherwise an update to add to version `base`."""
 
     fragment: FragmentId
     version: Version
@@ -355,7 +355,7 @@ class VersionRecord(Value, frozen=True):
     round: RoundId
     contributions: tuple[AcceptedContribution, ...]
     merged_up_to: tuple[tuple[LearnerId, MergedUpTo], ...]
-    merged_tokens: int  # in this fragment, over all versions
+    merged_tokens: int  # tokens merged into this fragment, over all versions
 
     def key(self) -> RecordKey:
         return RecordKey("version", self.fragment, self.version)
@@ -477,7 +477,7 @@ class ControlRequested(Value, frozen=True):
 
 
 class ShardLost(Value, frozen=True):
-    """Loss of the process that holds these fragments, with everything that it had not made durable."""
+    """Loss of the process that holds these fragments, and of all its data that was not durable."""
 
     fragments: tuple[FragmentId, ...]
     cause: str
@@ -515,7 +515,7 @@ class DialFailed(Value, frozen=True):
 
 
 class StepTaken(Value, frozen=True):
-    """End of inner steps, usually of one.
+    """End of one inner step, or of several.
 
     A driver may report several steps at once if nothing was due between them. It reports none to process what arrived
     while it waits at a boundary.
@@ -575,7 +575,7 @@ class StateRejected(Value, frozen=True):
 
 
 class LeaveRequested(Value, frozen=True):
-    """Request of the driver to leave, at once or, with `drain`, when all work is merged.
+    """Request of the driver to leave, immediately or, with `drain`, when all work is merged.
 
     A driver that runs out of time sends it again without `drain`.
     """
@@ -659,12 +659,12 @@ class OpenGrace(Value, frozen=True):
     awaited_s: Number  # longest step of the awaited learners, at least step_s
     quorum_s: Number
     sync_s: Number
-    late_s: Number  # expected wait for a learner that missed the last merge; 0: the window is not extended for one
+    late_s: Number  # expected wait for a learner that missed the last merge; 0: no extension
     reason: Reason
 
 
 class MergeRound(Value, frozen=True):
-    """Merge the contributions of a round. `codec`: of the update to all learners; None: as the run's settings say."""
+    """Merge the contributions of a round. `codec` encodes the update to learners; None: the codec of the settings."""
 
     round: RoundId
     contributions: tuple[AcceptedContribution, ...]
@@ -675,8 +675,8 @@ class MergeRound(Value, frozen=True):
 class DiscardRound(Value, frozen=True):
     """Delete the running sums of a round without a merge.
 
-    If a shard had done the outer step and came back without the record, undo that step: return to the newest durable
-    version.
+    A shard may have done the outer step before it was lost, without a durable record. Then undo that step: return to
+    the newest durable version.
     """
 
     round: RoundId
@@ -700,7 +700,7 @@ class RecordInFlight(Value, frozen=True):
 
 
 class Halt(Value, frozen=True):
-    """Report that the run needs this process no longer. The core continues to answer until its driver stops it."""
+    """Report that the run no longer needs this process. The core continues to answer until its driver stops it."""
 
     reason: Reason
 
@@ -713,7 +713,7 @@ class Dial(Value, frozen=True):
 class CopyFragment(Value, frozen=True):
     """Copy a fragment at this step boundary and store the copy until the next copy or the next adoption.
 
-    `codec`: of its contribution, for every transmission of it; None: as the run's settings say.
+    `codec` encodes the contribution in every transmission; None: the codec of the settings.
     """
 
     round: RoundId
@@ -724,8 +724,8 @@ class CopyFragment(Value, frozen=True):
 class AdoptFragment(Value, frozen=True):
     """Adopt a published version.
 
-    `merged_copy`: the stored copy is part of it. Then `carry` adds theta - copy, otherwise theta - anchor. The token
-    counts are the ledger entries of this adoption.
+    `merged_copy`: the version includes the stored copy. Then `carry` adds theta - copy, otherwise theta - anchor. The
+    token counts are the ledger entries of this adoption.
     """
 
     fragment: FragmentId
@@ -748,7 +748,7 @@ class StartTraining(Value, frozen=True):
 
 
 class Stop(Value, frozen=True):
-    """End training in this process for good."""
+    """End training in this process permanently."""
 
     reason: Reason
 

@@ -42,7 +42,7 @@ AdoptMode = Literal["carry", "overwrite", "blend"]
 
 
 class RoundId(Value, frozen=True):
-    """One attempt to merge `fragment` from version `base` to `base + 1`.
+    """Attempt to merge `fragment` from version `base` to `base + 1`.
 
     `attempt` counts the openings on this base within one epoch of the syncer. A contribution to an older attempt is
     refused: a learner stores one copy per fragment and must know which copy was merged.
@@ -69,7 +69,7 @@ class MergedUpTo(Value, frozen=True):
     base: Version
     copied_at: int  # the learner's local step at the copy
     trained: int  # tokens of this incarnation at the copy
-    dropped: int  # of those, tokens dropped from this fragment (overwrite, blend)
+    dropped: int  # tokens of those that were dropped from this fragment (overwrite, blend)
     consumed_samples: int = 0  # samples consumed from its leases at the copy
 
 
@@ -164,7 +164,7 @@ class RunConfig:
     budget_tokens: int | None = setting(None, min=1)
     budget_merges: int | None = setting(None, min=1)
     snapshot_every_merges: int = 0  # 0: only on request
-    warmup_steps: int = 100  # for a learner that found no peer with optimizer state
+    warmup_steps: int = 100  # learning rate warm-up of a learner that found no peer with optimizer state
     rounds_in_flight: int | None = setting(None, min=1)  # None: tau, or more if the measured latency requires it
     owned_fragments: tuple[FragmentId, ...] | None = None  # the fragments of this syncer; None: all
     lease_samples: int = setting(0, min=0)  # length of one lease; 0: learners bring their own data

@@ -1,4 +1,5 @@
-"""What an operator looks at: the dashboard page, the terminal view, reports, alerts, curves.
+"""Views of a run for operators: the dashboard page, the terminal view, reports, alerts, curves.
 
-The package reads the tapes and metrics of a run. It takes no decision: operator requests are forwarded to the syncer.
+The package reads the tapes and metrics of a run. It does not control the run: it forwards operator requests to the
+syncer.
 """

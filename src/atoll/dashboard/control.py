@@ -65,7 +65,7 @@ def is_reachable(run: Path, token: str | None) -> bool:
         return False
     if found is None:
         return False
-    # The syncer authenticates by key and uses no token: the page has the key, and its token is its own.
+    # The syncer authenticates clients by key, not by token. The page uses the key; its token protects only the page.
     by_key = found.token is None and found.keys is not None
     return token is None or found.token == token or by_key
 

@@ -1,4 +1,4 @@
-"""Curves: every metric of a run over time or tokens, downsampled to what a chart can show."""
+"""Curves: every metric of a run over time or tokens, downsampled for a chart."""
 
 from __future__ import annotations
 

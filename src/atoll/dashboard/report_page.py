@@ -21,7 +21,7 @@ CHART_HEIGHT = 170
 CHART_POINTS = 300
 MAX_MARKS = 200
 
-LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7f7f7f")
+LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7f7f7f")
 """Colors that color-blind readers can distinguish. Further lines repeat them, dashed."""
 
 CHARTS = (
@@ -69,18 +69,18 @@ def summary_figures(run: ReportedRun) -> dict[str, str]:
         "uptime": format_percent(report.get("uptime", head["uptime"])),
         "merges": f"{head['merges']:,}",
         "merged of pulled": _merged_of_pulled(run.history),
-        "invariants": verdict_word(run.verdict),
-        "ledger": _ledger_word(shown["ledger"]),
+        "invariants": verdict_label(run.verdict),
+        "ledger": _ledger_label(shown["ledger"]),
     }
 
 
-def _ledger_word(ledger: dict[str, Any] | None) -> str:
+def _ledger_label(ledger: dict[str, Any] | None) -> str:
     if ledger is None:
         return "-"
     return "balanced" if ledger["balanced"] else "out of balance"
 
 
-def verdict_word(verdict: CheckResult | None) -> str:
+def verdict_label(verdict: CheckResult | None) -> str:
     if verdict is None:
         return "not checked"
     if verdict.violation is not None:
@@ -118,8 +118,8 @@ def _run(run: ReportedRun, alone: bool) -> Iterator[str]:
     shown = view_at(run.history)
     stage = shown["stage"]
     level = "h1" if alone else "h2"
-    word = badge(stage, "good" if stage == "finished" else "unknown")
-    yield f"<section class='run'><{level}>{escape(run.name)} {word}</{level}>"
+    label = badge(stage, "good" if stage == "finished" else "unknown")
+    yield f"<section class='run'><{level}>{escape(run.name)} {label}</{level}>"
     yield from cards((value, name) for name, value in summary_figures(run).items())
     yield from _verdict(run.verdict)
     yield from _timeline(run.history)
@@ -162,7 +162,7 @@ def _islands(shown: dict[str, Any]) -> Iterator[str]:
     yield from table(columns, rows, ("", *"nnnnn"))
 
 
-_SPLIT_COLOURS = {
+_SPLIT_COLORS = {
     "stepping": "training",
     "waiting": "alone",
     "copying": "pulled",
@@ -179,7 +179,7 @@ def _split(split: dict[str, float] | None) -> str:
     shares = ((name, 100 * part / total) for name, part in split.items())
     text = escape(", ".join(f"{state_label(name)} {percent:.1f} %" for name, percent in shares if percent > 0.05))
     bars = "".join(
-        f"<span style='width:{100 * part / total:.3f}%;background:var(--{_SPLIT_COLOURS[name]})'></span>"
+        f"<span style='width:{100 * part / total:.3f}%;background:var(--{_SPLIT_COLORS[name]})'></span>"
         for name, part in split.items()
         if part > 0
     )
@@ -285,26 +285,26 @@ def _chart(runs: Sequence[ReportedRun], group: str, title: str, unit: str) -> st
                 lines.append((label, Curve([at - since for at in points.x], points.y), each.name))
     if not lines:
         return ""
-    wide, left = 460, 46
+    width, left = 460, 46
     span = max(line.x[-1] for _, line, _ in lines) or 1.0
     low, high = _value_range([value for _, line, _ in lines for value in line.y])
 
     def x(at: float) -> float:
-        return round(left + at / span * (wide - left - 8), 2)
+        return round(left + at / span * (width - left - 8), 2)
 
     def y(value: float) -> float:
         return round(8 + (high - min(max(value, low), high)) / (high - low) * (CHART_HEIGHT - 34), 2)
 
     parts = [f"<div><h3>{escape(title)} <span class='soft'>{escape(unit)}</span></h3>"]
-    parts.append(f"<svg viewBox='0 0 {wide} {CHART_HEIGHT}' role='img' aria-label='{escape(title)} over time'>")
+    parts.append(f"<svg viewBox='0 0 {width} {CHART_HEIGHT}' role='img' aria-label='{escape(title)} over time'>")
     parts += time_axis(span, x, CHART_HEIGHT - 6, 5)
     for value in (low, (low + high) / 2, high):
-        parts.append(f"<line x1='{left}' x2='{wide - 8}' y1='{y(value)}' y2='{y(value)}' stroke='var(--line)'/>")
+        parts.append(f"<line x1='{left}' x2='{width - 8}' y1='{y(value)}' y2='{y(value)}' stroke='var(--line)'/>")
         parts.append(
             f"<text class='soft' x='{left - 6}' y='{y(value) + 4}' text-anchor='end'>{format_number(value)}</text>"
         )
     for number, (label, line, name) in enumerate(lines):
-        colour, dash = LINE_COLOURS[number % len(LINE_COLOURS)], "4 3" if number >= len(LINE_COLOURS) else "none"
+        colour, dash = LINE_COLORS[number % len(LINE_COLORS)], "4 3" if number >= len(LINE_COLORS) else "none"
         if name == "loss.published":
             for at, value in zip(line.x, line.y, strict=True):
                 tip = f"<title>{escape(label)}: {format_number(value)}</title>"
@@ -318,9 +318,7 @@ def _chart(runs: Sequence[ReportedRun], group: str, title: str, unit: str) -> st
         )
     parts.append("</svg><div class='legend'>")
     for number, (label, _, _) in enumerate(lines):
-        parts.append(
-            f"<span><i style='background:{LINE_COLOURS[number % len(LINE_COLOURS)]}'></i>{escape(label)}</span>"
-        )
+        parts.append(f"<span><i style='background:{LINE_COLORS[number % len(LINE_COLORS)]}'></i>{escape(label)}</span>")
     parts.append("</div></div>")
     return "".join(parts)
 

@@ -129,7 +129,7 @@ class MetricsHistory:
         self._tails: dict[Path, JsonTail] = {}
         self._eval = JsonTail(run / "metrics" / "eval.jsonl")
         self._syncer = MetricsReader(run)
-        self._pending_lines: Iterator[None] | None = None  # lines that the last call did not reach
+        self._pending_lines: Iterator[None] | None = None  # lines that the last call has not read for lack of time
         self._starts: dict[tuple[int, str], tuple[int, float, float]] = {}
         self.series: dict[str, TimeSeries] = {}
         self.lines_read = 0
@@ -190,7 +190,7 @@ class MetricsHistory:
         if kind == "learner" and type(line.get("learner")) is int:
             learner, start = line["learner"], line.get("incarnation", 1)
             if self._run.joinpath("metrics", f"learner-{learner}.jsonl").exists():
-                return  # its own file has more
+                return  # its own file has more metrics
             self._add_learner(learner, start, at, line)
         elif kind == "merge":
             for name, value in line.items():
@@ -208,7 +208,8 @@ class MetricsHistory:
         return before + value
 
     def _add(self, name: str, at: float, value: Any) -> None:
-        """Add a point. A value that is not a number becomes a gap, which hides the value before it."""
+        """Add a point. A value that is not a number becomes a gap, so that the previous value is not shown for that
+        time."""
         if value is None and name not in self.series:
             return
         series = self.series.get(name)
@@ -218,7 +219,7 @@ class MetricsHistory:
         series.add(at, float(value) if is_finite else math.nan)
 
     def is_nan(self, name: str, learner: int, at: float) -> bool:
-        """Return whether the metric was measured by then, and its newest value is not a number."""
+        """Return whether the metric was measured by that time and its newest value is not a number."""
         series = self.series.get(f"{name}.learner.{learner}")
         return series is not None and bisect_right(series.at, at) > 0 and series.value_at(at) is None
 

@@ -36,7 +36,7 @@ LATE_JOIN_S = 60.0
 
 SEEK_POINT_INTERVAL = 256
 MAX_SEEK_POINTS = 4096
-"""Limit on the seek points of a tape, from which it is read again. At the limit, their interval doubles."""
+"""Limit on the seek points of a tape: positions at which a read can start. At the limit, their interval doubles."""
 
 STALE_AFTER_S = 5.0
 """Time without a new entry after which the syncer of a live run may be down."""
@@ -60,19 +60,19 @@ class RunHistory(RunTimeline):
         self.config: RunConfig | None = None
         self.simulated = False
         self.version = 0  # increases with every new entry or metric
-        self.tape_errors: list[str] = []  # errors of tapes that are unreadable from some entry on
+        self.tape_errors: list[str] = []  # errors of tapes that are readable only up to an entry
         self._tails: dict[Actor, TapeTail] = {}
         self._handlers: dict[Actor, Callable[[Entry], None]] = {}
         self.seek_points: dict[Actor, list[tuple[float, TapePosition]]] = {}  # time and position of every n-th entry
         self._last_growth_at: float | None = None  # monotonic clock; None until the first complete read
         self._seek_intervals: dict[Actor, int] = {}  # entries between two seek points
         self.metrics = MetricsHistory(self.files, self.to_run_time, keep)
-        list(self._find_tapes())  # an invalid directory fails here, not at the first request
+        list(self._find_tapes())  # raise the error of an invalid directory here, not at the first request
 
     # --------------------------------------------------------------------------------------------------- updates
 
     def update(self, budget_s: float = 0.5) -> bool:
-        """Read new entries for at most `budget_s` seconds. Return whether more remain."""
+        """Read new entries for at most `budget_s` seconds. Return whether entries remain."""
         until = time.monotonic() + budget_s
         for actor in self._find_tapes():
             if not self._read_tape(actor, until):
@@ -104,13 +104,13 @@ class RunHistory(RunTimeline):
         return time.monotonic() - self._last_growth_at if self._last_growth_at is not None else 0.0
 
     def loading_progress(self) -> float | None:
-        """Return the share of the tapes that is read, or None once nearly all of it is."""
+        """Return the share of the tapes that has been read, or None when it is nearly 1."""
         total = sum(_size_and_mtime(tail.reader.path)[0] for tail in self._tails.values())
         done = sum(tail.offset for tail in self._tails.values())
         return done / total if total - done > 4 * 2**20 else None
 
     def _find_tapes(self) -> Iterator[Actor]:
-        """Yield the actors of all tapes, syncers first: their tapes give the entries of the others their meaning."""
+        """Yield the actors of all tapes, syncers first, because the entries of learners refer to those of syncers."""
         found = list_tapes(self.run)
         if not found:
             raise TapeError("no tapes in this directory; give the directory of a run", str(self.run / TAPE_FOLDER))
@@ -161,7 +161,7 @@ class RunHistory(RunTimeline):
                         return False
         except TapeError as error:
             self._record_tape_error(error)
-            del self._handlers[actor]  # the other tapes are read on
+            del self._handlers[actor]  # continue with the other tapes
         except OSError as error:
             self._record_tape_error(error)  # perhaps a network file system: the next update retries
         if count:
@@ -177,7 +177,7 @@ class RunHistory(RunTimeline):
         points = self.seek_points.setdefault(actor, [])
         points.append((entry.at, self._tails[actor].position()))
         if len(points) >= MAX_SEEK_POINTS:
-            self.seek_points[actor] = points[1::2]  # the points of the doubled interval
+            self.seek_points[actor] = points[1::2]  # keep the points of the doubled interval
             self._seek_intervals[actor] = 2 * interval
 
     def _handle_syncer_entry(self, tenure: SyncerTenure, entry: Entry) -> None:
@@ -218,7 +218,7 @@ class RunHistory(RunTimeline):
         return take_sample(tenure, tenure.last_entry_at)
 
     def reported_time_shares(self, learner: int, at: float) -> TimeShares | None:
-        """Return how a learner spent its time until then, including the waiting and copying that it reported."""
+        """Return how a learner spent its time until `at`, including its reported waiting and copying."""
         waited_s, copied_s = (self.metrics.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
         return self.time_shares(learner, at, (), waited_s, copied_s)
 
@@ -246,7 +246,7 @@ def _size_and_mtime(path: Path) -> tuple[int, float]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Story of one learner, one fragment or the run: its newest sentences
+# Story of one learner, one fragment or the run
 
 
 FIRST_STORY_SPAN_S = 30.0

@@ -101,7 +101,7 @@ class RunFeed:
         """Compute a new view in the worker thread if there is anything new. Return whether it was computed."""
         if self.history is None:
             return False
-        # The view of a silent run is recomputed as well: its age and its alerts change.
+        # Recompute the view even without new entries: its age and its alerts change.
         is_outdated = self.is_live and time.monotonic() - self._view_updated_at > MAX_VIEW_AGE_S
         if self.history.version == self._view_version and not is_outdated:
             return False
@@ -120,7 +120,7 @@ class DashboardServer:
 
         Args:
             token: required of every request for data; None restricts the server to this machine, without controls.
-            own_token: whether the token was generated for this page, next to a job, and differs from the run's token.
+            own_token: whether the token was generated for this page, and is not the run's token.
         """
         self.runs = runs
         self._token = token
@@ -205,7 +205,7 @@ class DashboardServer:
         except DashboardRequestError as error:
             return _error(error.status, str(error))
         except ConnectionResetError:
-            raise  # the client disconnected
+            raise  # the client has disconnected
         except Exception:
             log.exception("request failed: %s %s", request.method, request.path)
             return _error(500, "internal error of atoll dash; see its log")
@@ -361,9 +361,9 @@ class DashboardServer:
         if not operator_request.is_confirmed:
             return _json({"prompt": operator_request.confirmation_prompt()}, 409)
         loop = asyncio.get_running_loop()
-        done = await loop.run_in_executor(None, control.apply_control, feed.run, operator_request)
-        log.warning("%s: %s, requested by %s", feed.name, done, operator_request.requested_by)
-        return _json({"done": done})
+        result = await loop.run_in_executor(None, control.apply_control, feed.run, operator_request)
+        log.warning("%s: %s, requested by %s", feed.name, result, operator_request.requested_by)
+        return _json({"done": result})
 
     # ---------------------------------------------------------------------------------------------------- alerts
 
@@ -457,7 +457,7 @@ def serve(
         token: required to see and control the runs; needed unless `host` is a loopback address.
         rules: TOML file with alert limits.
         wait: whether to start before the runs have tapes.
-        while_stdin: whether to stop when stdin is closed, as next to a job.
+        while_stdin: whether to stop when stdin is closed; used when a job starts this process.
         own_token: whether the token was generated for this page and is not the run's.
         keys: directory with the syncer's key, for TLS.
         plain_text: whether to allow other hosts without TLS.
@@ -515,7 +515,7 @@ def _describe_access(token: str | None) -> str:
 
 
 async def _wait_for_shutdown(while_stdin: bool) -> None:
-    """Wait for SIGINT or SIGTERM. Next to a job, also wait for the end of the job: then stdin is closed."""
+    """Wait for SIGINT or SIGTERM, or with `while_stdin` until the job that started this process closes stdin."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     if while_stdin:

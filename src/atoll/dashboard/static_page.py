@@ -17,7 +17,7 @@ RIGHT_MARGIN = 16
 LANE_HEIGHT = 26
 TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400)
 MAX_MERGES = 4000
-"""Limit on the merges that a timeline draws. Of more merges it draws every n-th."""
+"""Maximum number of merges that a timeline draws. If there are more, it draws every n-th."""
 
 STATES = {
     "training": "in steps, connected to the syncer",

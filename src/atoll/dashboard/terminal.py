@@ -29,7 +29,7 @@ STATE_STYLES: dict[str, tuple[str, str]] = {
     "left": ("dim", " "),
     "quarantined": ("magenta", "✗"),
 }
-"""Color and letter of each state, so that a reader who does not see the color can read the letter."""
+"""Color and letter of each state. Color-blind readers can read the letter."""
 
 _STATE_LABELS = {"alone": "disconnected", "gone": "lost", "recovering": "joining", "stopped": "stalled"}
 
@@ -63,7 +63,7 @@ Bands = Callable[[int, float, float], Sequence[StateSpan]]
 class LiveView:
     """View that redraws in place on a terminal.
 
-    On other streams it prints a line every few seconds, and news at once.
+    On other streams it prints a line every few seconds, and new events at once.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ def _band(bands: Sequence[StateSpan], begin: float, span_s: float, width: int) -
 
 
 def _fragments(fragments: list[dict[str, Any]], width: int) -> Text:
-    """Return a letter for the phase of each fragment; below it, the number of contributions of its last merge."""
+    """Return two rows: the phase of each fragment as a letter, and the number of contributions of its last merge."""
     count = max(1, width - 12)
     text = Text("fragments   ", "dim")
     for each in fragments[:count]:

@@ -13,7 +13,7 @@ from atoll.tape.time_shares import TimeShares
 
 TRAINING_STATES = ("training", "alone", "suspected")
 MAX_ROUNDS = 2000
-"""Limit on the rounds of a timeline; more are combined."""
+"""Maximum number of rounds of a timeline. If there are more, neighboring ones are combined."""
 
 
 class TimelineMark(NamedTuple):
@@ -26,7 +26,7 @@ class TimelineMark(NamedTuple):
 
 
 def view_at(history: RunHistory, at: float | None = None) -> dict[str, Any]:
-    """Return the state of the run at a time on its clock; None means now."""
+    """Return the state of the run at a time on its clock. None means now."""
     now = at is None or at >= history.newest_at
     when = history.newest_at if at is None else min(max(at, history.started_at), history.newest_at)
     sample = history.sample_at(None if now else when)
@@ -71,7 +71,7 @@ def _age_s(history: RunHistory) -> float | None:
 
 
 def _known_learners(history: RunHistory, at: float) -> list[int]:
-    """Return the learners that had joined, or written a tape entry, by then."""
+    """Return the learners that had joined, or had written a tape entry, by that time."""
     known = []
     for learner in history.learners():
         processes = history.processes_of(learner)
@@ -96,7 +96,7 @@ def _headline(
     done = history.tokens_until(at)
     per_s = (done - history.tokens_until(at - span_s)) / span_s if at > history.started_at else None
     known = [each for each in islands if each["loss"] is not None]
-    # After the end of a run no learner trains; its loss is then the last loss of all learners.
+    # After the end of a run no learner trains. The loss of the run is then the mean of the last losses of all learners.
     training = [each for each in known if each["state"] in TRAINING_STATES]
     losses = [each["loss"] for each in training or known]
     budget = history.config.budget_tokens if history.config is not None else None

@@ -21,13 +21,13 @@ EVENLY_SAMPLED = ("goodput", "loss", "bytes_up", "bytes_down")
 """Curves that are computed and not recorded. They, and throughput, are sampled at even intervals."""
 
 LATE_SERIES = "loss.published"
-"""Series whose first point is known only at the end, from the report."""
+"""Series whose first point comes from the report at the end of the run."""
 
 EVEN_POINTS = 600
 NO_LIMIT = 10_000_000  # points; disables downsampling
 POLL_INTERVAL_S = 2.0
 REPORT_TIMEOUT_S = 20.0
-"""Limit on the wait for the report after the end of a followed run, whose model is still being evaluated."""
+"""Maximum wait for the report after the end of a followed run: the evaluation of its model takes a while."""
 
 
 class Point(NamedTuple):
@@ -57,7 +57,7 @@ class Exporter:
         self.names: set[str] = set()
         self._history = history
         self._writers = writers
-        self._done: dict[str, float] = {}  # time of the newest exported point, by name
+        self._exported_until: dict[str, float] = {}  # time of the newest exported point, by name
         self._late: set[float] = set()  # times of exported points of LATE_SERIES
         self._spacing_s = 1.0
 
@@ -78,25 +78,25 @@ class Exporter:
 
     def _new_points(self, name: str) -> list[Point]:
         history = self._history
-        done = self._done.get(name)
+        exported_until = self._exported_until.get(name)
         count = NO_LIMIT
         is_even = name in EVENLY_SAMPLED or name.startswith("throughput")
         if is_even:
-            span_s = history.newest_at - (done if done is not None else history.started_at)
+            span_s = history.newest_at - (exported_until if exported_until is not None else history.started_at)
             count = math.floor(span_s / self._spacing_s)
             if not count:
                 return []
-        found = compute_curve(history, name, begin=done, points=count)
+        found = compute_curve(history, name, begin=exported_until, points=count)
         wall0 = history.wall0 or 0.0
         points = [
             Point(at, wall0 + at, round(history.tokens_until(at)), value)
             for at, value in zip(found.x, found.y, strict=True)
-            if (at not in self._late if name == LATE_SERIES else done is None or at > done)
+            if (at not in self._late if name == LATE_SERIES else exported_until is None or at > exported_until)
         ]
         if name == LATE_SERIES:
             self._late.update(point.at for point in points)
         elif points:
-            self._done[name] = history.newest_at if is_even else points[-1].at
+            self._exported_until[name] = history.newest_at if is_even else points[-1].at
         return points
 
 

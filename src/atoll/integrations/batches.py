@@ -26,7 +26,7 @@ def count_tokens_on_device(batch: Any) -> int | Tensor:
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         for name, counted in (
             ("labels", _count_labels),
-            ("attention_mask", _count_attended),
+            ("attention_mask", _count_mask),
             ("input_ids", _count_ids),
         ):
             value = batch[name] if name in batch else None  # noqa: SIM401 - a BatchEncoding has no typed `get`
@@ -50,8 +50,8 @@ def _count_labels(labels: Tensor) -> int | Tensor | None:
     return _read_on_host((labels != IGNORE_INDEX).sum()) if _is_integral(labels) else None
 
 
-def _count_attended(mask: Tensor) -> int | Tensor | None:
-    """Count a 2-dimensional mask, and not one that is added to scores or that has a value for each pair of tokens."""
+def _count_mask(mask: Tensor) -> int | Tensor | None:
+    """Count a 2-dimensional mask of tokens. Return None for other masks: of pairs of tokens, or added to the scores."""
     is_token_mask = mask.dim() == 2 and (_is_integral(mask) or mask.dtype is torch.bool)
     return _read_on_host((mask != 0).sum()) if is_token_mask else None
 

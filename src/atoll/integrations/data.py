@@ -94,7 +94,7 @@ def _epoch_dataset(loader: Any) -> Any:
     return dataset if hasattr(dataset, "set_epoch") and isinstance(getattr(dataset, "epoch", None), int) else None
 
 
-def encode_state(value: Any, where: str = "the value") -> Any:
+def encode_state(value: Any, path: str = "the value") -> Any:
     """Encode a value as JSON: plain values directly, others as a list that begins with their kind. Nothing is
     pickled."""
     if value is None or type(value) in (bool, int, str):
@@ -112,10 +112,10 @@ def encode_state(value: Any, where: str = "the value") -> Any:
         return ["bytes", _to_base85(bytes(value))]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, [encode_state(each, f"{where}[{n}]") for n, each in enumerate(value)]]
+        return [kind, [encode_state(each, f"{path}[{n}]") for n, each in enumerate(value)]]
     if isinstance(value, Mapping):
-        return ["dict", [[encode_state(k, where), encode_state(v, f"{where}[{k!r}]")] for k, v in value.items()]]
-    raise ValueError(f"{where} is a {type(value).__name__}, which a snapshot cannot store: pass your own extra_state")
+        return ["dict", [[encode_state(k, path), encode_state(v, f"{path}[{k!r}]")] for k, v in value.items()]]
+    raise ValueError(f"{path} is a {type(value).__name__}, which a snapshot cannot store: pass your own extra_state")
 
 
 def decode_state(value: Any) -> Any:
@@ -140,7 +140,7 @@ def decode_state(value: Any) -> Any:
             return tuple(decode_state(each) for each in parts)
         case ["dict", list(pairs)]:
             return {decode_state(key): decode_state(each) for key, each in pairs}
-    raise ValueError(f"{str(value)[:80]} is no position of a loader: it was not written by loader_position")
+    raise ValueError(f"{str(value)[:80]} is not the position of a loader: pass a value from loader_position")
 
 
 def _to_base85(data: bytes) -> str:
@@ -175,16 +175,16 @@ def shuffled_index(position: int, size: int, seed: int, epoch: int) -> int:
     A point outside of the range is shuffled again until it is inside (cycle walking).
     """
     if not 0 <= position < size:
-        raise ValueError(f"position {position} is not one of {size}")
-    wide = math.isqrt(size - 1) + 1
-    high = -(-size // wide)
+        raise ValueError(f"position {position} is not in the range from 0 to {size - 1}")
+    columns = math.isqrt(size - 1) + 1
+    rows = -(-size // columns)
     key = _mix_bits(_mix_bits(seed & _MASK) ^ (epoch & _MASK))
     while True:
-        x, y = position % wide, position // wide
+        x, y = position % columns, position // columns
         for shuffle_round in range(0, SHUFFLE_ROUNDS, 2):
-            x = (x + _mix_bits(key ^ _mix_bits((y << 8) + shuffle_round))) % wide
-            y = (y + _mix_bits(key ^ _mix_bits((x << 8) + shuffle_round + 1))) % high
-        position = y * wide + x
+            x = (x + _mix_bits(key ^ _mix_bits((y << 8) + shuffle_round))) % columns
+            y = (y + _mix_bits(key ^ _mix_bits((x << 8) + shuffle_round + 1))) % rows
+        position = y * columns + x
         if position < size:
             return position
 

@@ -32,7 +32,7 @@ else:
         from lightning.pytorch import Callback, LightningModule, Trainer
         from lightning.pytorch.utilities import CombinedLoader
         from lightning.pytorch.utilities.exceptions import SIGTERMException
-    except ImportError:  # the same under its older name
+    except ImportError:  # the older name of the package
         from pytorch_lightning import Callback, LightningModule, Trainer
         from pytorch_lightning.utilities import CombinedLoader
         from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -54,7 +54,8 @@ class LightningCallback(Callback):
 
     - Each optimizer step is a step of the learner, with the tokens and the mean loss of all its batches.
     - Schedules made by `progress_schedule` follow the run. The end of the run, or a drain, stops the trainer.
-    - Validation uses the published model, and checkpoints contain it (docs/lightning.md: what wins on loading one).
+    - Validation uses the published model, and checkpoints contain it (docs/lightning.md describes the loading of
+    checkpoints).
     - The positions of stateful loaders are stored in snapshots of the run.
     """
 
@@ -70,9 +71,9 @@ class LightningCallback(Callback):
         self._losses: list[Tensor] = []  # of the same batches
         self._steps = 0  # optimizer steps that the trainer has counted
         self._last_grad_scale: float | None = None  # scale of gradients after the last step (fp16)
-        self._positions_restored = False  # loaders have resumed
+        self._positions_restored = False  # the loaders have resumed at stored positions
         self._batches_read: int | None = None  # of the resumed epoch, until the first batch arrives
-        self._prefetched_positions: list[Any] = []  # positions after batches that were read and not yet trained
+        self._prefetched_positions: list[Any] = []  # positions after each batch that was read and is not trained yet
         self._published_scope: contextlib.ExitStack | None = None  # open while the model has the published values
 
     @property
@@ -209,7 +210,7 @@ class LightningCallback(Callback):
             if trainer.num_training_batches != float("inf"):
                 self._batches_read = (
                     restored.get(BATCHES_READ, 0) % trainer.num_training_batches or None
-                )  # after all of them: 0
+                )  # 0 after the last batch
             if fetcher is not None:
                 iter(fetcher)
         # A trainer that does not know the number of batches reads one ahead, so the loader's position is too far.
@@ -252,7 +253,7 @@ class LightningCallback(Callback):
         self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # SIGTERM becomes an exception in the trainer, perhaps before the batch that steps. It is no failure: with a
+        # SIGTERM becomes an exception in the trainer, perhaps before the batch that steps. It is not a failure: with a
         # preemption notice (`notice_s`) the unmerged work is merged before the learner leaves.
         self._leave(None if isinstance(exception, SIGTERMException) else exception)
 
@@ -269,7 +270,7 @@ class LightningCallback(Callback):
 
 
 def _find_optimizer(trainer: Trainer) -> Optimizer:
-    """Return the plain optimizer: the one of `LightningModule.optimizers()` counts steps for the trainer."""
+    """Return the plain optimizer, not the wrapper of `LightningModule.optimizers()`, which counts steps."""
     strategy = type(trainer.strategy)
     if any(parent.__name__ in FLAT_BUFFER_STRATEGIES for parent in strategy.__mro__):
         raise ValueError(

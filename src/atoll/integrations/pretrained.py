@@ -51,35 +51,36 @@ def export_pretrained(tensors: Mapping[str, Tensor], frozen: Mapping[str, Tensor
 @torch.no_grad()
 def load_run_tensors(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> None:
     """Load the tensors of a run into a model, each with its dtype in the run. Tied tensors stay tied."""
-    mine = named_tensors(model)
-    if lacking := sorted(set(mine) - {*tensors, *frozen} - _local_buffers(model, mine, frozen)):
-        raise ValueError(f"this model has {lacking[0]!r}, which the run lacks: pass the --config of the run's model")
+    model_tensors = named_tensors(model)
+    if missing := sorted(set(model_tensors) - {*tensors, *frozen} - _local_buffers(model, model_tensors, frozen)):
+        raise ValueError(f"this model has {missing[0]!r}, which the run lacks: pass the --config of the run's model")
     for name, info in frozen.items():
-        if name in mine:
-            mine[name].data = mine[name].to(getattr(torch, info.dtype))  # learners may have loaded another dtype
-        if name not in mine or tensor_digest(mine[name]) != info.digest:
+        if name in model_tensors:
+            # Learners may have loaded another dtype.
+            model_tensors[name].data = model_tensors[name].to(getattr(torch, info.dtype))
+        if name not in model_tensors or tensor_digest(model_tensors[name]) != info.digest:
             raise ValueError(
                 f"{name} was frozen, and differs from the run, where it was {info.dtype}: pass the directory that was"
                 " loaded"
             )
     for name, value in tensors.items():
-        if name not in mine:
+        if name not in model_tensors:
             raise ValueError(f"the run has {name!r}, which this model lacks: pass the --config of the run's model")
-        if mine[name].shape != value.shape:
-            shapes = f"{tuple(value.shape)} in the run and {tuple(mine[name].shape)} in this model"
+        if model_tensors[name].shape != value.shape:
+            shapes = f"{tuple(value.shape)} in the run and {tuple(model_tensors[name].shape)} in this model"
             raise ValueError(f"{name} is {shapes}: pass the --config of the run's model")
-        mine[name].data = value.clone()
+        model_tensors[name].data = value.clone()
 
 
-def _local_buffers(model: nn.Module, mine: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> set[str]:
-    """Return the buffers of modules whose own parameters were all frozen: they are in no plan."""
-    still = {id(mine[name]) for name in frozen if name in mine}
+def _local_buffers(model: nn.Module, model_tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> set[str]:
+    """Return the buffers of modules whose own parameters were all frozen. A run does not merge them."""
+    still = {id(model_tensors[name]) for name in frozen if name in model_tensors}
     local: set[int] = set()
     for module in model.modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]
         if own and still.issuperset(own):
             local.update(id(buffer) for buffer in module.buffers(recurse=False))
-    return {name for name, tensor in mine.items() if id(tensor) in local}
+    return {name for name, tensor in model_tensors.items() if id(tensor) in local}
 
 
 def _base_model(config: Path) -> tuple[Any, bool]:

@@ -106,11 +106,11 @@ class StepScheduleAdapter:
 
     def __init__(self, scheduler: LambdaLR, learner: ProgressSource, steps: int, warmup_steps: int) -> None:
         self._scheduler = scheduler
-        self._own = list(scheduler.lr_lambdas)
+        self._original_functions = list(scheduler.lr_lambdas)
         self._learner = learner
         self._steps = steps
         self._warmup_steps = warmup_steps
-        scheduler.lr_lambdas = [self._wrap(rate) for rate in self._own]
+        scheduler.lr_lambdas = [self._wrap(rate) for rate in self._original_functions]
         self.update_rates()
 
     def _wrap(self, rate: Callable[[int], float]) -> Callable[[int], float]:
@@ -127,7 +127,7 @@ class StepScheduleAdapter:
         scheduler.load_state_dict({"_last_lr": last, "lr_lambdas": [None] * len(last)})  # what `get_last_lr` returns
 
     def restore(self) -> None:
-        self._scheduler.lr_lambdas = self._own
+        self._scheduler.lr_lambdas = self._original_functions
 
 
 def _set_rates(optimizer: Optimizer, rates: list[float | Tensor]) -> list[float | Tensor]:

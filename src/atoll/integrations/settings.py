@@ -11,7 +11,7 @@ TRAINER_ARGUMENTS = {"model", "optimizer"}
 
 
 def check_settings(names: Iterable[str]) -> None:
-    """Raise ValueError for unknown settings, early: before training begins, preparing the data may take hours."""
+    """Raise ValueError for unknown settings. This is called early, because preparing the data may take hours."""
     known = set(inspect.signature(Learner).parameters) - TRAINER_ARGUMENTS
     for name in names:
         if name not in known:

@@ -49,10 +49,10 @@ else:
 
 
 class AtollTrainerMixin(_Trainer):
-    """Mixin in front of torchtitan's Trainer. Two attributes may be set, in the class or before `train`.
+    """Mixin that precedes torchtitan's Trainer in the list of base classes. Its two attributes are optional.
 
     `atoll_settings`: arguments of `atoll.Learner`; missing ones are read from the environment (ATOLL_SYNCER, ...).
-    `atoll_schedule`: a rate curve over the run's progress, in place of torchtitan's schedule, which counts own steps.
+    `atoll_schedule`: a rate curve over the run's progress. It replaces torchtitan's schedule, which counts local steps.
     """
 
     atoll_settings: Mapping[str, Any] = MappingProxyType({})
@@ -62,7 +62,7 @@ class AtollTrainerMixin(_Trainer):
     _schedule: ProgressSchedule | None = None
     _tokens: TokenCounter | None = None  # tokens of the batches since the last step
     _losses: Tensor | None = None  # sum over these batches
-    _is_sum = False  # losses are sums over tokens, and not means
+    _losses_are_sums = False  # losses are sums over tokens, and not means
     _is_joined = False
 
     def train(self) -> None:
@@ -91,7 +91,7 @@ class AtollTrainerMixin(_Trainer):
         # Newer trainers return this batch's share of the mean over all ranks. The sum is needed here.
         part = loss.detach() * kwargs.get("global_valid_tokens", 1)
         self._losses = part if self._losses is None else self._losses + part
-        self._is_sum = "global_valid_tokens" in kwargs
+        self._losses_are_sums = "global_valid_tokens" in kwargs
         return loss
 
     def train_step(self, data_iterator: Any) -> Any:
@@ -100,7 +100,7 @@ class AtollTrainerMixin(_Trainer):
             assert self._tokens is not None, "the learner has joined before the batches were counted"
             tokens, losses = self._tokens.pop_total(), self._losses
             self._losses = None
-            if losses is not None and self._is_sum:
+            if losses is not None and self._losses_are_sums:
                 losses = losses / tokens
             self.learner.step(tokens=tokens, loss=losses)
             if self._schedule is not None:
@@ -133,7 +133,7 @@ class AtollTrainerMixin(_Trainer):
 
 
 def _unbound_curve(shape: RateCurve) -> RateCurve:
-    """Return a function of progress alone, which became a method because it was defined in the body of a class."""
+    """Return the plain function of a schedule. As an attribute of a class it would be bound like a method."""
     if isinstance(shape, MethodType) and len(inspect.signature(shape.__func__).parameters) == 1:
         curve: RateCurve = shape.__func__
         return curve

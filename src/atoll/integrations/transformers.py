@@ -70,7 +70,7 @@ class AtollCallback(TrainerCallback):
         self._published_scope = ExitStack()  # open while the Trainer evaluates and saves published values
         self._tokens = TokenCounter(tokens)
         self._losses: list[Tensor] = []
-        self._is_share = False  # losses of micro-batches are shares of one mean, and not each a mean
+        self._losses_are_shares = False  # the loss of a micro-batch is its share of one mean, not a mean
 
     @property
     def learner(self) -> Learner:
@@ -84,7 +84,7 @@ class AtollCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._leave(RuntimeError("another training began"))  # leave an earlier one that an exception has ended
+        self._leave(RuntimeError("another training began"))  # leave an earlier training that an exception has ended
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._learner = Learner(model, optimizer, *self._syncer_arguments, **self._settings)
         self._learner.__enter__()
@@ -100,7 +100,8 @@ class AtollCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            # The best model was loaded just now, over the published values if an evaluation came last.
+            # The Trainer has just loaded the best model, over the published values if the last action was an
+            # evaluation.
             self.learner.published_values.keep_loaded()
         self._leave(None)
 
@@ -140,7 +141,7 @@ class AtollCallback(TrainerCallback):
         loss = output.get("loss") if isinstance(output, dict) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
-            self._is_share = kwargs.get("num_items_in_batch") is not None
+            self._losses_are_shares = kwargs.get("num_items_in_batch") is not None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -164,17 +165,17 @@ class AtollCallback(TrainerCallback):
             if self._schedule is not None:
                 self._schedule.update_rates()
         if self.learner.finished:
-            self._leave(None)  # the model has the final values; a best model that the Trainer loads later stays
+            self._leave(None)  # the model has the final values; the Trainer may still load its best model over them
             control.should_training_stop = True
-        self._show_published(control)
+        self._swap_in_published(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._published_scope.close()
-        self._show_published(control)
+        self._swap_in_published(control)
 
-    def _show_published(self, control: TrainerControl) -> None:
+    def _swap_in_published(self, control: TrainerControl) -> None:
         if self._is_joined and (control.should_evaluate or control.should_save):
             self._published_scope.enter_context(self.learner.published())
 
@@ -187,7 +188,7 @@ class AtollCallback(TrainerCallback):
         if not self._losses:
             return None
         total = torch.stack(self._losses).sum()
-        if not self._is_share:
+        if not self._losses_are_shares:
             return total / len(self._losses)
         everywhere = args.average_tokens_across_devices and args.world_size > 1
         return total * args.world_size if everywhere else total

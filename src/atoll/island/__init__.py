@@ -1,4 +1,4 @@
 """The ranks of one learner: fragments, step boundary, topology, connections between ranks, leader and followers.
 
-A learner of one rank uses the fragments and the step boundary alone. Knows neither the learner's driver nor the syncer.
+A learner of one rank uses only the fragments and the step boundary. Depends neither on the driver nor on the syncer.
 """

@@ -52,8 +52,8 @@ class CopyStateAction(NamedTuple):
 
 
 def state_key(envelope: Envelope) -> tuple[int, int]:
-    """Return the key of a copied state. One boundary may copy for several learners, and a learner may ask again
-    later."""
+    """Return the key of a copied state. One boundary may copy for several learners, and a learner may request it
+    again later."""
     assert isinstance(envelope.body, OptimizerState)
     return envelope.tick, envelope.body.target
 
@@ -117,11 +117,11 @@ class SingleRankIsland:
     preemption_level = 0  # highest level of the other ranks, see `Preemption.level`
 
     def gather_requests(self, kind: RankRequest, value: int = 0) -> int:
-        """Wait for the same request from all ranks. Return the sum of their values over the ranks that count."""
+        """Wait for the same request from all ranks. Return the sum of the values of the ranks that count."""
         return value
 
     def broadcast_actions(self, actions: list[Action], status: BoundaryStatus) -> list[Action]:
-        """Send the actions to all ranks. They have waited since `gather_requests`."""
+        """Send the actions to all ranks, which wait since `gather_requests`."""
         return actions
 
     def broadcast(self, commands: list[Any]) -> None:
@@ -151,7 +151,7 @@ T = TypeVar("T")
 
 
 def resolve_future(future: Future[T], compute: Callable[[], T]) -> None:
-    """Set the result of `compute`, or the error as text. Raises nothing.
+    """Set the result of `compute`, or its error as text. Never raises.
 
     An exception object would keep the frames of its traceback alive, and with them copies of tensors for which there
     was no memory.
@@ -218,11 +218,11 @@ class StepBoundary:
         fragment.release(action.value, action.reference)
 
     def copy_state(self, action: CopyStateAction) -> None:
-        """Copy the optimizer state. On failure the joining learner receives the cause, and training goes on."""
+        """Copy the optimizer state. On failure the joining learner receives the cause, and training continues."""
         resolve_future(action.state, self._take_state_for_peer)
 
     def save_part(self, action: SavePartAction) -> None:
-        """Copy a part of a snapshot. A failure is reported to the syncer, and training goes on."""
+        """Copy a part of a snapshot. A failure is reported to the syncer, and training continues."""
         resolve_future(action.part, lambda: copy_part(self.fragments, self.take_optimizer_state, self._extra_state))
 
     def _take_state_for_peer(self) -> optimizer_state.OptimizerStateCopy:
@@ -239,7 +239,7 @@ class StepBoundary:
     def find_saved_state(
         self, run: Path, config: RunConfig, learner: LearnerId, log: Callable[[str], None]
     ) -> SavedState | None:
-        """Return optimizer state from a part in this run directory. The training thread waits for the first step."""
+        """Return optimizer state from a part in this run directory, while the training thread waits to start."""
         found = find_optimizer_state(run, config, learner, self._optimizers, self._model, log, self.load_on_other_ranks)
         return SavedState(*found) if found is not None else None
 
@@ -259,13 +259,13 @@ class StepBoundary:
         learner: LearnerId,
         log: logging.Logger,
     ) -> IslandInitialState:
-        """Return what training starts with."""
+        """Return the initial state for the training."""
         if effect.state_source.code == "state-from-snapshot":
             assert saved is not None, f"{effect.state_source}, but no part was found"
             # Only the learner's own part restores the random generators: two learners that draw the same numbers would
             # train on the same noise.
             own = saved.part if saved.part.learner == learner else None
-            state = (saved.part.note["inner"], saved.part.optimizer_tensors())
+            state = (saved.part.metadata["inner"], saved.part.optimizer_tensors())
             warmup_steps = effect.warmup_steps
             try:
                 optimizer_state.check_has_state(self._optimizers, saved.prepared)
@@ -279,7 +279,7 @@ class StepBoundary:
         return IslandInitialState(effect.warmup_steps, None, None, None)
 
     def write_anchors(self) -> None:
-        """Load the published values into the model, without the steps that were too late for the last merge."""
+        """Load the published values into the model. Steps that were too late for the last merge are lost."""
         for fragment in self.fragments:
             if fragment.anchor is not None:
                 fragment.adopt("overwrite", fragment.anchor, None, 0.0)

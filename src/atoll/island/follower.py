@@ -2,7 +2,7 @@
 
 Its training thread copies and adopts its own rows at the same steps as all ranks. A background thread sends rows to the
 leader and receives rows of new versions. If every rank transfers its own rows, another background thread does that on
-requests of the leader. A follower does not know the protocol with the syncer.
+requests of the leader. A follower takes no part in the protocol with the syncer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ THREAD_JOIN_TIMEOUT_S = 5.0
 
 
 class FollowerFragment:
-    """One fragment at a follower. Versions arrive before the leader's command to adopt them."""
+    """Fragment at a follower. Versions arrive before the leader's command to adopt them."""
 
     def __init__(self, tensors: FragmentTensors) -> None:
         self.tensors = tensors
@@ -60,7 +60,7 @@ class FollowerFragment:
         self._arrivals: dict[Version, Buffer] = {}
 
     def add_version(self, version: Version, value: Buffer) -> None:
-        """Store a version. An earlier version may still be adopted here, because the leader has decided so."""
+        """Store a version. An earlier version stays: the leader may already have decided to adopt it."""
         self.tensors.release(self._arrivals.pop(version, None))
         self._arrivals[version] = value
         while len(self._arrivals) > MAX_ARRIVALS:
@@ -272,9 +272,9 @@ class Follower:
         optimizer_state.named_optimized_parameters(
             self._optimizers, self._model
         )  # raises for another model's optimizer
-        mine = assign_owners(self._ranks.boxes, plan.tensors)[self._ranks.rank]
+        own_requests = assign_owners(self._ranks.boxes, plan.tensors)[self._ranks.rank]
         with self._changed:
-            self._owned = [shard_windows(plan, p, view.boxes, mine) for p in range(len(plan.fragments))]
+            self._owned = [shard_windows(plan, p, view.boxes, own_requests) for p in range(len(plan.fragments))]
             self._plan, self._view = plan, view
             self._changed.notify_all()
 
@@ -282,7 +282,7 @@ class Follower:
         """Check whether this rank can reach the syncer, with its own token and keys."""
         try:
             if with_token and not self._background.has_token:
-                raise ValueError("it was given no token")  # the syncer would log a request without one
+                raise ValueError("it was given no token")  # the syncer would log a request without a token
             self._background.start()
             self._background.check_reachable(address)
             self._reaches_syncer = 1
@@ -358,7 +358,7 @@ class Follower:
     def _stage(self, take: Callable[[], StagedState]) -> None:
         try:
             staged = take()
-        except Exception as error:  # sent to the leader on request
+        except Exception as error:  # the leader receives it when it requests the copy
             staged = StagedState(None, [], {}, f"rank {self._ranks.rank}: {summarize_error(error)}")
         with self._changed:
             self._staged_count += 1
@@ -367,12 +367,12 @@ class Follower:
                 self._drop_staged(min(self._staged))
             self._changed.notify_all()
 
-    def _on_start(self, warmup_steps: int, about: Any, restored: Any, is_loaded: bool) -> None:
+    def _on_start(self, warmup_steps: int, metadata: Any, restored: Any, is_loaded: bool) -> None:
         tensors = receive_tensors(self._leader)
         if is_loaded:
             self._parts.take_loaded().install()
-        elif about is not None:
-            optimizer_state.prepare(about, tensors, self._optimizers, self._model, is_local_part=True).install()
+        elif metadata is not None:
+            optimizer_state.prepare(metadata, tensors, self._optimizers, self._model, is_local_part=True).install()
         set_rng_states({name: tensor for name, tensor in tensors.items() if name.startswith("rng.")})
         self._parts.forget()
         self._status.warmup_steps = warmup_steps
@@ -428,7 +428,7 @@ class Follower:
                 self._commands.shut_down()  # the leader must not wait for a reply
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until the training thread has come to a boundary. The caller has the lock."""
+        """Wait until the training thread has reached a boundary. The caller has the lock."""
         while not is_done():
             if self._is_closing:
                 raise IslandBrokenError("this rank leaves")
@@ -557,7 +557,7 @@ class Follower:
             rows.release(buffer)
 
     def staged_state(self, key: int, generation: int) -> tuple[optimizer_state.OptimizerStateCopy | None, str]:
-        """Return a staged copy, which stays staged, or the error with which it was made."""
+        """Return a staged copy without removing it, or the error that occurred when it was made."""
         with self._changed:
             staged = self._find_staged(key, generation)
             return (staged.state, staged.error) if staged is not None else (None, "")
@@ -584,14 +584,14 @@ class Follower:
             self._commands.send_result(RankReply.ERROR, f"rank {self._ranks.rank}: {summarize_error(error)}")
             return
         names = optimizer_state.tensor_owners(inner.metadata)
-        mine = (
+        own_parts = (
             assign_owners(self._ranks.boxes, self._plan.tensors)[self._ranks.rank]
             if self._plan is not None
             else frozenset()
         )
         listed: list[Any] = []
         for number, part in inner.parts.items():
-            if names[number].parameter in mine and not only_rng:
+            if names[number].parameter in own_parts and not only_rng:
                 listed.append([number, part.box.offset, part.box.shape, _dtype_name(inner.tensors[number])])
                 sent.append(inner.tensors[number])
         for name, tensor in staged.rng.items():

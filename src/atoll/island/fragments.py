@@ -1,7 +1,7 @@
 """Tensors of a learner at the step boundary: anchors, copies and arrivals, one set per fragment.
 
 The training thread copies and adopts between two steps. A background thread encodes and decodes. Neither waits for the
-other: a buffer that is in use is not touched, and another one is taken.
+other: instead of a buffer that is in use, they use another one.
 
 A rank of an island has whole fragments or only its rows of them (`RowFragment`). If every rank transfers its own rows,
 no rank of the island has more than those.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from atoll.island.leader import Leader
 
 PROGRESS_INTERVAL_VALUES = 2**20
-"""Values encoded between two progress calls: few calls, and slices do not wait long."""
+"""Values encoded between two progress calls. It keeps the calls rare and the wait of a slice short."""
 
 
 class Buffer:
@@ -49,7 +49,7 @@ class Buffer:
 
 
 class FragmentBufferPool:
-    """Free list of the buffers of one fragment: a new one costs a page fault every 4 KiB, at a step boundary."""
+    """Free list of the buffers of one fragment. A new one would cost a page fault every 4 KiB, at a boundary."""
 
     def __init__(self, view: ModelView, p: FragmentId) -> None:
         self._view = view
@@ -173,7 +173,7 @@ class RowFragment:
         """Compute the delta, or the values of buffers, once the copy is in host memory. Split off other ranks'
         values."""
         strips: Future[EncodedStrips] = Future()
-        strips.set_running_or_notify_cancel()  # canceling a waiter must not cancel it
+        strips.set_running_or_notify_cancel()  # the cancellation of one waiter must not cancel the copy
         with self._lock:
             self._strips = copied.serial, strips
         copied.ready.result()()
@@ -225,7 +225,7 @@ class RowFragment:
             return self._strips[1]
 
     def settle(self, merged: bool) -> None:
-        """Record whether the last copy was merged. The coder gets it before it encodes again.
+        """Record whether the last copy was merged. The coder receives the outcome before it encodes again.
 
         The thread that adopts calls this and must not wait for encoding. A version without a copy of this learner does
         not change the outcome of the last copy.
@@ -261,7 +261,7 @@ class RowFragment:
         return found.digest if found is not None else None
 
     def pop_fetched(self, version: Version) -> Buffer | None:
-        """Return the fetched rows to the caller, who releases them. A rank without rows has nothing to fetch."""
+        """Return the fetched rows. The caller releases them. A rank without rows has nothing to fetch."""
         with self._lock:
             found = self._fetched.pop(version, None)
         if found is None:

@@ -111,16 +111,18 @@ class Leader(SingleRankIsland):
         self._boundary_started_at = time.monotonic()
         self._values_by_rank = [value]
         for connection in self.ranks.control:
-            theirs, given = connection.receive_request()
-            if theirs is not kind:
+            rank_kind, rank_value = connection.receive_request()
+            if rank_kind is not kind:
                 raise IslandBrokenError(
-                    f"rank {connection.rank} of this island {REQUEST_VERBS[theirs]} where rank 0 {REQUEST_VERBS[kind]}:"
-                    " all ranks of an island must do the same at the same step"
+                    f"rank {connection.rank} of this island {REQUEST_VERBS[rank_kind]} where rank 0"
+                    f" {REQUEST_VERBS[kind]}: all ranks of an island must do the same at the same step"
                 )
-            self._values_by_rank.append(given)
+            self._values_by_rank.append(rank_value)
             self.preemption_level = max(self.preemption_level, connection.preemption_level)
         return sum(
-            given for given, counts in zip(self._values_by_rank, self.ranks.counts_tokens, strict=True) if counts
+            rank_value
+            for rank_value, counts in zip(self._values_by_rank, self.ranks.counts_tokens, strict=True)
+            if counts
         )
 
     def broadcast_actions(self, actions: list[Action], status: BoundaryStatus) -> list[Action]:
@@ -145,12 +147,12 @@ class Leader(SingleRankIsland):
     def scatter_samples(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Split the samples of one step by rank. Ranks that train on the same data get the same samples."""
         starts, begin = {}, 0
-        for given, counts, slot in zip(
+        for offset, counts, slot in zip(
             self._values_by_rank, self.ranks.counts_tokens, self.ranks.data_slots, strict=True
         ):
             if counts:
-                starts[slot] = (begin, begin + given)
-                begin += given
+                starts[slot] = (begin, begin + offset)
+                begin += offset
         for connection in self.ranks.control:
             first, last = starts[self.ranks.data_slots[connection.rank]]
             connection.send_reply(BoundaryStatus(), _encode_commands([["samples", numbers[first:last]]]))
@@ -168,12 +170,12 @@ class Leader(SingleRankIsland):
     # ----------------------------------------------------------------------------------------------------- construction
 
     def make_view(self, model: nn.Module, plan: FragmentPlan) -> ModelView:
-        mine = assign_owners(self.ranks.boxes, plan.tensors)
+        owners = assign_owners(self.ranks.boxes, plan.tensors)
         fragments = range(len(plan.fragments))
         others = range(1, self.ranks.size)
         self._windows = [[shard_windows(plan, p, self.ranks.boxes[rank]) for p in fragments] for rank in others]
         self._owned_windows = [
-            [shard_windows(plan, p, self.ranks.boxes[rank], mine[rank]) for p in fragments] for rank in others
+            [shard_windows(plan, p, self.ranks.boxes[rank], owners[rank]) for p in fragments] for rank in others
         ]
         view = IslandView(self, model, plan)  # all ranks make one now: building it may involve collective calls
         if self._negotiate_row_transfer(plan):
@@ -257,20 +259,22 @@ class Leader(SingleRankIsland):
         Return the values for this rank. If one rank has dropped the copy, no rank encodes it.
         """
         share, problem = self.shares[p], ""
-        theirs: dict[int, Tensor] = {0: given}
+        outgoing_by_rank: dict[int, Tensor] = {0: given}
         with self._lock:
             for connection in self.ranks.bulk:
                 connection.send_command(RankCommand.EDGES, p, serial, self.generation)
             for connection in self.ranks.bulk:
                 status, text = connection.receive_result()
                 if status is RankReply.OK:
-                    theirs[connection.rank] = torch.empty(sum(move.numel for move in share.sends_from(connection.rank)))
-                    connection.receive_tensor(theirs[connection.rank])
+                    outgoing_by_rank[connection.rank] = torch.empty(
+                        sum(move.numel for move in share.sends_from(connection.rank))
+                    )
+                    connection.receive_tensor(outgoing_by_rank[connection.rank])
                 else:
                     problem = text or f"rank {connection.rank} has dropped it"
-            incoming = _redistribute(share, theirs) if not problem else {}
+            incoming = _redistribute(share, outgoing_by_rank) if not problem else {}
             for connection in self.ranks.bulk:
-                if connection.rank not in theirs:
+                if connection.rank not in outgoing_by_rank:
                     continue
                 connection.send_result(RankReply.MISSING if problem else RankReply.OK, by.name)
                 if not problem:
@@ -280,7 +284,7 @@ class Leader(SingleRankIsland):
         return incoming[0]
 
     def relay_version(self, p: FragmentId, version: Version, own: Tensor, digest: str) -> bool:
-        """Stream what every rank has fetched of a version through this rank, in the order of the fragment.
+        """Stream the fetched rows of a version from all ranks through this rank, in the order of the fragment.
 
         Each piece goes into the digest of the whole value, and to the ranks that replicate its rows. Return whether the
         digest is that of the published value.
@@ -323,30 +327,30 @@ class Leader(SingleRankIsland):
     def _stream_in_order(self, p: FragmentId, own: Tensor, take: Callable[[Tensor, list[int]], None]) -> None:
         connections = {connection.rank: connection for connection in self.ranks.bulk}
         theirs = [row_range.end - row_range.begin for row_range in self.shares[p].row_ranges if row_range.rank]
-        room = torch.empty(min(PIECE_VALUES, max(theirs, default=0)))
+        buffer = torch.empty(min(PIECE_VALUES, max(theirs, default=0)))
         for row_range in self.shares[p].row_ranges:
             others = [rank for rank, _ in row_range.replicas]
             count = row_range.end - row_range.begin
             for begin in range(0, count, PIECE_VALUES):
                 size = min(PIECE_VALUES, count - begin)
                 if row_range.rank:
-                    piece = room[:size]
+                    piece = buffer[:size]
                     connections[row_range.rank].receive_tensor(piece)
                 else:
                     piece = own[row_range.packed_begin + begin : row_range.packed_begin + begin + size]
                 take(piece, others)
 
     def gather_optimizer_state(
-        self, key: int, state_copy: optimizer_state.OptimizerStateCopy, rooms: optimizer_state.TensorBuffers
+        self, key: int, state_copy: optimizer_state.OptimizerStateCopy, buffers: optimizer_state.TensorBuffers
     ) -> optimizer_state.OptimizerStateCopy:
         """Return optimizer state with full tensors: gather sharded tensors from all ranks, and use this rank's others.
 
-        Gathered tensors are received into `rooms`, which may be memory of a file.
+        Gathered tensors are received into `buffers`, which may be memory-mapped files.
         """
         whole = dict(state_copy.tensors)
         for number, part in state_copy.parts.items():
             own = whole[number]
-            whole[number] = rooms[number] if number in rooms else torch.empty(part.sizes, dtype=own.dtype)
+            whole[number] = buffers[number] if number in buffers else torch.empty(part.sizes, dtype=own.dtype)
             whole[number][part.box.slices] = own.cpu()
         rng_tensors: dict[str, Tensor] = {}
         problem = ""
@@ -469,7 +473,7 @@ class LeaderBoundary(StepBoundary):
 
 
 def _redistribute(share: FragmentSharding, outgoing: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Return the values for each rank from the values that each rank has sent."""
+    """Redistribute values: return those that each rank receives, from those that each rank has sent."""
     incoming: dict[int, list[Tensor]] = {rank: [] for rank in outgoing}
     first = dict.fromkeys(outgoing, 0)
     for move in share.transfers:
@@ -495,8 +499,8 @@ def _encode_action(action: Action) -> list[Any]:
             return ["save_part"]
         case StartAction():
             assert action.initial is not None, "the initial state of an island is not set"
-            about = action.initial.state[0] if action.initial.state is not None else None
-            return ["start", action.initial.warmup_steps, about, action.initial.restored, action.initial.is_loaded]
+            metadata = action.initial.state[0] if action.initial.state is not None else None
+            return ["start", action.initial.warmup_steps, metadata, action.initial.restored, action.initial.is_loaded]
         case StopAction():
             return ["end", action.effect.reason.code, str(action.effect.reason)]
 

@@ -1,13 +1,12 @@
 """Optimizer state of an island of several ranks on its way to disk and back. Every rank writes and reads its own
 shards.
 
-The leader sends commands over the bulk connections, and locks them only while it talks. A rank writes in its own thread
+The leader sends commands over the bulk connections, and locks them only during an exchange. A rank writes in its thread
 and is polled, so that fragment transfers continue meanwhile.
 
-1. WRITE_SHARD, with a folder. A rank that does not see the folder replies so; then rank 0 gathers and writes
-everything.
-   The other ranks begin to write.
-2. WRITE_STATUS, until no rank is busy. Each rank replies with the note of its file, or with an error.
+1. WRITE_SHARD, with a folder. Each rank begins to write, or replies that it cannot access the folder. In that case rank
+   0 gathers and writes everything.
+2. WRITE_STATUS, until no rank is busy. Each rank replies with the description of its file, or with an error.
 3. The leader makes folder and part durable under their names. If a rank dies before, the earlier part remains.
 
 LOAD_SHARD is for a part that was found, while all ranks wait to start. Each rank checks the files that it needs, reads
@@ -48,16 +47,16 @@ def preload_parts(ranks: Ranks) -> None:
         import atoll.store.sharded_parts  # noqa: F401
 
 
-def owned_parameters(ranks: Ranks, about: Mapping[str, Any]) -> frozenset[str]:
+def owned_parameters(ranks: Ranks, metadata: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters whose state this rank writes: of ranks with the same shard, the first one writes it."""
-    mine = set()
-    for name, described in about["parameters"].items():
+    owned = set()
+    for name, described in metadata["parameters"].items():
         sizes = tuple(described["shape"])
         boxes = [each.get(name) or Box((0,) * len(sizes), sizes) for each in ranks.boxes]
         own = boxes[ranks.rank]
         if own.numel and boxes.index(own) == ranks.rank:
-            mine.add(name)
-    return frozenset(mine)
+            owned.add(name)
+    return frozenset(owned)
 
 
 # ---------------------------------------------------------------------------------------------------------- the leader
@@ -71,7 +70,7 @@ def write_shards(
     state_copy: optimizer_state.OptimizerStateCopy,
     folder: Path,
 ) -> list[Any] | None:
-    """Return the notes of what each rank has written into the folder, or None if one of them does not see it.
+    """Return the descriptions of the files of all ranks, or None if one of them cannot access the folder.
 
     Raise an error only when no rank writes any more.
     """
@@ -85,11 +84,13 @@ def write_shards(
     busy = [connection for connection, status, _ in replies if status is RankReply.OK]
     is_seen = all(status is not RankReply.MISSING for _, status, _ in replies)
     errors = [f"rank {connection.rank}: {text}" for connection, status, text in replies if status is RankReply.ERROR]
-    notes: list[Any] = []
+    indexes: list[Any] = []
     own_error: Exception | None = None
     if is_seen and not errors:
         try:
-            notes.append(write_rank_file(folder, ranks.rank, state_copy, owned_parameters(ranks, state_copy.metadata)))
+            indexes.append(
+                write_rank_file(folder, ranks.rank, state_copy, owned_parameters(ranks, state_copy.metadata))
+            )
         except Exception as error:
             own_error = error  # raised when the other ranks have ended
     while busy:
@@ -97,35 +98,35 @@ def write_shards(
             with lock:
                 connection.send_command(RankCommand.WRITE_STATUS, 0, key, generation)
                 status, text = connection.receive_result()
-                note = connection.receive_json() if status is RankReply.OK else None
+                index = connection.receive_json() if status is RankReply.OK else None
             if status is RankReply.BUSY:
                 continue
             busy.remove(connection)
-            if note is None:
+            if index is None:
                 errors.append(f"rank {connection.rank}: {text}")
             else:
-                notes.append(note)
+                indexes.append(index)
         if busy:
             time.sleep(WRITE_POLL_INTERVAL_S)
     if own_error is not None:
         raise own_error
     if errors:
         raise ValueError("; ".join(errors))
-    return notes if is_seen else None
+    return indexes if is_seen else None
 
 
 def load_shards(ranks: Ranks, lock: threading.Lock, generation: int, part: LearnerPart) -> bool:
-    """Return whether every rank has loaded its shards of this part. False: one rank does not see the files.
+    """Return whether every rank has loaded its shards of this part. False: one rank cannot access the files.
 
     Then the leader sends each rank its shards. Raise ValueError with the errors of the ranks.
     """
     assert part.shards is not None
-    about, local = part.note["inner"], part.local_optimizer_tensors()
+    metadata, local = part.metadata["inner"], part.local_optimizer_tensors()
     with lock:
         for connection in ranks.bulk:
             connection.send_command(RankCommand.LOAD_SHARD, 0, 0, generation)
-            connection.send_json([str(part.shards.folder), part.shards.note, about])
-            send_tensors(connection, cut_for_rank(ranks, connection.rank, about, local))
+            connection.send_json([str(part.shards.folder), part.shards.index, metadata])
+            send_tensors(connection, cut_for_rank(ranks, connection.rank, metadata, local))
         replies = [(connection, *connection.receive_result()) for connection in ranks.bulk]
     errors = [f"rank {connection.rank}: {text}" for connection, status, text in replies if status is RankReply.ERROR]
     if errors:
@@ -137,12 +138,12 @@ def load_shards(ranks: Ranks, lock: threading.Lock, generation: int, part: Learn
 
 
 def cut_for_rank(
-    ranks: Ranks, rank: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ranks: Ranks, rank: int, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the slices of these full tensors that a rank needs."""
-    for number, (name, is_complex) in optimizer_state.tensor_owners(about).items():
+    for number, (name, is_complex) in optimizer_state.tensor_owners(metadata).items():
         if number in tensors:
-            sizes = tuple(about["parameters"][name]["shape"])
+            sizes = tuple(metadata["parameters"][name]["shape"])
             yield number, optimizer_state.extract_part(tensors[number], is_complex, sizes, ranks.boxes[rank].get(name))
 
 
@@ -176,7 +177,7 @@ class PartShardWorker:
         self._line = ranks.bulk[0]
         preload_parts(ranks)
         self._writing: tuple[int, threading.Thread] | None = None  # key of the staged state, and its thread
-        self._written: tuple[Any, str] = (None, "")  # the note, or the error
+        self._written: tuple[Any, str] = (None, "")  # the description of its file, or the error
         self._loaded: optimizer_state.PreparedState | None = None
 
     def handle(self, command: RankCommand, key: int, generation: int) -> None:
@@ -209,7 +210,7 @@ class PartShardWorker:
         elif not folder.is_dir():
             self._line.send_result(RankReply.MISSING)
         else:
-            self.close()  # of the part before, which the leader has given up
+            self.close()  # of an earlier part, which the leader has abandoned
             self._written = (None, "")
             thread = threading.Thread(target=self._write, args=(folder, state), name="atoll-rank-part", daemon=True)
             self._writing = (key, thread)
@@ -220,9 +221,9 @@ class PartShardWorker:
         from atoll.store.sharded_parts import write_rank_file
 
         try:
-            mine = owned_parameters(self._ranks, state.metadata)
-            self._written = (write_rank_file(folder, self._ranks.rank, state, mine), "")
-        except Exception as error:  # sent to the leader; training goes on
+            owned = owned_parameters(self._ranks, state.metadata)
+            self._written = (write_rank_file(folder, self._ranks.rank, state, owned), "")
+        except Exception as error:  # sent to the leader; training continues
             self._written = (None, summarize_error(error))
 
     def _report_write(self, key: int) -> None:
@@ -232,14 +233,14 @@ class PartShardWorker:
             self._line.send_result(RankReply.BUSY)
         else:
             self._writing = None
-            note, error = self._written
-            self._line.send_result(RankReply.OK if note is not None else RankReply.ERROR, error)
-            if note is not None:
-                self._line.send_json(note)
+            index, error = self._written
+            self._line.send_result(RankReply.OK if index is not None else RankReply.ERROR, error)
+            if index is not None:
+                self._line.send_json(index)
 
     def _load(self, generation: int) -> None:
         """Load this rank's shards. The training thread waits for the leader, so the optimizer does not change."""
-        folder, note, about = self._line.receive_json()
+        folder, index, metadata = self._line.receive_json()
         local = receive_tensors(self._line)
         self._loaded = None
         if not self._follower.is_current(generation):
@@ -250,9 +251,9 @@ class PartShardWorker:
             from atoll.store.sharded_parts import ShardedTensors, load_for_rank
 
             try:
-                tensors = load_for_rank(about, local, ShardedTensors(Path(folder), note), local_boxes(self._model))
+                tensors = load_for_rank(metadata, local, ShardedTensors(Path(folder), index), local_boxes(self._model))
                 self._loaded = optimizer_state.prepare(
-                    about, tensors, self._optimizers, self._model, is_local_part=True
+                    metadata, tensors, self._optimizers, self._model, is_local_part=True
                 )
             except Exception as error:  # sent to the leader
                 self._line.send_result(RankReply.ERROR, str(error))

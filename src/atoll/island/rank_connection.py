@@ -32,7 +32,7 @@ LISTEN_BACKLOG = 1024
 CONNECT_TIMEOUT_S = 10.0
 CONNECTIONS_PER_RANK = 3
 KEEPALIVE = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (6, "TCP_KEEPCNT"))
-"""A host that vanishes is noticed after 45 seconds without a packet."""
+"""A lost host is detected after 45 seconds without a packet."""
 
 _GREETING = struct.Struct("<4s32sIB")
 _MAGIC = b"ATLR"
@@ -72,11 +72,11 @@ class RankCommand(IntEnum):
     PART = 3  # send the rows of the copy for a snapshot's part
     STATE = 4  # send staged optimizer state
     VERSION = 5  # receive the rows of a published version
-    EDGES = 6  # of the copy with this serial, send values that other ranks encode, and receive values to encode here
-    RELAY = 7  # in the order of the fragment, send fetched rows of a version, and receive rows that others have fetched
-    WRITE_SHARD = 16  # write the own shards of staged optimizer state, in another thread
+    EDGES = 6  # exchange values of the copy with this serial, so that each block is at the rank that encodes it
+    RELAY = 7  # send fetched rows of a version and receive replicated ones, in the order of the fragment
+    WRITE_SHARD = 16  # write this rank's shards of staged optimizer state, in another thread
     WRITE_STATUS = 17  # report whether they are written
-    LOAD_SHARD = 18  # read the own shards of a part that was found
+    LOAD_SHARD = 18  # read this rank's shards of a part that was found
 
 
 RNG_ONLY = 1
@@ -151,8 +151,8 @@ class RankConnection:
     def _connection_error(self, error: OSError) -> IslandBrokenError:
         peer = "rank 0, which leads this island," if self.rank == 0 else f"rank {self.rank} of this island"
         if isinstance(error, TimeoutError):
-            return IslandBrokenError(f"{peer} has not come to this step within {STEP_TIMEOUT_S:.0f} s")
-        return IslandBrokenError(f"{peer} is gone ({error}); an island ends with any of its ranks")
+            return IslandBrokenError(f"{peer} has not reached this step within {STEP_TIMEOUT_S:.0f} s")
+        return IslandBrokenError(f"{peer} is lost ({error}); an island ends when one of its ranks ends")
 
     def shut_down(self) -> None:
         """Stop sending and receiving, and wake the threads that wait for it."""
@@ -173,7 +173,7 @@ class RankConnection:
         self.send(_REQUEST.pack(kind, preemption_level, len(text), value) + text)
 
     def receive_request(self) -> tuple[RankRequest, int]:
-        """Receive a request. Raise the error with kind the other rank has failed."""
+        """Receive a request. Raise the error with which the other rank has failed."""
         kind, self.preemption_level, size, value = _REQUEST.unpack(self.receive(_REQUEST.size))
         text = self.receive(min(size, MAX_TEXT_BYTES))
         if kind == RankRequest.FAILED:
@@ -287,7 +287,7 @@ def _network_namespace() -> str:
 
 
 def open_listener(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int]]]:
-    """Open a listener for the other ranks. Return it with the addresses at kind they may reach it."""
+    """Open a listener for the other ranks. Return it with the addresses at which they may reach it."""
     if is_one_host:
         listener = socket.create_server(("127.0.0.1", 0), backlog=LISTEN_BACKLOG)
     elif socket.has_dualstack_ipv6():
@@ -308,15 +308,15 @@ def accept_ranks(listener: socket.socket, secret: bytes, size: int) -> list[list
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     found: dict[tuple[int, int], RankConnection] = {}
     while len(found) < CONNECTIONS_PER_RANK * (size - 1):
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             missing = sorted(
                 {rank for rank in range(1, size) for kind in range(CONNECTIONS_PER_RANK) if (rank, kind) not in found}
             )
             raise IslandBrokenError(
                 f"ranks {missing} of this island have not connected in {RENDEZVOUS_TIMEOUT_S:.0f} s"
             )
-        listener.settimeout(left)
+        listener.settimeout(remaining_s)
         with contextlib.suppress(OSError, IslandBrokenError):
             connection, _ = listener.accept()
             connection.settimeout(CONNECT_TIMEOUT_S)
@@ -349,17 +349,17 @@ def connect_to_leader(addresses: list[tuple[str, int]], secret: bytes, rank: int
     deadline, problem = time.monotonic() + RENDEZVOUS_TIMEOUT_S, ""
     while time.monotonic() < deadline:
         for address in addresses:
-            made = []
+            connections = []
             try:
                 for kind in range(CONNECTIONS_PER_RANK):
                     connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
                     connection.sendall(_GREETING.pack(_MAGIC, secret, rank, kind))
                     _receive_exactly(connection, 1)
-                    made.append(RankConnection(connection, 0))
-                return [[each] for each in made]
+                    connections.append(RankConnection(connection, 0))
+                return [[each] for each in connections]
             except OSError as error:
                 problem = f"{address[0]}:{address[1]}: {error}"
-                for each in made:
+                for each in connections:
                     each.close()
         time.sleep(0.2)
     raise IslandBrokenError(f"rank 0, which leads this island, cannot be reached from rank {rank}: {problem}")

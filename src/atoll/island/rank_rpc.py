@@ -72,7 +72,9 @@ class RankRpcClient:
                     pending.set_result(result)
         except (OSError, asyncio.IncompleteReadError, ValueError) as caught:
             problem = str(caught) or problem
-        self._lost_ranks[rank] = f"rank {rank} of this island is gone ({problem}); an island ends with any of its ranks"
+        self._lost_ranks[rank] = (
+            f"rank {rank} of this island is lost ({problem}); an island ends when one of its ranks ends"
+        )
         for (target, _), pending in self._pending_calls.items():
             if target == rank and not pending.done():
                 pending.set_exception(IslandBrokenError(self._lost_ranks[rank]))

@@ -53,7 +53,7 @@ RANK_UNREACHABLE_TIMEOUT_S = 120.0
 """Time after which a rank has lost its route to the syncer: its transfers fail, and those of rank 0 succeed."""
 
 MAX_CONCURRENT_PARTS = 8
-"""Concurrent parts of one slice. Rows are split in the way of tensors, and a part may be small."""
+"""Maximum number of concurrent parts of one slice. A part ends at the end of a tensor, so it may be small."""
 
 
 class SendRowsRequest(NamedTuple):
@@ -82,7 +82,7 @@ class FetchRowsRequest(NamedTuple):
     address: str
 
 
-class RowFetching(FragmentDownload):
+class RowDownload(FragmentDownload):
     """Download of this rank's rows. The first slice is one byte; its header contains the codec of the rows."""
 
     def __init__(self, version: Version, base: Version | None, numel: int, row_ranges: Sequence[RowRange]) -> None:
@@ -129,20 +129,20 @@ class RankRowTransfer:
         self.compute = compute
         self._fragments = fragments
         self._retain = retain
-        self._fetching: dict[FragmentId, RowFetching] = {}
-        self._under_way = 0
+        self._fetching: dict[FragmentId, RowDownload] = {}
+        self._active_requests = 0
 
     async def handle(self, method: str, arguments: dict[str, Any]) -> Any:
         """Handle a request of the leader."""
-        if not self._under_way:
-            await self.link.renew_keys()  # elsewhere this happens when a connection is opened, and here is none
-        self._under_way += 1
+        if not self._active_requests:
+            await self.link.renew_keys()  # other transfers do this when they open a connection
+        self._active_requests += 1
         try:
             if method == "send":
                 return await self.send(SendRowsRequest(**arguments))
             return await self.fetch(FetchRowsRequest(**arguments))
         finally:
-            self._under_way -= 1
+            self._active_requests -= 1
 
     async def _fragment(self, p: FragmentId, generation: int) -> RowFragment:
         fragments = await asyncio.get_running_loop().run_in_executor(None, self._fragments, generation)
@@ -182,7 +182,7 @@ class RankRowTransfer:
         p, versions = request.fragment, (request.version, request.base)
         download = self._fetching.get(p)
         if download is None or download.requested != versions or download.is_stale:
-            download = self._fetching[p] = RowFetching(*versions, fragment.share.numel, fragment.ranges)
+            download = self._fetching[p] = RowDownload(*versions, fragment.share.numel, fragment.ranges)
         download.address = request.address
         fetching = download
         sizes = fragment_sizes(fragment.share.numel, fragment.tensors.allowed_codecs(request.downs))
@@ -205,7 +205,7 @@ class RankRowTransfer:
         self._fetching.pop(p, None)
         return {"digest": await self._decode(fragment, fetching, request.version), "moved": moved}
 
-    async def _decode(self, fragment: RowFragment, download: RowFetching, version: Version) -> str:
+    async def _decode(self, fragment: RowFragment, download: RowDownload, version: Version) -> str:
         header, data = download.header, download.data
         assert header is not None and data is not None
         base = self._retain(fragment.p, header.base) if header.base is not None else None
@@ -241,7 +241,7 @@ class RowTransferCoordinator:
     def __init__(self, leader: Leader, rank_rpc: RankRpcClient, work: RankRowTransfer) -> None:
         self._leader = leader
         self._rank_rpc = rank_rpc
-        self._work = work
+        self._local_transfer = work
         self._link, self._bulk, self._compute = work.link, work.bulk, work.compute
         self._started: dict[FragmentId, RoundId] = {}  # contributions that the syncer may have in part
         self._lost_since: dict[int, float] = {}  # ranks whose transfers fail while those of rank 0 succeed
@@ -255,8 +255,8 @@ class RowTransferCoordinator:
         await asyncio.wrap_future(encoding)
         number, header = CODEC_NUMBERS[copied.codec.name], encode_message(envelope)
         size = copied.codec.encoded_size(fragment.share.numel)
-        about = fragment.p, self._leader.generation, copied.serial
-        common = (*about, envelope.learner, envelope.incarnation, envelope.session)
+        copy_id = fragment.p, self._leader.generation, copied.serial
+        common = (*copy_id, envelope.learner, envelope.incarnation, envelope.session)
         missing = Spans([(0, size)]) if self._started.get(fragment.p) != body.round else None
         self._started[fragment.p] = body.round
         for attempt in range(MAX_ATTEMPTS):
@@ -268,7 +268,9 @@ class RowTransferCoordinator:
                     spans = [list(span) for span in missing]
                     sending = SendRowsRequest(*common, astuple(body.round), size, address, spans)
                     with self._bulk.measure("up", lambda: size):
-                        await self._call_ranks(fragment, "send", sending._asdict(), self._work.send(sending), "up")
+                        await self._call_ranks(
+                            fragment, "send", sending._asdict(), self._local_transfer.send(sending), "up"
+                        )
                     missing = await self._bulk.commit_contribution(number, header, address)
                 if not missing:
                     return
@@ -284,7 +286,7 @@ class RowTransferCoordinator:
     async def fetch(
         self, fragment: RowFragment, version: Version, base: Version | None, downs: tuple[str, ...]
     ) -> tuple[Buffer | None]:
-        """Return the leader's rows when every rank has its own. (None,): together they differ from the published
+        """Return the leader's rows when every rank has its own. (None,): the whole value differs from the published
         value."""
         request = FetchRowsRequest(
             fragment.p, self._leader.generation, version, base, downs, await self._shard_address(fragment.p)
@@ -293,7 +295,7 @@ class RowTransferCoordinator:
             results: list[Any] = []
             with self._bulk.measure("down", lambda: sum(result["moved"] for result in results)):
                 results += await self._call_ranks(
-                    fragment, "fetch", request._asdict(), self._work.fetch(request), "down"
+                    fragment, "fetch", request._asdict(), self._local_transfer.fetch(request), "down"
                 )
         except (aiohttp.ClientError, OSError):
             self._bulk.forget_shard_addresses()  # a shard may have another address by now

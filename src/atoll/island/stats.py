@@ -26,8 +26,8 @@ class LearnerStats(NamedTuple):
     paused_s: float = 0.0  # seconds of pause of the run, as a part of `training_s`
     rank_wait_s: float = 0.0  # seconds of waiting for other ranks at boundaries, as a part of `boundary_s`
     host_bytes: int = 0  # host memory of this rank: anchors, copies, arrivals and quantization residuals
-    device_bytes: int = 0  # peak of device memory next to the model: a copy and a staged value of one fragment
-    parameters: int = 0  # merged values that this rank has
+    device_bytes: int = 0  # peak of Atoll's device memory, besides the model: a copy and a value of one fragment
+    parameters: int = 0  # parameter values at this rank that are merged
     transfer_mode: str = (
         "alone"  # several ranks: "rows" if each transfers its own rows, "leader" if rank 0 does for all
     )

@@ -79,7 +79,7 @@ def rendezvous(model: nn.Module) -> Ranks | None:
 
 
 def _all_gather(text: str, size: int) -> list[Any]:
-    """Gather a text from all ranks, over the process group of the training, which has not begun."""
+    """Gather a text from all ranks, over the process group of the training, which is still idle."""
     texts: list[Any] = [None] * size
     dist.all_gather_object(texts, text)
     return texts
@@ -109,11 +109,11 @@ def _check_same_model(descriptions: list[dict[str, Any]]) -> None:
     first = descriptions[0]["tensors"]
     for rank, each in enumerate(descriptions[1:], 1):
         for name in sorted({*first, *each["tensors"]}):
-            mine, theirs = first.get(name, "missing"), each["tensors"].get(name, "missing")
-            if mine != theirs:
+            first_rank, this_rank = first.get(name, "missing"), each["tensors"].get(name, "missing")
+            if first_rank != this_rank:
                 raise ValueError(
-                    f"{name} is {theirs} on rank {rank} of this island and {mine} on rank 0; all ranks of an island "
-                    "must have the same model, whole or sharded"
+                    f"{name} is {this_rank} on rank {rank} of this island and {first_rank} on rank 0;"
+                    " all ranks of an island must have the same model, whole or sharded"
                 )
 
 

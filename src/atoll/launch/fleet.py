@@ -130,8 +130,8 @@ class Fleet:
         existing = [*listed, *(name for name in self.read_units() if name not in listed)]
         for name in requested:
             if name not in existing:
-                near = difflib.get_close_matches(name, existing, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(existing)}"
+                similar = difflib.get_close_matches(name, existing, 1)
+                hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(existing)}"
                 raise ValueError(f"{self.file.path} has no unit {name}: {hint}")
         return [name for name in existing if not requested or name in requested]
 
@@ -167,7 +167,8 @@ class Fleet:
             raise ValueError("; ".join(dict.fromkeys(problems)))
 
     def up(self, units: Sequence[Unit], notify: NotifyUnit) -> list[str]:
-        """Start the units that are new, have failed or have left a running run. Return their names. Idempotent."""
+        """Start units that are new, have failed, or have exited from an unfinished run. Return their names.
+        Idempotent."""
         started: list[str] = []
         with self.lock("atoll up"):
             known = self.read_units()

@@ -6,7 +6,8 @@ when its parent dies by SIGKILL. Therefore a command runs below a guard:
     supervisor =pipe=> guard (subreaper) => command => ranks
 
 - The guard adopts every orphan below it (PR_SET_CHILD_SUBREAPER), so it knows all descendants of the command.
-- The guard is detached from the supervisor (double fork): a system that kills the supervisor's children misses it.
+- The guard is detached from the supervisor (double fork): a system that kills the supervisor's children does not kill
+it.
 - The pipe closes when the supervisor ends. The guard then sends SIGTERM, waits for the notice, and sends SIGKILL.
 - When the guard is killed, the kernel kills the command (PR_SET_PDEATHSIG). Orphans of the command go to the next
   subreaper: a supervisor that called `adopt_orphans`. It then calls `kill_descendants`.
@@ -297,8 +298,8 @@ def _guard() -> dict[str, Any]:
         for notice_s in notices:
             kill_at = min(kill_at, time.monotonic() + notice_s)
         if notices and not is_stopping:
-            # Once, and only to its group: torchrun forwards the signal to its ranks. A learner that receives a second
-            # SIGTERM exits at once, without its last upload.
+            # Send it once, and only to the process group: torchrun forwards the signal to its ranks. A learner that
+            # receives a second SIGTERM exits at once, without its last upload.
             is_stopping = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(command.pid, signal.SIGTERM)

@@ -127,28 +127,30 @@ class _TableReader:
     # ------------------------------------------------------------------------------------------------------- tables
 
     def read_syncer(self, raw: Mapping[str, Any]) -> SyncerTable:
-        where = "syncer."
-        self.check_keys(raw, SYNCER_KEYS, where)
-        keys = self.read_key(raw, "keys", where, self.resolve_path, None)
-        token_file = self.read_key(raw, "token_file", where, self.resolve_path, None)
+        prefix = "syncer."
+        self.check_keys(raw, SYNCER_KEYS, prefix)
+        keys = self.read_key(raw, "keys", prefix, self.resolve_path, None)
+        token_file = self.read_key(raw, "token_file", prefix, self.resolve_path, None)
         if keys is not None and not keys.is_dir():
-            self.add_problem(f"{where}keys is {keys}, which is not a directory: create it with atoll keys init {keys}")
+            self.add_problem(f"{prefix}keys is {keys}, which is not a directory: create it with atoll keys init {keys}")
         if token_file is not None and not token_file.is_file():
-            self.add_problem(f"{where}token_file is {token_file}, which is not a file: write the token into it")
-        address = self.read_key(raw, "address", where, _addresses, DEFAULT_ADDRESS)
+            self.add_problem(f"{prefix}token_file is {token_file}, which is not a file: write the token into it")
+        address = self.read_key(raw, "address", prefix, _addresses, DEFAULT_ADDRESS)
         try:
             parse_endpoint(address, keys).check() if keys is None else parse_endpoint(address, keys)
         except ValueError as error:
-            self.add_problem(f"{where}address: {error}")
+            self.add_problem(f"{prefix}address: {error}")
         if isinstance(raw.get("options"), list | str):
-            self.add_problem(f"{where}options is a table for the launcher: write options of atoll syncer in arguments")
+            self.add_problem(
+                f"{prefix}options is the table of launcher options: write options of atoll syncer in arguments"
+            )
             raw = {key: value for key, value in raw.items() if key != "options"}
-        arguments = self.read_key(raw, "arguments", where, _arguments, ())
+        arguments = self.read_key(raw, "arguments", prefix, _arguments, ())
         for argument in arguments:
             if argument.partition("=")[0] in RESERVED_OPTIONS:
-                self.add_problem(f"{where}arguments has {argument}: remove it, atoll up sets it")
-        shards = self.read_key(raw, "shards", where, _integer_reader(0), 0)
-        return SyncerTable(self.read_unit(raw, where, SYNCER, ()), address, shards, keys, token_file, arguments)
+                self.add_problem(f"{prefix}arguments has {argument}: remove it, atoll up sets it")
+        shards = self.read_key(raw, "shards", prefix, _integer_reader(0), 0)
+        return SyncerTable(self.read_unit(raw, prefix, SYNCER, ()), address, shards, keys, token_file, arguments)
 
     def read_islands(
         self, raw: Mapping[str, Any], defaults: Mapping[str, Any], launcher: str
@@ -175,8 +177,8 @@ class _TableReader:
         if not isinstance(own, dict):
             self.add_problem(f"islands.{table} is not a table: begin it with a line [islands.{table}]")
             return []
-        where = f"islands.{table}."
-        self.check_keys(own, ISLAND_KEYS, where)
+        prefix = f"islands.{table}."
+        self.check_keys(own, ISLAND_KEYS, prefix)
         default_launcher = defaults.get("launcher", launcher)
         if own.get("launcher", default_launcher) != default_launcher:
             # The default options belong to the default launcher.
@@ -189,11 +191,11 @@ class _TableReader:
                 raw[key] = [*default_value, *own[key]]
 
         def read(key: str, parse: Callable[[Any], Any], default: Any) -> Any:
-            return self.read_key(raw, key, where if key in own else "defaults.", parse, default)
+            return self.read_key(raw, key, prefix if key in own else "defaults.", parse, default)
 
         count, number = read("count", _integer_reader(1), None), read("number", _integer_reader(1), 0)
         if count is not None and count > MAX_UNITS:
-            self.add_problem(f"{where}count is {count}: one file may have at most {MAX_UNITS} islands")
+            self.add_problem(f"{prefix}count is {count}: one file may have at most {MAX_UNITS} islands")
             count = 1
         names = [table] if count is None else [f"{table}-{k}" for k in range(1, count + 1)]
         self.check_name(table, names[-1])
@@ -202,14 +204,14 @@ class _TableReader:
             self.add_problem(f'islands.{table} has no command: add a line such as command = "python train.py"')
         command = self.resolve_command(command + read("arguments", _arguments, ()))
         return [
-            IslandTable(self.read_unit(raw, where, name, command, own), table, number + k if number else 0)
+            IslandTable(self.read_unit(raw, prefix, name, command, own), table, number + k if number else 0)
             for k, name in enumerate(names)
         ]
 
     def read_unit(
         self,
         raw: Mapping[str, Any],
-        where: str,
+        prefix: str,
         name: str,
         command: tuple[str, ...],
         own: Mapping[str, Any] | None = None,
@@ -217,12 +219,12 @@ class _TableReader:
         """Return the unit of a table. Error messages attribute a key that is not in `own` to the defaults."""
         fields: dict[str, Any] = {}
         for key, (field, read) in UNIT_KEYS.items():
-            value = self.read_key(raw, key, where if own is None or key in own else "defaults.", read, None)
+            value = self.read_key(raw, key, prefix if own is None or key in own else "defaults.", read, None)
             if value is not None:
                 fields[field] = value
         unit = Unit(self.run, name, command, self.directory / UNITS_FOLDER / name, **fields)
         for variable in unit.secret_names.intersection(unit.environment):
-            self.add_problem(f"{where}secrets and environment both have {variable}: remove it from environment")
+            self.add_problem(f"{prefix}secrets and environment both have {variable}: remove it from environment")
         return unit
 
     # --------------------------------------------------------------------------------------------------------- keys
@@ -238,12 +240,12 @@ class _TableReader:
         except ValueError as error:
             self.add_problem(f"islands.{table}: {error}")
 
-    def check_keys(self, raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    def check_keys(self, raw: Mapping[str, Any], keys: tuple[str, ...], prefix: str) -> None:
         for key in raw:
             if key not in keys:
-                near = difflib.get_close_matches(key, keys, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
-                self.add_problem(f"{where}{key} is not known: {hint}")
+                similar = difflib.get_close_matches(key, keys, 1)
+                hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(keys)}"
+                self.add_problem(f"{prefix}{key} is not known: {hint}")
 
     def get_table(self, key: str) -> Mapping[str, Any]:
         found = self.raw.get(key, {})
@@ -252,13 +254,13 @@ class _TableReader:
         self.add_problem(f"{key} is {found!r}: write it as a table, [{key}]")
         return {}
 
-    def read_key(self, raw: Mapping[str, Any], key: str, where: str, read: Callable[[Any], Any], default: Any) -> Any:
+    def read_key(self, raw: Mapping[str, Any], key: str, prefix: str, read: Callable[[Any], Any], default: Any) -> Any:
         if key not in raw:
             return default
         try:
             return read(raw[key])
         except ValueError as error:
-            self.add_problem(f"{where}{key} {error}")
+            self.add_problem(f"{prefix}{key} {error}")
             return default
 
     def resolve_path(self, value: Any) -> Path:

@@ -28,7 +28,7 @@ def is_island(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Unit:
-    """One command that a launcher runs, and restarts when it fails."""
+    """Command that a launcher runs, and restarts when it fails."""
 
     run: str
     """Name of the run: letters, digits and dashes."""
@@ -49,7 +49,7 @@ class Unit:
     """Accelerators per node."""
     site: str | None = None
     max_restarts: int = 100
-    """Maximum number of restarts after failures. Exit code 0 is no failure."""
+    """Maximum number of restarts after failures. Exit code 0 is not a failure."""
     notice_s: float = 30.0
     """Seconds from SIGTERM to SIGKILL. In this time an island uploads its unmerged work."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Unit:
 
 
 class UnitState(StrEnum):
-    """State of a unit, as its launcher knows it."""
+    """State of a unit according to its launcher."""
 
     WAITING = "waiting"  # in the queue, or before a restart
     RUNNING = "running"
@@ -125,7 +125,7 @@ class Launcher(Protocol):
         """Return a human-readable form of the submission, without secrets."""
 
     def start(self, unit: Unit) -> dict[str, Any]:
-        """Submit the unit and return its handle. The unit goes on when this process ends."""
+        """Submit the unit and return its handle. The unit continues when this process ends."""
 
     def status(self, handle: Mapping[str, Any]) -> UnitStatus: ...
 
@@ -212,8 +212,8 @@ def check_launcher_name(name: str) -> None:
             " (docs/kubernetes.md)"
         )
     if name not in LAUNCHERS:
-        near = difflib.get_close_matches(name, LAUNCHERS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        similar = difflib.get_close_matches(name, LAUNCHERS, 1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(f"there is no launcher {name!r}: there are {', '.join(LAUNCHERS)}{hint}")
 
 

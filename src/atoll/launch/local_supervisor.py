@@ -190,7 +190,7 @@ def _acquire_lock(directory: Path) -> int:
 
 
 def main() -> int:
-    """Fork: the parent prints whether the supervisor has started; the child is the supervisor."""
+    """Fork. The parent prints whether the supervisor has started. The child is the supervisor."""
     directory = Path(sys.argv[1])
     reader, writer = os.pipe()
     if os.fork():

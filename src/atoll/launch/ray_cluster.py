@@ -1,7 +1,7 @@
-"""The Ray launcher: units as placement groups and actors of a Ray cluster, which starts them again and sees lost nodes.
+"""The Ray launcher: units as placement groups and actors of a Ray cluster, which detects lost nodes.
 
-A unit does not depend on the process that started it. `ray_supervisor` runs in the cluster. `ray_driver` is
-the child process through which this process talks to the cluster.
+A unit does not depend on the process that started it. `ray_supervisor` runs in the cluster and restarts the unit.
+`ray_driver` is the child process through which this process sends requests to the cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS = ("address", "namespace", "resources", "runtime_env", "strategy")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 NAMESPACE = "atoll"
 LOCAL_ADDRESS = "local"
-UNKNOWN_CAUSE = "the Ray cluster does not know it"
+UNKNOWN_CAUSE = "the Ray cluster has no such unit"
 CONNECT_TIMEOUT_S = 5.0
 DRIVER_EXIT_TIMEOUT_S = 10.0
 STOP_POLL_INTERVAL_S = 0.2
@@ -39,7 +39,7 @@ STOP_RESERVE_S = 60.0
 """Added to the preemption notice, for a supervisor that waits for lost nodes."""
 LOCAL_START_TIMEOUT_S = 120.0
 LOCAL_OBJECT_STORE_BYTES = 100_000_000
-"""Size of the object store of a cluster that Atoll starts. Nothing is put there."""
+"""Size of the object store of a cluster that Atoll starts. Atoll stores nothing there."""
 
 
 class RayLauncher:
@@ -53,10 +53,10 @@ class RayLauncher:
         if find_spec("ray") is None:
             raise ValueError("Ray is not installed here: pip install 'atoll[ray]'")
         _check_options(unit)
-        wanted = _wanted_address(unit)
-        if wanted == LOCAL_ADDRESS:
+        configured = _configured_address(unit)
+        if configured == LOCAL_ADDRESS:
             return
-        address = _address(wanted)
+        address = _address(configured)
         if not _is_listening(address):
             raise ValueError(
                 f"no Ray cluster answers at {address}: start it with `ray start --head`, or name another one by "
@@ -67,7 +67,7 @@ class RayLauncher:
         _check_options(unit)
         bundle = ", ".join(f"{amount:g} {name}" for name, amount in node_resources(unit).items()) or "nothing"
         lines = [
-            f"Ray cluster      {_wanted_address(unit) or 'of this machine'}",
+            f"Ray cluster      {_configured_address(unit) or 'of this machine'}",
             f"namespace        {unit.options.get('namespace', NAMESPACE)}",
             f"supervisor       {_actor(unit)}: detached, on the head node, restarted by Ray",
             f"placement group  {placement_strategy(unit)}, {unit.nodes} x ({bundle})",
@@ -87,8 +87,8 @@ class RayLauncher:
 
     def start(self, unit: Unit) -> dict[str, Any]:
         self.check(unit)
-        wanted = _wanted_address(unit)
-        address = _local_cluster() if wanted == LOCAL_ADDRESS else _address(wanted)
+        configured = _configured_address(unit)
+        address = _local_cluster() if configured == LOCAL_ADDRESS else _address(configured)
         handle = {
             "address": address,
             "namespace": unit.options.get("namespace", NAMESPACE),
@@ -115,7 +115,8 @@ class RayLauncher:
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         deadline = time.monotonic() + float(handle["notice_s"]) + STOP_RESERVE_S
-        # A stopped cluster has ended all units. Each request is short, so that it does not block other threads.
+        # If the cluster was stopped, all its units have ended. Requests are short, so that other threads are not
+        # blocked.
         while not _refuses_connections(handle["address"]) and self._driver(handle["address"]).request(
             "stop", **_name(handle), kill=time.monotonic() > deadline
         ):
@@ -138,18 +139,18 @@ class RayLauncher:
 
 
 class _RayDriver:
-    """Child process that is connected to the cluster. It ends when its input ends, so with this process."""
+    """Child process that is connected to the cluster. It ends when its stdin closes, so it ends with this process."""
 
     def __init__(self, address: str) -> None:
         self._lock = threading.Lock()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - what Ray prints, as long as the process lives
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - output of Ray, open while the process runs
         self._process = subprocess.Popen(
             [sys.executable, "-m", "atoll.launch.ray_driver", address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process alone
+            start_new_session=True,  # Ctrl-C must not reach the child
             env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
         )
         self._end = weakref.finalize(self, _end, self._process, self._output)
@@ -174,7 +175,7 @@ class _RayDriver:
             self._process.wait()
             self._output.seek(0)
             output = self._output.read().decode(errors="replace").strip()
-            raise ValueError(f"cannot talk to the Ray cluster: {output[-2000:]}")
+            raise ValueError(f"cannot connect to the Ray cluster: {output[-2000:]}")
         answer = json.loads(line)
         if "error" in answer:
             raise ValueError(answer["error"])
@@ -205,7 +206,7 @@ def node_resources(unit: Unit) -> dict[str, float]:
 
 
 def placement_strategy(unit: Unit) -> str:
-    """Return how its nodes are placed: several on different ones, unless the options say otherwise."""
+    """Return the placement strategy. By default the parts of a unit with several nodes are on different nodes."""
     return str(unit.options.get("strategy", "PACK" if unit.nodes == 1 else "STRICT_SPREAD"))
 
 
@@ -222,12 +223,12 @@ def _check_options(unit: Unit) -> None:
         raise ValueError(f"{unit.name}: resources are names with amounts above 0, as {{island = 1}}")
     reserved = sorted({"CPU", "GPU", "memory"} & set(resources))
     if reserved:
-        raise ValueError(f"{unit.name}: {reserved[0]} is no custom resource; use cpus and devices of the unit")
+        raise ValueError(f"{unit.name}: {reserved[0]} is not a custom resource; use cpus and devices of the unit")
     if not isinstance(unit.options.get("runtime_env", {}), Mapping):
         raise ValueError(f"{unit.name}: runtime_env is a table, as {{working_dir = '/shared/job'}}")
     for name in ("address", "namespace"):
         if not isinstance(unit.options.get(name, ""), str):
-            raise ValueError(f"{unit.name}: {name} is a text")
+            raise ValueError(f"{unit.name}: {name} must be a string")
     if unit.nodes < 1 or unit.cpus < 0 or unit.devices < 0 or not unit.command:
         raise ValueError(f"{unit.name}: a unit has a command and at least one node; cpus and devices are not below 0")
 
@@ -236,29 +237,29 @@ def _check_options(unit: Unit) -> None:
 # The address of the cluster
 
 
-def _wanted_address(unit: Unit) -> str:
+def _configured_address(unit: Unit) -> str:
     """Return the configured address; empty for the cluster of this machine."""
-    wanted = str(unit.options.get("address") or os.environ.get("RAY_ADDRESS", ""))
-    return "" if wanted == "auto" else wanted
+    address = str(unit.options.get("address") or os.environ.get("RAY_ADDRESS", ""))
+    return "" if address == "auto" else address
 
 
-def _address(wanted: str) -> str:
-    address = wanted or _find_local_address()
+def _address(configured: str) -> str:
+    address = configured or _find_local_address()
     if not address:
         raise ValueError(
             "no Ray cluster runs on this machine: start one with `ray start --head`, name one by `address` in the "
             "options of the unit or by RAY_ADDRESS, or let Atoll start one here with address = 'local'"
         )
     if not re.fullmatch(r"(?:ray://)?(?:[^:/\s]+|\[[^]]+\]):\d+", address):
-        raise ValueError(f"{address!r} is no address of a Ray cluster; they look like head:6379")
+        raise ValueError(f"{address!r} is not the address of a Ray cluster; use one such as head:6379")
     return address
 
 
 def _find_local_address() -> str:
     """Return the address that `ray start` wrote, or an empty string."""
-    place = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+    path = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
     try:
-        return place.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 
@@ -293,11 +294,11 @@ def _local_cluster() -> str:
         "--disable-usage-stats",
         f"--object-store-memory={LOCAL_OBJECT_STORE_BYTES}",
     ]
-    with socket.socket() as probe:  # the usual port of Ray's client may be in use
+    with socket.socket() as probe:  # the default port of Ray's client may be in use
         probe.bind(("", 0))
         command.append(f"--ray-client-server-port={probe.getsockname()[1]}")
-    with tempfile.TemporaryFile() as output:  # not a pipe: what it leaves running would hold it open
-        done = subprocess.run(
+    with tempfile.TemporaryFile() as output:  # not a pipe: the started daemons would keep a pipe open
+        result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -307,7 +308,7 @@ def _local_cluster() -> str:
             check=False,
         )
         address = _find_local_address()
-        if done.returncode or not address:
+        if result.returncode or not address:
             output.seek(0)
             raise ValueError(f"`ray start --head` has failed: {output.read().decode(errors='replace')[-2000:]}")
     return address

@@ -27,7 +27,7 @@ from atoll.launch.ray_cluster import FINAL_STATES, read_last_state, write_last_s
 from atoll.launch.ray_supervisor import RaySupervisor
 
 HEAD_RESOURCE = "node:__internal_head__"
-"""A resource that only the head node has. An actor that needs a little of it runs there."""
+"""A resource that only the head node has. An actor that requests a small amount of it runs there."""
 SUPERVISOR_START_TIMEOUT_S = 120.0
 REPLY_TIMEOUT_S = 10.0
 STOP_REPLY_TIMEOUT_S = 2.0
@@ -63,11 +63,11 @@ def main() -> None:
 
 def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
     """Start the supervisor. Return when it runs, because until then it needs this process."""
-    wanted = Unit.from_json(unit)
-    if _is_running(actor, namespace, wanted):
+    requested = Unit.from_json(unit)
+    if _is_running(actor, namespace, requested):
         return
-    if read_last_state(wanted.directory):
-        write_last_state(wanted.directory, {})
+    if read_last_state(requested.directory):
+        write_last_state(requested.directory, {})
     supervisor: Any = ray.remote(RaySupervisor)
     actor_handle = supervisor.options(
         name=actor,
@@ -77,7 +77,7 @@ def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
         resources={HEAD_RESOURCE: 0.001},
         max_restarts=-1,
         max_concurrency=4,
-    ).remote(wanted, f"{namespace}/{actor}")
+    ).remote(requested, f"{namespace}/{actor}")
     try:
         ray.get(actor_handle.state.remote(), timeout=SUPERVISOR_START_TIMEOUT_S)
     except GetTimeoutError:
@@ -87,14 +87,14 @@ def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
             " look at `ray status` there"
         ) from None
     except RayError as error:
-        if read_last_state(wanted.directory).get("state") in FINAL_STATES:
+        if read_last_state(requested.directory).get("state") in FINAL_STATES:
             return  # it has already finished
         raise ValueError(
             f"the Ray cluster cannot run {actor}: {str(error).strip()}\nIts nodes need the Python environment of Atoll"
         ) from None
 
 
-def _is_running(actor: str, namespace: str, wanted: Unit) -> bool:
+def _is_running(actor: str, namespace: str, requested: Unit) -> bool:
     """Return whether a supervisor already runs this unit.
 
     Wait for a supervisor that is exiting. Refuse one that runs another unit under this name.
@@ -102,9 +102,9 @@ def _is_running(actor: str, namespace: str, wanted: Unit) -> bool:
     deadline = time.monotonic() + REPLY_TIMEOUT_S
     while (found := _find_actor(actor, namespace)) is not None:
         try:
-            reply = ray.get(found.compare.remote(wanted), timeout=REPLY_TIMEOUT_S)
+            reply = ray.get(found.compare.remote(requested), timeout=REPLY_TIMEOUT_S)
         except (GetTimeoutError, ActorUnavailableError):
-            raise ValueError(f"the supervisor of {actor} does not answer now: start it again later") from None
+            raise ValueError(f"the supervisor of {actor} does not reply now: start it again later") from None
         except RayError:
             reply = {}  # it has exited; Ray frees its name next
         if reply and reply["state"] not in FINAL_STATES:
@@ -119,7 +119,7 @@ def _is_running(actor: str, namespace: str, wanted: Unit) -> bool:
                 f" {driver}, or start it as it was"
             )
         if time.monotonic() > deadline:
-            raise ValueError(f"{actor} has exited, but Ray still holds its name: start it again later")
+            raise ValueError(f"{actor} has exited, but its name is still registered in Ray: start it again later")
         time.sleep(NAME_POLL_INTERVAL_S)
     return False
 
@@ -131,7 +131,7 @@ def _status(actor: str, namespace: str) -> dict[str, Any]:
             reply: dict[str, Any] = ray.get(found.state.remote(), timeout=REPLY_TIMEOUT_S)
             return reply
         except GetTimeoutError:
-            return {"state": UnitState.WAITING, "cause": "its supervisor does not answer yet"}
+            return {"state": UnitState.WAITING, "cause": "its supervisor does not reply yet"}
         except ActorUnavailableError:
             return {"state": UnitState.WAITING, "cause": "its supervisor is being restarted by Ray"}
         except RayError:
@@ -150,8 +150,9 @@ def _stop(actor: str, namespace: str, kill: bool = False) -> bool:
     if kill:
         ray.kill(found, no_restart=True)
     else:
-        with contextlib.suppress(RayError):  # the next request finds out whether it has ended
-            ray.get(found.stop.remote(), timeout=STOP_REPLY_TIMEOUT_S)  # it has arrived, should this process end now
+        with contextlib.suppress(RayError):  # the next request shows whether it has ended
+            # wait until the request has arrived, in case this process ends now
+            ray.get(found.stop.remote(), timeout=STOP_REPLY_TIMEOUT_S)
     return True
 
 

@@ -1,8 +1,8 @@
 """Actors of one unit in the Ray cluster: one supervisor, and a runner on each node.
 
-The supervisor is detached: it belongs to no process outside the cluster. It takes no resources and sits on the head
-node, so that the death of any other node is something it sees, not something it dies of. The placement group and the
-runners are its own: Ray ends them with it, and the guard of a runner ends its command.
+The supervisor is detached: it does not depend on a process outside the cluster. It uses no resources and runs on the
+head node, so it survives the loss of any other node. It owns the placement group and the runners: Ray ends them with
+the supervisor, and the guard of a runner ends its command.
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ class RaySupervisor:
 
     def _run_once(self, on_started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
         """Start the command on all nodes, and wait for its end."""
-        places = self._place_runners(should_end)
-        if isinstance(places, str):
-            return ExitInfo(places, is_failure=False)
+        addresses = self._place_runners(should_end)
+        if isinstance(addresses, str):
+            return ExitInfo(addresses, is_failure=False)
         self._starts += 1
         start = last_start_number(self._unit.directory) + 1
-        (address, port), *_ = places
-        on_started("on " + ", ".join(place for place, _ in places))
+        (address, port), *_ = addresses
+        on_started("on " + ", ".join(place for place, _ in addresses))
         running = [
             runner.run.remote(
                 self._unit.command,
@@ -146,7 +146,8 @@ class RaySupervisor:
         return self._watch(running, should_end)
 
     def _place_runners(self, should_end: Callable[[], bool]) -> list[tuple[str, int]] | str:
-        """Return the addresses of runners on all nodes, or why there are none. Reports what is missing meanwhile."""
+        """Return the addresses of runners on all nodes, or the cause of a failure. Report missing resources
+        meanwhile."""
         unit, lost = self._unit, bool(self._starts)
         needs = node_resources(unit)
         if self._group is None:
@@ -199,11 +200,11 @@ class RaySupervisor:
                 for runner in self._runners:
                     runner.stop.remote(self._unit.notice_s)
             if time.monotonic() > deadline:
-                failed.append(ExitInfo("a node does not answer", is_failure=False))
+                failed.append(ExitInfo("a node does not reply", is_failure=False))
                 break
         if leaves:
             self._stop_runners()  # the next start creates new runners: some of these may be lost
-        # A command that misses the other node may fail before Ray has seen that the node is lost.
+        # The command on another node may fail before Ray has detected that a node is lost.
         return min(failed, key=lambda info: info.is_failure, default=ExitInfo())
 
     def _stop_runners(self) -> None:
@@ -241,11 +242,11 @@ def _missing_resources(group: PlacementGroup, needs: Mapping[str, float], nodes:
     found = placement_group_table(group)
     if found.get("state") == "CREATED":
         return ""
-    wanted = ", ".join(f"{amount:g} {name}" for name, amount in needs.items()) or "any resources"
+    needed = ", ".join(f"{amount:g} {name}" for name, amount in needs.items()) or "any resources"
     count = "no node" if nodes == 1 else f"no {nodes} nodes"
     if found.get("stats", {}).get("scheduling_state") == "NO_RESOURCES":
-        return f"{count} with {wanted} free yet"
-    return f"{count} with {wanted} yet"
+        return f"{count} with {needed} free yet"
+    return f"{count} with {needed} yet"
 
 
 def _remove_groups(name: str) -> None:

@@ -1,8 +1,8 @@
-"""Units as jobs of Slurm: queued, placed, requeued and logged by the cluster that people already have.
+"""The Slurm launcher: units as batch jobs or as tasks of a job array.
 
-A unit is one batch job, or one task of a job array, and stays that job while it lives: what was pre-empted, has
-reached its time limit or has failed is requeued under its number, and comes back as a new incarnation. The script that
-does this is `slurm_job.sh`; it keeps what it knows in the unit's directory, so nothing here needs Slurm's accounting.
+A unit keeps its job number. A job that was preempted, has reached its time limit or has failed is requeued under the
+same number, and its learner joins as a new incarnation. The job script `slurm_job.sh` does this. It stores the state of
+the unit in the unit's directory, so this module does not need Slurm's accounting.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from atoll.launch.launcher import Unit, UnitState, UnitStatus, find_start_logs, 
 SCRIPT_BODY = Path(__file__).with_name("slurm_job.sh")
 HANDLE_FILE, SLURM_LOG = "handle.json", "slurm/slurm.log"
 COMMAND_TIMEOUT_S = 30.0
-EXIT_RESERVE_S = 15  # added to the notice: to kill, to store the cause, and to requeue
+EXIT_RESERVE_S = 15  # added to the notice: time to kill processes, store the cause and requeue
 CANCEL_TIMEOUT_S = 300.0
 SIGNAL_INTERVAL_S = 2.0
 UNREACHABLE_PATTERN = r"ontroller|configuration source|timed out|transmitted|ommunication|onnection"
 """Matches messages of sbatch about an unreachable controller, which may have executed the request."""
 
-# Options with the names that sbatch has.
+# Options with the same names as in sbatch.
 SBATCH_OPTIONS = (
     "account",
     "constraint",
@@ -49,17 +49,17 @@ SBATCH_OPTIONS = (
 OPTIONS = (*SBATCH_OPTIONS, "exclusive", "sbatch", "setup")
 
 PENDING_REASONS = {
-    "Resources": "for nodes that are free",
-    "Priority": "for jobs that are before it",
-    "BeginTime": "until Slurm starts it again",
+    "Resources": "for free nodes",
+    "Priority": "for jobs with a higher priority",
+    "BeginTime": "for its begin time",
     "Dependency": "for another job",
-    "JobHeldUser": "until it is released (scontrol release)",
-    "JobHeldAdmin": "until an administrator releases it",
+    "JobHeldUser": "for its release by the user (scontrol release)",
+    "JobHeldAdmin": "for its release by an administrator",
     "PartitionDown": "for its partition, which is down",
     "ReqNodeNotAvail": "for nodes that are not available",
-    "None": "to be looked at by the scheduler",
+    "None": "for the scheduler",
 }
-"""Sentences for reasons that Slurm gives. Other reasons are shown unchanged."""
+"""Descriptions of Slurm's reasons. Other reasons are shown unchanged."""
 
 WAITING_STATES = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"}
@@ -116,7 +116,7 @@ class SlurmLauncher:
                     f"{unit.name} needs other resources than {units[0].name}: tasks of one array have the same nodes,"
                     " devices, notice and options; start them as separate jobs"
                 )
-        _check_sbatch()  # last: errors in the units are reported on every machine
+        _check_sbatch()  # last, so that errors in the units are also reported on a machine without Slurm
         handles = self._find_running(units)
         new = [unit for unit in units if unit.name not in handles]
         if new:
@@ -127,28 +127,28 @@ class SlurmLauncher:
         """Return the status. Raise ConnectionError if the controller cannot be reached: the job may still run."""
         home, number = Path(handle["home"]), str(handle["job"])
         job = self._job(handle)
-        noted = _read_job_state(home, number)
+        stored = _read_job_state(home, number)
         stopped = (home / "stopped").exists()
-        restarts = job.restarts if job is not None else max(int(noted.get("starts", 1)) - int(handle["starts"]) - 1, 0)
+        restarts = job.restarts if job is not None else max(int(stored.get("starts", 1)) - int(handle["starts"]) - 1, 0)
         if job is not None and job.is_active:
             if job.state in RUNNING_STATES:
-                words = "is leaving" if stopped or job.state == "COMPLETING" else f"job {number} on {job.nodes}"
-                return UnitStatus(UnitState.RUNNING, restarts, words)
-            held = (
+                cause = "is stopping" if stopped or job.state == "COMPLETING" else f"job {number} on {job.nodes}"
+                return UnitStatus(UnitState.RUNNING, restarts, cause)
+            cause = (
                 "is suspended"
                 if job.state == "SUSPENDED"
-                else f"waits {PENDING_REASONS.get(job.reason, 'for ' + job.reason)}"
+                else f"is waiting {PENDING_REASONS.get(job.reason, 'for ' + job.reason)}"
             )
-            before = f"; before: {noted['cause']}" if noted.get("state") == "waiting" else ""
-            return UnitStatus(UnitState.WAITING, restarts, f"job {number} {held}{before}")
-        if noted.get("state") in ("ended", "failed", "stopped"):  # the script knows whether it was stopped
-            return UnitStatus(UnitState(noted["state"]), restarts, noted["cause"])
+            before = f"; last start: {stored['cause']}" if stored.get("state") == "waiting" else ""
+            return UnitStatus(UnitState.WAITING, restarts, f"job {number} {cause}{before}")
+        if stored.get("state") in ("ended", "failed", "stopped"):  # stored by the job script
+            return UnitStatus(UnitState(stored["state"]), restarts, stored["cause"])
         if stopped:
-            return UnitStatus(UnitState.STOPPED, restarts, noted.get("cause", ""))
+            return UnitStatus(UnitState.STOPPED, restarts, stored.get("cause", ""))
         if job is None:
-            last = f"; it was {noted['state']} last" if noted else ""
-            return UnitStatus(UnitState.LOST, restarts, f"Slurm has forgotten job {number}{last}")
-        if job.state == "COMPLETED":  # the script could not write it down
+            last = f"; its last state was {stored['state']}" if stored else ""
+            return UnitStatus(UnitState.LOST, restarts, f"Slurm does not know job {number} any more{last}")
+        if job.state == "COMPLETED":  # the script could not write its state
             return UnitStatus(UnitState.ENDED, restarts, f"job {number}: completed")
         if job.state == "CANCELLED":
             return UnitStatus(UnitState.STOPPED, restarts, "cancelled")
@@ -158,19 +158,22 @@ class SlurmLauncher:
         job, home = self._job(handle), Path(handle["home"])
         if job is None or not job.is_active:
             return
-        # Before anything else: a script that reads this does not ask for another place in the queue.
+        # First: the job script does not requeue a job that has this file.
         (home / "stopped").touch()
         notice_s = float(handle["notice_s"]) + EXIT_RESERVE_S
         started_at, signalled, forced = time.monotonic(), -math.inf, False
         while (job := self._job(handle)) is not None and job.is_active:
             waited = time.monotonic() - started_at
             if waited > notice_s + CANCEL_TIMEOUT_S:
-                raise TimeoutError(f"job {handle['job']} is still {job.state} after {waited:.0f} s: ask scontrol why")
+                raise TimeoutError(
+                    f"job {handle['job']} is still {job.state} after {waited:.0f} s:"
+                    f" look at scontrol show job {handle['job']}"
+                )
             if job.state in WAITING_STATES or (waited > notice_s and not forced):
                 self._cancel(handle)
                 forced = True
             elif job.state == "RUNNING" and waited - signalled > SIGNAL_INTERVAL_S and not forced:
-                # More than once: a signal before the script has started is lost. The script passes it on once.
+                # Repeated, because a signal before the start of the script is lost. The script forwards it once.
                 self._cancel(handle, "--signal=TERM", "--batch")
                 signalled = waited
             time.sleep(0.1)
@@ -182,7 +185,7 @@ class SlurmLauncher:
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         home = Path(handle["home"])
         files = find_start_logs(home, after=int(handle["starts"]))
-        # The output of Slurm, for a job that never started its script.
+        # If the job never started its script, return the output of Slurm.
         return files or [path for path in (Path(handle.get("directory", home.parent)) / SLURM_LOG,) if path.exists()]
 
     def _submit(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
@@ -190,19 +193,20 @@ class SlurmLauncher:
         handles = {unit.name: self._prepare_handle(unit, units, task) for task, unit in enumerate(units)}
         for unit in units:
             write_text(_unit_home(unit) / "job.sh", script)
-            # Before sbatch: if this process dies before the reply, the next one finds the job by this file.
+            # Written before sbatch: if this process is killed before the reply, the next `atoll up` finds the job by
+            # it.
             write_text(_unit_home(unit) / HANDLE_FILE, json.dumps({**handles[unit.name], "job": None}) + "\n")
         # Units read their own files. Variables for other runs and secrets of this shell must not reach the job.
         secret = frozenset().union(*(unit.secret_names for unit in units))
         try:
-            words = self._run_command("sbatch", "--parsable", str(_unit_home(units[0]) / "job.sh"), excluded=secret)
+            output = self._run_command("sbatch", "--parsable", str(_unit_home(units[0]) / "job.sh"), excluded=secret)
         except ConnectionError as error:
-            found = self._find_running(units)  # the controller may have it all the same
+            found = self._find_running(units)  # the controller may have received the job anyway
             if len(found) == len(units):
                 return found
-            again = f"{_job_name(units)} is not in the queue now; start it again, which looks for it first"
+            again = f"{_job_name(units)} is not in the queue now; start it again (the queue is searched first)"
             raise ConnectionError(f"{error}; {again}") from error
-        number = words.strip().splitlines()[-1].split(";")[0]
+        number = output.strip().splitlines()[-1].split(";")[0]
         for unit in units:
             handle = handles[unit.name]
             handle["job"] = number if handle["task"] is None else f"{number}_{handle['task']}"
@@ -240,19 +244,20 @@ class SlurmLauncher:
                 if is_leaving or handle["wanted"] != _digest(unit):
                     cause = "is being stopped" if is_leaving else "has other settings"
                     raise ValueError(
-                        f"{unit.name} is job {job} already ({state.lower()}), and {cause}: stop it, or scancel {job}"
+                        f"{unit.name} already runs as job {job} ({state.lower()}), which {cause}:"
+                        f" stop it, or scancel {job}"
                     )
                 found[unit.name] = {**handle, "job": job}
         return found
 
     def _queued(self, names: set[str]) -> list[tuple[str, str, str, str]]:
         """Return unfinished jobs of these names: number, state, name and working directory."""
-        those = (f"--user={os.getuid()}", f"--name={','.join(sorted(names))}", "--states=all")
-        output = self._run_command("squeue", *those, "--array", "--noheader", "--format=%i %T %j %Z")
+        filters = (f"--user={os.getuid()}", f"--name={','.join(sorted(names))}", "--states=all")
+        output = self._run_command("squeue", *filters, "--array", "--noheader", "--format=%i %T %j %Z")
         lines = [line.split(" ", 3) for line in output.splitlines()]
         return [
-            (job, state, name, place)
-            for job, state, name, place in lines
+            (job, state, name, directory)
+            for job, state, name, directory in lines
             if state in WAITING_STATES or state in RUNNING_STATES
         ]
 
@@ -260,7 +265,7 @@ class SlurmLauncher:
         """Return the job, or None if Slurm does not know it or has reused its number."""
         try:
             output = self._run_command("scontrol", "show", "job", "-o", str(handle["job"]), conf=handle.get("conf"))
-        except ValueError:  # scontrol has no other way to say that it does not know a job
+        except ValueError:  # scontrol reports an unknown job as an error
             return None
         fields = dict(
             re.findall(r"(?:^| )(JobName|JobState|Reason|Restarts|NodeList)=(\S*)", output.partition("\n")[0])
@@ -270,80 +275,87 @@ class SlurmLauncher:
         nodes = fields.get("NodeList", "")
         return _Job(fields["JobState"], fields["Reason"], int(fields.get("Restarts", 0)), nodes)
 
-    def _cancel(self, handle: Mapping[str, Any], *how: str) -> None:
+    def _cancel(self, handle: Mapping[str, Any], *options: str) -> None:
         try:
-            self._run_command("scancel", *how, str(handle["job"]), conf=handle.get("conf"))
+            self._run_command("scancel", *options, str(handle["job"]), conf=handle.get("conf"))
         except ValueError:
-            return  # it has ended meanwhile; the caller checks again
+            return  # the job has ended meanwhile; the caller checks again
 
     def _run_command(self, *command: str, conf: str | None = None, excluded: Collection[str] = ()) -> str:
         environment = inherited_environment(excluded)
         if conf is not None or self.conf is not None:
             environment["SLURM_CONF"] = conf or str(self.conf)
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 command,
                 env=environment,
                 capture_output=True,
                 text=True,
                 timeout=COMMAND_TIMEOUT_S,
                 check=False,
-                start_new_session=True,  # Ctrl-C is for this process: sbatch would die with its job half submitted
+                start_new_session=True,  # Ctrl-C must not kill sbatch in the middle of a submission
             )
         except FileNotFoundError as error:
             raise ConnectionError(f"cannot reach Slurm: {command[0]} was not found on this machine") from error
         except subprocess.TimeoutExpired as error:
             raise ConnectionError(
-                f"cannot reach Slurm: no answer of {command[0]} in {COMMAND_TIMEOUT_S:g} s"
+                f"cannot reach Slurm: {command[0]} has not replied within {COMMAND_TIMEOUT_S:g} s"
             ) from error
-        if done.returncode == 0:
-            return done.stdout
-        if done.returncode < 0:
-            raise ConnectionError(f"cannot reach Slurm: {command[0]} was ended by signal {-done.returncode}")
-        output = " ".join((done.stderr or done.stdout).split())
+        if result.returncode == 0:
+            return result.stdout
+        if result.returncode < 0:
+            raise ConnectionError(f"cannot reach Slurm: {command[0]} was killed by signal {-result.returncode}")
+        output = " ".join((result.stderr or result.stdout).split())
         if re.search(r"Invalid job id|Job \S+ not found|already completing or completed|Job/step already", output):
             raise ValueError(output)
         if command[0] == "sbatch" and not re.search(UNREACHABLE_PATTERN, output):
-            raise ValueError(f"sbatch refused it: {output}")
+            raise ValueError(f"sbatch refused the job: {output}")
         raise ConnectionError(f"cannot reach Slurm: {output}")
 
 
 def _check_sbatch() -> None:
     if shutil.which("sbatch") is None:
-        raise ValueError("sbatch was not found: start this where jobs are submitted, or choose another launcher")
+        raise ValueError(
+            "sbatch was not found: run this command on a login node of the cluster, or choose another launcher"
+        )
 
 
 def _check(unit: Unit) -> None:
-    for what, name in (("run", unit.run), ("unit", unit.name)):
+    for kind, name in (("run", unit.run), ("unit", unit.name)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-            raise ValueError(f"name of the {what}: {name!r} is not of letters, digits and dashes")
+            raise ValueError(f"name of the {kind} is {name!r}: use letters, digits and dashes")
     if not unit.command:
         raise ValueError(f"{unit.name} has no command")
     if not unit.directory.is_absolute():
-        raise ValueError(f"directory of {unit.name}: {unit.directory} is not absolute; all nodes have to find it")
+        raise ValueError(
+            f"directory of {unit.name}: {unit.directory} is not absolute: use an absolute path that all nodes share"
+        )
     if re.search(r'[\x00-\x1f"\\]', str(unit.directory)):
-        raise ValueError(f"directory of {unit.name}: sbatch takes no quote or backslash in {unit.directory}")
+        raise ValueError(
+            f"directory of {unit.name}: sbatch does not accept quotes, backslashes"
+            f" and control characters in {unit.directory}"
+        )
     unknown = sorted(set(unit.options) - set(OPTIONS))
     if unknown:
         raise ValueError(
-            f"{unit.name}: the slurm launcher does not know {', '.join(unknown)}; it knows {', '.join(OPTIONS)}."
-            ' Anything else that sbatch takes goes into sbatch = ["--name=value"]'
+            f"{unit.name}: launcher slurm has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}."
+            ' Give other options of sbatch as sbatch = ["--name=value"]'
         )
     for name in (*SBATCH_OPTIONS, "setup"):
         value = unit.options.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool) or (name != "setup" and "\n" in str(value)):
-            raise ValueError(f"{unit.name}: {name} = {value!r} is not a word")
+            raise ValueError(f"{unit.name}: {name} is {value!r}: use a string in one line, or an integer")
     if not isinstance(unit.options.get("exclusive", False), bool):
-        raise ValueError(f"{unit.name}: exclusive is true or false")
-    more = unit.options.get("sbatch", ())
-    if isinstance(more, str) or not all(isinstance(line, str) and re.fullmatch(r"--\S.*", line) for line in more):
-        raise ValueError(f'{unit.name}: sbatch is a list of options, each as "--name=value"; it is {more!r}')
-    for line in more:
+        raise ValueError(f"{unit.name}: exclusive must be true or false")
+    extra = unit.options.get("sbatch", ())
+    if isinstance(extra, str) or not all(isinstance(line, str) and re.fullmatch(r"--\S.*", line) for line in extra):
+        raise ValueError(f'{unit.name}: sbatch is {extra!r}: use a list of options such as "--name=value"')
+    for line in extra:
         if re.match(r"--(array|chdir|error|job-name|no-requeue|open-mode|output|signal)\b", line):
-            raise ValueError(f"{unit.name}: {line} in sbatch: leave it out, by this the launcher finds its jobs")
+            raise ValueError(f"{unit.name}: sbatch has {line}: remove it, the launcher sets this option")
     for name in unit.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{unit.name}: {name!r} is no name of a variable")
+            raise ValueError(f"{unit.name}: environment has {name!r}, which is not a valid name of a variable")
 
 
 def _unit_home(unit: Unit) -> Path:
@@ -351,11 +363,11 @@ def _unit_home(unit: Unit) -> Path:
 
 
 def _job_name(units: Sequence[Unit]) -> str:
-    """Return the job name. That of an array depends on all its units: task numbers differ between arrays."""
+    """Return the job name. The name of an array depends on all its units: task numbers differ."""
     if len(units) == 1:
         return f"{units[0].run}.{units[0].name}"
-    all_of_them = hashlib.sha256("\n".join(unit.name for unit in units).encode()).hexdigest()[:6]
-    return f"{units[0].run}.{units[0].name}..{units[-1].name}.{all_of_them}"
+    names_digest = hashlib.sha256("\n".join(unit.name for unit in units).encode()).hexdigest()[:6]
+    return f"{units[0].run}.{units[0].name}..{units[-1].name}.{names_digest}"
 
 
 def _array_key(unit: Unit) -> tuple[Any, ...]:
@@ -363,7 +375,7 @@ def _array_key(unit: Unit) -> tuple[Any, ...]:
 
 
 def _digest(unit: Unit) -> str:
-    """Return the digest of the settings without secrets. A job with another digest is another unit."""
+    """Return the digest of the settings without secrets. A job with another digest runs another unit."""
     return hashlib.sha256((_header([unit]) + _settings(unit) + _environment(unit)).encode()).hexdigest()
 
 
@@ -389,7 +401,7 @@ def _header(units: Sequence[Unit]) -> str:
     if unit.options.get("exclusive", False):
         lines.append("--exclusive")
     lines += unit.options.get("sbatch", ())
-    homes = " ".join(shlex.quote(str(_unit_home(one))) for one in units)
+    homes = " ".join(shlex.quote(str(_unit_home(each))) for each in units)
     return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + f"homes=({homes})\n"
 
 
@@ -442,12 +454,12 @@ def _read_state(home: Path) -> dict[str, str]:
         text = (home / "state").read_text()
     except FileNotFoundError:
         return {}
-    kept = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-    is_whole = text.endswith("\n") and all(kept.get(name, "").isdigit() for name in ("starts", "failures"))
-    return kept if is_whole else {}
+    fields = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    is_complete = text.endswith("\n") and all(fields.get(name, "").isdigit() for name in ("starts", "failures"))
+    return fields if is_complete else {}
 
 
 def _read_job_state(home: Path, number: str) -> dict[str, str]:
     """Return the state that the script of this job wrote."""
-    kept = _read_state(home)
-    return kept if kept.get("job") == number else {}
+    state = _read_state(home)
+    return state if state.get("job") == number else {}

@@ -18,13 +18,13 @@ from typing import NamedTuple
 from atoll.launch.launcher import UnitState
 
 HEALTHY_RUNTIME_S = 120.0
-"""Runtime after which a failure counts as the first one in a row again."""
+"""Runtime after which the count of consecutive failures restarts."""
 POLL_INTERVAL_S = 0.1
 RUN_POLL_INTERVAL_S = 1.0
 """Interval between two reads of the state of the syncer's unit, which may be on a remote disk."""
 
-EARLY_EXIT_CAUSE = "it left, and its run goes on"
-"""Cause for a shard that exits with code 0 before its syncer: something other than its supervisor stopped it."""
+EARLY_EXIT_CAUSE = "it has left, and its run continues"
+"""Cause for a shard that exits with code 0 before its syncer, although its supervisor has not stopped it."""
 
 _ENDED = '"state": "ended"'
 STATE_FILES = (("supervisor.json", _ENDED), ("ray.json", _ENDED), ("slurm/state", "state=ended\n"))
@@ -32,7 +32,7 @@ STATE_FILES = (("supervisor.json", _ENDED), ("ray.json", _ENDED), ("slurm/state"
 
 
 def unit_has_ended(directory: Path) -> bool:
-    """Return whether the unit of this directory has ended with exit code 0, under any launcher.
+    """Return whether the unit in this directory has ended with exit code 0, under any launcher.
 
     A learner and its syncer may run under different launchers.
     """
@@ -84,7 +84,7 @@ class RestartPolicy:
     ) -> None:
         self._first_s, self._max_s = first_delay_s, max_delay_s
         self._max_failures, self._consecutive_only = max_failures, consecutive_only
-        self._in_a_row = 0
+        self._consecutive_failures = 0
         self.failures = failures
         """Number of failures that is compared with `max_failures`."""
 
@@ -95,11 +95,11 @@ class RestartPolicy:
             was_healthy: The process ran for at least HEALTHY_RUNTIME_S.
             is_counted: False for a failure that the process did not cause, such as a lost node.
         """
-        self._in_a_row = 1 if was_healthy else self._in_a_row + 1
-        self.failures = self._in_a_row if self._consecutive_only else self.failures + is_counted
+        self._consecutive_failures = 1 if was_healthy else self._consecutive_failures + 1
+        self.failures = self._consecutive_failures if self._consecutive_only else self.failures + is_counted
         if self.failures > self._max_failures:
             return None
-        return float(min(self._first_s * 2.0 ** min(self._in_a_row - 1, 10), self._max_s))
+        return float(min(self._first_s * 2.0 ** min(self._consecutive_failures - 1, 10), self._max_s))
 
 
 class ExitInfo(NamedTuple):

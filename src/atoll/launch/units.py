@@ -21,7 +21,7 @@ FLEET_FOLDER = "fleet"
 
 TOKEN_FILE = "token"
 ISLAND_JOIN_TIMEOUT_S = 3600
-"""Join timeout of an island: without it, an island whose run is over would wait forever."""
+"""Join timeout of an island. Without it, an island that starts after the end of its run would wait forever."""
 
 ANY_HOST = "0.0.0.0"
 ATOLL_COMMAND = (sys.executable, "-m", "atoll")
@@ -39,13 +39,13 @@ def load_token(file: IslandsFile, create: bool) -> str | None:
     If the file configures neither, a token is generated once and stored in the run's directory.
 
     Args:
-        create: Write a missing token. The caller then holds the lock of the run. False returns a dummy instead.
+        create: Write a missing token. The caller then holds the lock of the run. False returns a placeholder instead.
     """
     token_file = file.syncer.token_file
     if token_file is not None:
         token = token_file.read_text(encoding="utf-8").strip()
         if len(token) < 8:
-            raise ValueError(f"{token_file} contains no token: write at least 8 letters into it")
+            raise ValueError(f"{token_file} contains no token: write at least 8 characters into it")
         return token
     if file.syncer.keys is not None:
         return None

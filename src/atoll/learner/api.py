@@ -48,7 +48,7 @@ DEFAULT_DISCONNECT_TIMEOUT_S = 86_400.0
 
 
 class Learner:
-    """One learner of a run, around a training loop that already works.
+    """Learner of a run, around a training loop that already works.
 
         batches = epochs(loader)  # from atoll.integrations.data
         with atoll.Learner(model, optimizer, syncer="head:7400", keys="keys/far") as learner:
@@ -78,13 +78,13 @@ class Learner:
     or with `ca`, a file with the certificate authority of the syncer, and a token. "https://head:7400" alone trusts the
     certificate authorities of this system. Renewed keys are used from the next connection on.
 
-    `learner` is the number of this learner, from 1. With it a restarted process continues as the same learner; without
+    `learner` is the number of this learner, from 1. With it, a restarted process continues as the same learner; without
     it the syncer assigns the next free number. `run_directory` stores this learner's tape and its parts of snapshots;
     without it neither is stored. A part holds parameters, optimizer state and the states of torch's generators, and
     what `extra_state` returns: any JSON value, such as a position in the data. When no peer is left that could send
     optimizer state, a learner starts from its own part, and `restored_state` is what `extra_state` returned for it.
 
-    In a torchrun job all ranks together are one learner. Atoll recognizes DDP, FSDP2 and tensor parallelism from the
+    In a torchrun job, all ranks together are one learner. Atoll recognizes DDP, FSDP2 and tensor parallelism from the
     parameters. Every rank enters, steps and leaves. Rank 0 runs the protocol. Ranks that own whole rows of the
     parameters upload and download them directly, with the same token or keys; if one rank has none, rank 0 transfers
     the rows of all ranks.
@@ -100,8 +100,8 @@ class Learner:
     ATOLL_RUN_DIRECTORY, ATOLL_NOTICE_S, ATOLL_JOIN_TIMEOUT_S and ATOLL_DISCONNECT_TIMEOUT_S, which a launcher sets:
     `atoll.Learner(model, optimizer)` is enough then.
 
-    `max_rate`, as "500mbit" or "2gbit", limits the bandwidth of values in each direction; messages are not counted. A
-    large value is sent over four connections at once; `streams` sets another number.
+    `max_rate`, such as "500mbit" or "2gbit", limits the bandwidth for tensors in each direction; messages are not
+    counted. A large tensor is sent over four connections at once; `streams` sets another number.
     """
 
     # long: every argument is checked and every attribute is set, once
@@ -150,7 +150,7 @@ class Learner:
             endpoint, token, self.log, *limits, disconnect_s or DEFAULT_DISCONNECT_TIMEOUT_S
         )
         self._entered = False
-        self._pid = 0  # process that has entered
+        self._pid = 0  # id of the process that entered the block
         self._signals = DeferredSignals()
         self._preemption = Preemption(
             resolve_seconds("notice_s", "the time from SIGTERM to the end", notice_s), self.log
@@ -284,7 +284,7 @@ class Learner:
     def progress(self) -> float:
         """Consumed share of the run's budget, 0..1, as of the last step boundary, for learning-rate schedules.
 
-        It does not change between boundaries: a step must depend only on what is on the tape, to be repeatable.
+        It does not change between boundaries: a step may depend only on recorded values, so that a replay repeats it.
         """
         return 1.0 if self._status.finished and not self._status.drained else self._status.progress
 
@@ -335,7 +335,7 @@ class Learner:
         self._close(error if error is not None else kind)
 
     def _close(self, error: BaseException | type[BaseException] | None) -> None:
-        """Leave the run, unless it is over. No thread is left after any error.
+        """Leave the run, unless it is over. All threads are stopped, even after an error.
 
         A forked child (os.fork, a worker of a DataLoader) that exits its copy of the block does not leave the run:
         threads, sockets and the tape belong to its parent.

@@ -1,7 +1,7 @@
 """The background thread of a learner: its connections, encoding and decoding, and its tape.
 
 The training thread waits for this thread only while it joins. A lost connection is logged and dialed again. Any other
-failure is a bug of ours, and `check` raises it in the training thread.
+failure is a bug in Atoll, and `check` raises it in the training thread.
 
 Transfers of large values are pipelined: bytes of a contribution are sent while later ones are still encoded, and bytes
 of a version are decoded while later ones still arrive.
@@ -84,8 +84,8 @@ from atoll.transport.wire import CODEC_NUMBERS, FrameKind, WireError, encode_mes
 T = TypeVar("T")
 DOWNLOAD_ATTEMPTS = 3
 MAX_CONCURRENT_DOWNLOADS = MAX_CONCURRENT_UPLOADS = 4
-"""Concurrent transfers. More would only share the bandwidth, and all of them would be late. A draining learner uploads
-all of its fragments."""
+"""Maximum number of concurrent transfers. More of them would share the bandwidth, and all would finish late. A draining
+learner uploads all of its fragments."""
 
 SMALL_UPLOAD_BYTES = 2**18
 """Smaller uploads bypass the semaphore: on high-latency links they are latency-bound and must be pipelined."""
@@ -116,7 +116,7 @@ class FragmentTransfer:
         round_id, upload = self._uploads.get(body.round.fragment, (None, None))
         if upload is not None and not upload.done():
             if round_id == body.round:
-                return  # a repeated request: on a slow link an upload that restarts would never finish
+                return  # a repeated request does not restart the upload: on a slow link it would never finish
             upload.cancel()  # a newer copy of the same fragment replaces the older one
         self._uploads[body.round.fragment] = (body.round, self._background.spawn(self._contribute(envelope, body)))
 
@@ -223,10 +223,10 @@ class FragmentTransfer:
     def _deliver(
         self, envelope: Envelope, fragment: FragmentTensors, body: Published, value: Buffer | None = None
     ) -> None:
-        """Give the core a publish message. No publish message reaches it in another way.
+        """Pass a publish message to the core. This is the only path of publish messages to the core.
 
         Args:
-            value: the new value, of which all ranks have their rows; None if there was nothing to download.
+            value: the new value, if all ranks have their rows of it; None if there was nothing to download.
         """
         driver = self._background.driver
         if driver is None or not driver.receive_version(envelope, fragment, body.version, value):
@@ -234,7 +234,7 @@ class FragmentTransfer:
         self._background.execute_effects()
 
     async def _download_whole(self, fragment: FragmentTensors, base: Buffer | None, body: Published) -> Buffer | None:
-        """Return the value when all ranks have their rows of it. Return None if that failed and the core knows it."""
+        """Return the value when all ranks have their rows. Return None after a failure, which the core has received."""
         p, incoming = fragment.p, _IncomingDownload(fragment, base, self._compute)
         sizes = fragment_sizes(
             fragment.numel, fragment.tensors.allowed_codecs(self._background.settings.numerics.download_codecs)
@@ -258,7 +258,7 @@ class FragmentTransfer:
             incoming.close()
 
     async def _download_rows(self, fragment: RowFragment, body: Published) -> Buffer | None:
-        """Return rank 0's rows when all ranks have theirs. Return None if that failed and the core knows it."""
+        """Return rank 0's rows when all ranks have theirs. Return None after a failure, which the core has received."""
         rows, codecs = self.row_transfer, self._background.settings.numerics.download_codecs
         assert rows is not None
         result = await self._retry_download(body, lambda: rows.fetch(fragment, body.version, body.base, codecs))
@@ -313,7 +313,7 @@ class FragmentTransfer:
 
 @dataclass(eq=False)
 class _IncomingDownload:
-    """Value of one version that is downloaded. The codec thread decodes its bytes in the order in which they arrive."""
+    """Value of a version during its download. The codec thread decodes its bytes in the order in which they arrive."""
 
     _fragment: FragmentTensors
     _base: Buffer | None
@@ -388,7 +388,7 @@ class BackgroundThread:
         streams: int = DEFAULT_STREAMS,
         disconnect_timeout_s: float = math.inf,
     ) -> None:
-        """Create the thread without starting it. `max_rate`: bytes per second of values, in each direction."""
+        """Create the thread without starting it. `max_rate`: limit for tensors in bytes/s, in each direction."""
         self._endpoint = endpoint
         self._disconnect_timeout_s = disconnect_timeout_s
         self._disconnected: Disconnection | None = None
@@ -397,7 +397,7 @@ class BackgroundThread:
         self.last_loss: float | Tensor | None = None
         self.is_founded = False
         self.syncer_directory = ""  # run directory of the syncer
-        self.while_waiting: Callable[[], None] | None = None  # called about once a second in the training thread
+        self.on_wait: Callable[[], None] | None = None  # called about once a second in the training thread
         self.link = LearnerLink(endpoint.addresses, token, log, self, endpoint.tls)
         self.bulk = FragmentClient(self.link, max_rate, streams)
         self._join_client = JoinClient(self.link, log)
@@ -447,9 +447,9 @@ class BackgroundThread:
             if not self._thread.is_alive():
                 work.close()
                 raise BackgroundFailedError("the background thread of this learner has ended") from self._error
-            if self.while_waiting is not None:
+            if self.on_wait is not None:
                 try:
-                    self.while_waiting()
+                    self.on_wait()
                 except BaseException:
                     future.cancel()
                     raise
@@ -482,7 +482,7 @@ class BackgroundThread:
         return self.settings
 
     def upload_model(self, plan: FragmentPlan, view: ModelView, join_by: float | None) -> None:
-        """Upload this learner's model. If another learner was faster, the run uses that one's: fetch the settings."""
+        """Upload this learner's model. If another learner was faster, the run uses its model: fetch the settings."""
         self._wait_for(self._join_client.upload_model(plan, view, self.compute, join_by))
 
     def request_number(self, requested: int | None, join_by: float | None) -> tuple[int, int]:
@@ -558,7 +558,7 @@ class BackgroundThread:
             return
         for fragment in self.fragments:
             fragment.cancel_copy()
-        if not self._thread.is_alive():  # it has failed; start it once more to close its connections and tasks
+        if not self._thread.is_alive():  # an error has stopped the loop: run it again to close connections and tasks
             self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
             self._thread.start()
         try:
@@ -692,7 +692,7 @@ class BackgroundThread:
     def _log_reason(self, effect: LogReason) -> None:
         self._reasons.write(effect.reason, effect.subject)
         if effect.reason.code == "state-timeout":
-            self.spawn(self._find_saved_state())  # now, because the last peer may fail before the search ends
+            self.spawn(self._find_saved_state())  # before the last peer has replied: reading from disk takes long
 
     def _settle(self, effect: AdoptFragment) -> None:
         future = self.compute.submit(self.fragments[effect.fragment].settle, effect.merged_copy)
@@ -713,7 +713,7 @@ class BackgroundThread:
             raise
         except Exception as error:
             cause = summarize_error(error)
-            self.log.warning("cannot send optimizer state to learner %d: %s; training goes on", body.target, cause)
+            self.log.warning("cannot send optimizer state to learner %d: %s; training continues", body.target, cause)
             file = pack_to_file(optimizer_state.make_refusal(cause), None)
         try:
             await self.bulk.put_frame("/v1/state", FrameKind.OPTIMIZER_STATE, 0, encode_message(envelope), file.view)
@@ -804,7 +804,7 @@ class BackgroundThread:
         try:
             state = await asyncio.to_thread(driver.boundary.prepare_received_state, files[0])
         except Exception as error:
-            await self._find_saved_state()  # now, because the last peer may fail before the search ends
+            await self._find_saved_state()  # before the core handles the failure of what may be the last peer
             self.handle_event(StateRejected(envelope.body.source, summarize_error(error)))
             return
         driver.store_peer_state(state)

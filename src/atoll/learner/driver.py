@@ -53,11 +53,11 @@ from atoll.tape.format import Actor, Entry
 from atoll.tensors import optimizer_state
 
 MAX_OUTBOX_EVENTS = 256
-"""Events in the outbox. Above this number the background thread is behind with writing and sending."""
+"""Number of events in the outbox above which steps are batched, so that the background thread can catch up."""
 
 MAX_PENDING_BOUNDARIES = 256
-"""Consecutive boundaries at which the core may be busy: on a crowded machine the background thread may be descheduled
-in the middle of a message. The steps are reported together at the next boundary, which then copies and adopts."""
+"""Maximum number of consecutive boundaries that do not wait for the lock of the core. On a busy machine the background
+thread may be descheduled while it holds the lock. Its steps are reported together at the next boundary."""
 
 
 class PendingSteps(NamedTuple):
@@ -96,11 +96,11 @@ class LearnerDriver:
     _promised_states: dict[tuple[int, int], Future[optimizer_state.OptimizerStateCopy]] = field(default_factory=dict)
     _peer_state: ReceivedState | None = None  # a peer's optimizer state, to start from
     _tape_consistent: bool = True  # the newest event is in the outbox
-    _has_news: bool = False  # an event was handled since the training thread last polled
+    _has_new_event: bool = False  # an event was handled since the last poll of the training thread
     _prev_boundary_at: float = 0.0  # time of the previous boundary, on the monotonic clock
 
     def __post_init__(self) -> None:
-        # New actions for the training thread while it joins or is paused.
+        # Signals new actions to the training thread while it joins or is paused.
         self._changed = threading.Condition(self.lock)
 
     # ------------------------------------------------------------------------------------------------ from any thread
@@ -161,7 +161,7 @@ class LearnerDriver:
         self.pending = pending = PendingSteps(before.steps + 1, before.tokens + tokens, before.samples + samples)
         is_leaving = self._preemption.is_received or rank_level
         if len(self._outbox) > MAX_OUTBOX_EVENTS and pending.steps <= MAX_PENDING_BOUNDARIES and not is_leaving:
-            return None, [], False  # batch steps of microseconds, so that the background thread catches up
+            return None, [], False  # very short steps: report several at once
         waited_s = 0.0
         if not self.lock.acquire(blocking=False):
             # The background thread has the lock and may be descheduled. The training thread does not wait for it.
@@ -190,10 +190,10 @@ class LearnerDriver:
         """
         core = self.core
         with self._changed:
-            if core.state.is_standing_by and not self._has_news and not core.leaving.can_answer():
+            if core.state.is_standing_by and not self._has_new_event and not core.leaving.can_answer():
                 before_wait()
                 self._changed.wait(0.2)
-            has_news, self._has_news = self._has_news, False
+            has_news, self._has_new_event = self._has_new_event, False
             actions = self._pop_actions()
             is_due = (has_news and core.has_boundary_work) or core.leaving.can_answer()
             if core.training and (is_due or not core.state.is_standing_by):
@@ -235,7 +235,7 @@ class LearnerDriver:
     def next_effects(self) -> list[LearnerEffect] | None:
         """Write the oldest event to the tape and return its effects, or None if the outbox is empty.
 
-        The tape comes first: the cause of everything that others see is on the tape.
+        The tape is written first, so that it contains the cause of every effect that other processes observe.
         """
         if not self._outbox:
             return None
@@ -269,7 +269,7 @@ class LearnerDriver:
                 self._prev_boundary_at = moment  # the first step begins here
             if starts or type(event) is StepTaken:
                 self._status.progress = self.core.state.progress
-            self._has_news = self._has_news or type(event) is not StepTaken
+            self._has_new_event = self._has_new_event or type(event) is not StepTaken
             self._outbox.append((entry, effects))
             self._tape_consistent = True
             return actions

@@ -74,7 +74,7 @@ class LeadingRank:
     _clock: RunClock = field(default_factory=lambda: RunClock(time.time()))
     _boundary: StepBoundary | None = None
     _stop: Stop | None = None
-    _sample_line: SampleCursor | None = None
+    _sample_cursor: SampleCursor | None = None
     _fresh_samples: int = 0  # samples taken for the current step
     _is_repeating: bool = False  # the current step repeats samples because no lease is left
     _repeated_steps: int = 0
@@ -86,7 +86,7 @@ class LeadingRank:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank is or was a learner of the run, so that steps can be reported."""
+        """Return whether this rank is or was a learner of the run, so that steps can be reported."""
         return self.driver is not None
 
     @property
@@ -130,9 +130,9 @@ class LeadingRank:
         if self.join_timeout_s is not None:
             self._join_by = time.monotonic() + self.join_timeout_s
         self._background.start()
-        self._background.while_waiting = lambda: self.island.broadcast([])
+        self._background.on_wait = lambda: self.island.broadcast([])
         self._join()
-        self._background.while_waiting = None
+        self._background.on_wait = None
 
     def _join(self) -> None:
         settings = self._background.fetch_settings(self.learner, self._join_by)
@@ -151,8 +151,9 @@ class LeadingRank:
             if self._start(plan, view):
                 return
         raise LearnerRefusedError(
-            f"refused {MAX_REJOINS} times as learner {self.learner}: {self.run_directory} holds tapes of other"
-            " processes with these numbers, or the syncer gave them up; pass another number, or another run directory"
+            f"refused {MAX_REJOINS} times as learner {self.learner}: {self.run_directory} contains tapes"
+            " of other processes with these numbers, or the syncer has marked them as lost;"
+            " pass another number, or another run directory"
         )
 
     def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
@@ -163,11 +164,11 @@ class LeadingRank:
         self._log.fields |= {"run": settings.config.run_id, "learner": learner, "incarnation": incarnation}
         actor = Actor(learner, incarnation)
         if self.run_directory is not None and tape_path(self.run_directory, actor).exists():
-            return False  # used by a process that was killed before it was admitted by a syncer that was killed too
+            return False  # used by an earlier process: it and the syncer were killed before the syncer admitted it
         config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
         codec = get_codec(settings.numerics.upload_codecs[0])
         fragments = [self.island.make_fragment(view, p, codec) for p in range(len(plan.fragments))]
-        self._sample_line = SampleCursor(config.lease_samples) if config.lease_samples else None
+        self._sample_cursor = SampleCursor(config.lease_samples) if config.lease_samples else None
         self._status.identity = (learner, incarnation)
         boundary_args = self._model, self._optimizers, fragments, config.blend_alpha, self.extra_state
         self._boundary = boundary = self.island.make_boundary(*boundary_args, settings.config.warmup_steps)
@@ -209,12 +210,12 @@ class LeadingRank:
         self._background.detach()
         driver.close()
         if core.state.refused_incarnation is not None and "refused-incarnation" not in core.state.reason_counts:
-            # The syncer gave this incarnation up as lost: join with a new number. An incarnation that was replaced
+            # The syncer has marked this incarnation as lost: join with a new number. An incarnation that was replaced
             # must not take a new number: it would evict the process that was started after it.
             self._stop = None
             return False
         if "refused-finished" not in core.state.reason_counts:
-            self.driver = None  # never was a learner of this run
+            self.driver = None  # it never was a learner of this run
             if self.run_directory is not None and not FOREIGN_RUN_REFUSALS.isdisjoint(core.state.reason_counts):
                 # The directory must not contain a tape of another model or run.
                 tape_path(self.run_directory, Actor(core.state.id, core.state.incarnation)).unlink(missing_ok=True)
@@ -230,20 +231,20 @@ class LeadingRank:
 
     # ---------------------------------------------------------------------------------------------------- training
 
-    def take(self, wanted: int) -> tuple[int, ...]:
+    def take(self, requested: int) -> tuple[int, ...]:
         driver = self.driver
-        assert driver is not None and self._sample_line is not None
-        config, count = driver.core.state.config, self.island.gather_requests(RankRequest.TAKE, wanted)
+        assert driver is not None and self._sample_cursor is not None
+        config, count = driver.core.state.config, self.island.gather_requests(RankRequest.TAKE, requested)
         if count > config.lease_samples * config.leases_ahead:
             raise ValueError(
-                f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
-                f" never have enough: take fewer, or start a new run with `atoll syncer --batch {count}`"
+                f"a step of {count} samples needs more than the {config.leases_ahead} leases of {config.lease_samples}"
+                f" samples that a learner may hold: take fewer, or start a new run with `atoll syncer --batch {count}`"
             )
         if self._is_repeating and driver.pending.steps:
             # Several steps are reported to the core together, with their new samples first.
-            taken = StepSamples(self._sample_line.repeat(count), 0)
+            taken = StepSamples(self._sample_cursor.repeat(count), 0)
         else:
-            taken = self._sample_line.next(driver.core.state.leases, count)
+            taken = self._sample_cursor.next(driver.core.state.leases, count)
         self._fresh_samples += taken.fresh
         self._is_repeating = taken.fresh < count
         self._repeated_steps += self._is_repeating
@@ -329,7 +330,7 @@ class LeadingRank:
     def _wait_while_paused(self, driver: LearnerDriver) -> None:
         """Wait at this boundary until the run is resumed or ends, or this learner may leave.
 
-        Messages that arrive meanwhile are handled as at any boundary: the learner answers, adopts and saves.
+        Messages that arrive meanwhile are handled as at any boundary: the learner replies, adopts, and saves its part.
         """
         paused_at, is_paused = time.monotonic(), True
         try:
@@ -352,7 +353,7 @@ class LeadingRank:
     # ---------------------------------------------------------------------------------------------------- leaving
 
     def close(self, error: BaseException | type[BaseException] | None) -> None:
-        """Leave the run, unless it is over. No thread is left after any error."""
+        """Leave the run, unless it is over. All threads are stopped, even after an error."""
         self._log_memory()
         close_error: BaseException | None = None
         if error is None:
@@ -375,7 +376,7 @@ class LeadingRank:
                 self._boundary.prepare_actions()
                 self._boundary.write_anchors()  # a loop that checks `finished` after its step took one step too many
         finally:
-            self._background.while_waiting = None
+            self._background.on_wait = None
             try:
                 self._background.stop(self._preemption.goodbye_timeout_s())
             finally:

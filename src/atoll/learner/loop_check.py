@@ -58,9 +58,9 @@ class LoopCheck:
         self._steps = 0  # steps of all optimizers since the last call of learner.step()
         self._max_steps: float = MAX_UNREPORTED_STEPS * len(optimizers)  # steps without a call before the warning
         self._was_called = False
-        self._idle_calls = 0  # calls without a counted optimizer step
-        self._busy_calls = 0  # calls with one, since the first idle call
-        self._busy_in_a_row = 0
+        self._idle_calls = 0  # calls of learner.step() without a counted optimizer step
+        self._busy_calls = 0  # calls with a counted optimizer step, since the first idle call
+        self._consecutive_busy_calls = 0
         self._unchanged_calls = 0  # idle calls since a parameter has changed
         self._sample: list[Tensor] | None = None
         self._checks_calls = True
@@ -76,7 +76,7 @@ class LoopCheck:
         if self._steps == self._max_steps and not self._is_finished():
             self._max_steps = math.inf  # it is logged once
             self._log.warning(
-                "learner.step() was not called during the last %d optimizer steps: what this learner trains is not"
+                "learner.step() was not called during the last %d optimizer steps: the work of this learner is not"
                 " merged; call learner.step(tokens=...) after every optimizer.step()",
                 self._steps,
             )
@@ -92,13 +92,13 @@ class LoopCheck:
                 self._count_busy_call()
         elif self._checks_calls:
             self._idle_calls += 1
-            self._busy_in_a_row = 0
+            self._consecutive_busy_calls = 0
             self._compare()
 
     def _count_busy_call(self) -> None:
         self._busy_calls += 1
-        self._busy_in_a_row += 1
-        if self._busy_in_a_row == CALLS_BEFORE_WARNING:
+        self._consecutive_busy_calls += 1
+        if self._consecutive_busy_calls == CALLS_BEFORE_WARNING:
             self._idle_calls = self._busy_calls = self._unchanged_calls = 0
             self._sample = None
 

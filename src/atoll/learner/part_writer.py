@@ -56,7 +56,8 @@ class PartWriter:
     def begin_part(self, part: SnapshotPart) -> Future[PartCopy] | None:
         """Return the future for the copy of this part. Return None if the part cannot be written.
 
-        That is without a run directory, or while another part is written: two parts would need twice the memory.
+        A part cannot be written without a run directory, or while another part is being written, because two parts need
+        twice the memory.
         """
         if self._run_directory is None or self._pending is not None:
             return None

@@ -30,8 +30,8 @@ class DeferredSignals:
     """Handler of SIGINT and SIGTERM that defers them in a block `with signals:`.
 
     Between `install` and `uninstall` the signals reach the program's handlers through this object: at once, or at the
-    end of the block in which they came. Installing a handler for each event would cost more than the event. A handler
-    that the program installs in between is not deferred, and is not replaced.
+    end of the block in which they arrived. Installing a handler for each event would cost more than the event. A
+    handler that the program installs in between is not deferred, and is not replaced.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Preemption:
         self._received_at: float | None = None  # on the monotonic clock
         self._is_repeated = False
         self._ranks_polled_at: float | None = None  # time of the newest poll of the other ranks
-        self._is_reported = False  # to the core
+        self._is_reported = False  # the core has received it
         self._unmerged = 0  # unmerged tokens when it was reported
 
     def listen(self, signals: DeferredSignals) -> None:
@@ -144,7 +144,7 @@ class Preemption:
     def merge_rank_level(self, level: int) -> None:
         """Merge the highest level of the other ranks, at a step boundary.
 
-        Their notice may have come right after the boundary before, so the time is counted from there.
+        Their notice may have arrived right after the previous boundary, so the time is counted from there.
         """
         before, self._ranks_polled_at = self._ranks_polled_at, self._clock()
         if not level or self.seconds is None:
@@ -167,7 +167,7 @@ class Preemption:
         return requests
 
     def has_expired(self) -> bool:
-        """Return whether the learner must leave now, whatever is merged."""
+        """Return whether the learner must leave now, even with unmerged work."""
         if self._received_at is None or self.seconds is None:
             return False
         return self._is_repeated or self._clock() >= self._received_at + self.seconds - self._goodbye_s(self.seconds)

@@ -64,8 +64,8 @@ class PublishedValues:
 def _copy_own_values(model: nn.Module, merged_names: AbstractSet[str]) -> dict[str, Tensor]:
     """Return copies of the values that are replaced, in host memory and in their own dtype.
 
-    Fragments would not do: they are f32, and parameters may be f64. The merged tensors are those of the join, whatever
-    requires a gradient now. All buffers are copied, because an evaluation may change any of them.
+    Fragments are not enough: they are f32, and parameters may be f64. The merged tensors were fixed at the join, even
+    if `requires_grad` has changed since. All buffers are copied, because an evaluation may change any of them.
     """
     return {
         name: local_tensor(tensor.detach()).to("cpu", copy=True)

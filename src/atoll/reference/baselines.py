@@ -44,7 +44,7 @@ class Exchange:
         self.fragments = 1  # exchanged separately
         self.rounds = 0  # completed exchanges
         self.sent_bytes = 0  # by this process
-        self.waited_s = 0.0  # for other processes
+        self.waited_s = 0.0  # waiting for other processes
 
     def after_step(self, steps: int, step: InnerStep) -> None:
         """Exchange what is due after `steps` inner steps. `step` is the last of them."""
@@ -70,12 +70,12 @@ class GradientExchange(Exchange):
         wrapped = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
         loop.module = wrapped
         with wrapped.no_sync():
-            self._alone_s = min(_time_gradient(loop) for _ in range(3))
+            self._local_gradient_s = min(_time_gradient(loop) for _ in range(3))
 
     def after_step(self, steps: int, step: InnerStep) -> None:
         self.rounds += 1
         self.sent_bytes += self._step_bytes
-        self.waited_s += max(0.0, step.gradient_s - self._alone_s)
+        self.waited_s += max(0.0, step.gradient_s - self._local_gradient_s)
 
 
 def _time_gradient(loop: InnerLoop) -> float:
@@ -87,7 +87,7 @@ def _time_gradient(loop: InnerLoop) -> float:
 class _OpenRound(NamedTuple):
     """Round whose all-reduce is in progress."""
 
-    due: int  # number of steps after which the result is adopted
+    due_step: int  # number of steps after which the result is adopted
     copy: Tensor
     total: Tensor  # sum of all deltas, complete when `work` is done
     work: Any
@@ -105,8 +105,8 @@ class DeltaExchange(Exchange):
         settings = loop.settings
         streaming = settings.method == "streaming"
         self._processes = processes
-        self._every = settings.every_steps
-        self._tau = settings.overlap_steps if streaming else 0
+        self._every_steps = settings.every_steps
+        self._overlap_steps = settings.overlap_steps if streaming else 0
         self._adopt_mode = settings.adopt if streaming else "overwrite"
         self._alpha = settings.blend_alpha
         plan = make_plan(describe_tensors(loop.model), settings.fragments if streaming else 1, settings.numerics.plan)
@@ -117,7 +117,7 @@ class DeltaExchange(Exchange):
             anchor = self._view.buffer(p)
             self._view.read(p, anchor)
             self._outer.append(OuterOptimizer(plan, p, settings.numerics, anchor))
-        self._offsets = [(p + 1) * self._every // len(self._outer) for p in range(len(self._outer))]
+        self._offsets = [(p + 1) * self._every_steps // len(self._outer) for p in range(len(self._outer))]
         self._open: dict[int, _OpenRound] = {}
         self._steps = 0
         self._opened_at = [0] * len(self._outer)  # step at which the newest round of each fragment started
@@ -126,21 +126,21 @@ class DeltaExchange(Exchange):
         self._steps = steps
         self._adopt_due()
         for p, offset in enumerate(self._offsets):
-            if steps >= offset and (steps - offset) % self._every == 0:
+            if steps >= offset and (steps - offset) % self._every_steps == 0:
                 self._start_round(p)
-        self._adopt_due()  # without overlap a round is due at once
+        self._adopt_due()  # without overlap, a round is due immediately
 
     def _start_round(self, p: int) -> None:
         copy = self._view.buffer(p)
         self._view.read(p, copy)
         total = self._outer[p].value - copy
         work = dist.all_reduce(total, async_op=True) if self._processes > 1 else None
-        self._open[p] = _OpenRound(self._steps + self._tau, copy, total, work)
+        self._open[p] = _OpenRound(self._steps + self._overlap_steps, copy, total, work)
         self._opened_at[p] = self._steps
         self.sent_bytes += ring_bytes(total.numel(), self._processes)
 
     def _adopt_due(self) -> None:
-        for p, round_ in [(p, each) for p, each in self._open.items() if each.due <= self._steps]:
+        for p, round_ in [(p, each) for p, each in self._open.items() if each.due_step <= self._steps]:
             del self._open[p]
             self._adopt(p, round_, self._adopt_mode)
 

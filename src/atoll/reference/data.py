@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 PART_BYTES = 256 * 1024
-"""Longer documents are split into parts of this size. Each part counts as a document, so one file can be split too."""
+"""Maximum size of a document: longer ones are split. A single file can therefore have train and held-out documents."""
 
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-"""Folders that are not part of the library text. The tests are another kind of text and two thirds of the bytes."""
+"""Folders that are not part of the library text. The tests are a different kind of text, and two thirds of the
+bytes."""
 
-CACHED_ORDERS = 3
+CACHED_PERMUTATIONS = 3
 """Epochs whose permutation is cached in memory."""
 
 Tokens = npt.NDArray[Any]
@@ -115,7 +116,7 @@ class Sampler:
         self.seed = seed
         self.context = context
         self.windows = _window_count(corpus.train, context)
-        self._orders: dict[int, npt.NDArray[np.int64]] = {}  # by epoch
+        self._permutations: dict[int, npt.NDArray[np.int64]] = {}  # by epoch
 
     def batch(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of these samples, [len(numbers), context] each."""
@@ -125,12 +126,14 @@ class Sampler:
     def window(self, number: int) -> int:
         """Return the index of the window that a sample number means."""
         epoch, position = divmod(number, self.windows)
-        order = self._orders.get(epoch)
+        order = self._permutations.get(epoch)
         if order is None:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-            if len(self._orders) >= CACHED_ORDERS:  # not a ring: samples of an earlier epoch may be leased again
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = order
+            if (
+                len(self._permutations) >= CACHED_PERMUTATIONS
+            ):  # not a ring: samples of an earlier epoch may be leased again
+                del self._permutations[min(self._permutations)]
+            self._permutations[epoch] = order
         return int(order[position])
 
 

@@ -92,7 +92,8 @@ class PeriodicEvaluation:
         torch.set_num_threads(1)
         try:
             point = self._read()  # at normal priority: on busy cores the versions would be replaced before the read
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), EVAL_NICENESS)  # Linux: only of this thread
+            # on Linux this affects only this thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), EVAL_NICENESS)
         except (OSError, ValueError):
             return  # a fragment has no version yet, or the priority cannot be lowered
         if point is None:

@@ -28,19 +28,19 @@ Method = Literal["decoupled", "ddp", "diloco", "streaming", "single"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 FORMAT = 1
-"""Version of the JSON. It rises when an older Atoll would misread a newer file."""
+"""Version of the JSON format. It increases when an older Atoll could misread a newer file."""
 
 LEASE_ROUNDS = 4
 """Length of a lease: the samples that a learner trains during this many rounds of one fragment."""
 
 MAX_LEARNERS = 256
-"""Learners of one job. Each is a process on this machine."""
+"""Maximum number of learners of one job. Each is a process on this machine."""
 
 RESTART_DELAY_S = 4.0
 """Delay before a learner that was killed on purpose is restarted: long enough to be visible."""
 
 SNAPSHOT_MERGES_PER_FRAGMENT = 10
-"""Merges of each fragment between two snapshots, about 10 H inner steps."""
+"""Default number of merges of each fragment between two snapshots, about 10 H inner steps."""
 
 ADAMW_LR, ADAMW_BETA2 = 0.004, 0.99
 ADAMW_NUMERICS = Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.85, outer_ramp=20)

@@ -54,7 +54,7 @@ def train_learner(
         notice_s=notice_s,
     ) as link:
         loop.set_pace(link.id)
-        # By the settings with which the run was created: another number of learners now must not change the schedule.
+        # Use the settings with which the run was created: the current number of learners must not change the schedule.
         share = JobSettings.from_json(link.extra).step_share(loop.config.context)
 
         def link_metrics() -> dict[str, Any]:
@@ -66,9 +66,11 @@ def train_learner(
             paused_s = 0.0
             while not link.finished:
                 samples = link.take(settings.batch)
-                # Progress at the end of the step: at its start the progress of a new run is 0, a learning rate of 0.
+                # Use the progress at the end of the step: at the start of a new run it is 0, so the learning rate would
+                # be 0.
                 step = loop.step(samples, min(1.0, link.progress + share), link.lr_scale)
-                # Before the syncer receives the step: a learner that the status shows as training has metrics.
+                # Write before the syncer receives the step: a learner that the status shows as training then has
+                # metrics.
                 metrics.record_step(step, link.paused_s - paused_s)
                 paused_s = link.paused_s
                 link.step(tokens=step.tokens, loss=step.loss)
@@ -85,7 +87,7 @@ class OfferedJob(NamedTuple):
 
 
 def request_job(endpoint: Endpoint, token: str | None, on_wait: Callable[[], None] | None = None) -> OfferedJob:
-    """Request the job from the syncer. Retry for a minute if no syncer answers.
+    """Request the job from the syncer. Retry for a minute if no syncer replies.
 
     Args:
         on_wait: called once, before the first retry.

@@ -32,12 +32,12 @@ from atoll.reference.models import (
 
 METRICS_FOLDER = "metrics"
 
-_LINE_INTERVAL_S = 1.0
+_WRITE_INTERVAL_S = 1.0
 _MAX_LINE_STEPS = 50
 
 
 def model_config(settings: JobSettings) -> GPTConfig:
-    """Return the shape of the job's model."""
+    """Return the configuration of the job's model."""
     config = SIZES.get(settings.model)
     if config is None:
         raise ValueError(f"there is no model {settings.model!r}; give one of {', '.join(SIZES)}")
@@ -54,8 +54,8 @@ class InnerStep(NamedTuple):
     tokens: int
     gradient_s: float  # forward and backward
     work_s: float  # `gradient_s` and the optimizer
-    step_s: float  # `work_s` and the wait of a paced step
-    waited_s: float = 0.0  # part of `gradient_s`: reading the batch
+    step_s: float  # `work_s`, and the wait to the pace of the step
+    waited_s: float = 0.0  # time to read the batch, a part of `gradient_s`
 
 
 class InnerLoop:
@@ -139,7 +139,7 @@ class LearnerMetricsWriter:
         self.tokens += step.tokens
         self.waited_s += step.waited_s
         self._line_steps.append(step)
-        is_due = len(self._line_steps) >= _MAX_LINE_STEPS or time.monotonic() - self._line_at >= _LINE_INTERVAL_S
+        is_due = len(self._line_steps) >= _MAX_LINE_STEPS or time.monotonic() - self._line_at >= _WRITE_INTERVAL_S
         if self.steps == 1 or is_due:
             self.flush()
 
@@ -171,7 +171,7 @@ class LearnerMetricsWriter:
             if self._has_partial_line:
                 data = b"\n" + data
             written = self._file.write(data)
-            self._has_partial_line = written < len(data)  # the disk became full within the line
+            self._has_partial_line = written < len(data)  # the disk became full in the middle of the line
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise

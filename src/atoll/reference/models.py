@@ -179,8 +179,9 @@ def build_model(config: GPTConfig, seed: int) -> GPT:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2:
-                parameter.fill_(1.0)  # gains of the norms
-            elif name.endswith("out.weight"):  # outputs to the residual stream: scale so that their sum keeps its size
+                parameter.fill_(1.0)  # weights of the norms
+            # outputs to the residual stream: scaled so that the variance of their sum does not grow
+            elif name.endswith("out.weight"):
                 parameter.normal_(0.0, _STD / math.sqrt(2 * config.layers), generator=generator)
             else:
                 parameter.normal_(0.0, _STD, generator=generator)
@@ -254,7 +255,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Make the parts use the groups and the state of this optimizer."""
+        """Replace the groups and the state of the parts by those of this optimizer."""
         start = 0
         for part in self.parts:
             stop = start + len(part.param_groups)
@@ -305,16 +306,16 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     the steps need only the small square G: the wide matrix is multiplied once at the start and once at the end.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=1e-7)
-    gram = wide @ wide.T
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    gram = x @ x.T
     product = identity = torch.eye(len(gram)).to(gram)
     for step in range(NEWTON_SCHULZ_STEPS):
         factor = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315).add_(identity, alpha=3.4445)
         product = factor @ product if step else factor
         if step < NEWTON_SCHULZ_STEPS - 1:
             gram = factor @ gram @ factor
-    result: Tensor = product @ wide
+    result: Tensor = product @ x
     return result.T if is_tall else result
 
 

@@ -34,7 +34,7 @@ from atoll.tape.ordering import MissingCause
 from atoll.tensors import optimizer_state
 
 STORED_STATES = 4
-"""States kept per fragment for a restarted syncer. It may have been killed before the newest state was durable."""
+"""States kept per fragment for a restarted syncer. Its predecessor may have died before the newest one was durable."""
 
 
 class ReplayResult(NamedTuple):
@@ -132,7 +132,7 @@ class InitialState(NamedTuple):
             if fragment.record is not None:
                 executor.add_stored_version(p, fragment.record.round, fragment.state)
         for part in self.parts:
-            state = optimizer_state.OptimizerStateCopy(dict(part.note["inner"]), dict(part.optimizer_tensors()), [])
+            state = optimizer_state.OptimizerStateCopy(dict(part.metadata["inner"]), dict(part.optimizer_tensors()), [])
             executor.add_stored_part(part.learner, part.snapshot, optimizer_state.pack_copy(state))
 
 

@@ -228,14 +228,14 @@ def _process_fault(timeline: RunTimeline, record: Mapping[str, Any], founded_at:
     at = record["at"] - founded_at
     failed = next((n for n in timeline.processes if record["who"] == f"learner {n}"), None)
     processes = _find_restart(timeline.processes[failed], at) if failed is not None else None
-    before = during = away_s = None
+    steps_before = during = away_s = None
     if processes is not None:
         exited, restarted = processes
         assert restarted.training_started_at is not None
         last = exited.log.ends[-1] if exited.steps else exited.joined_at
         away_s = restarted.training_started_at - last
         others = [processes for learner, processes in timeline.processes.items() if learner != failed]
-        before = _others_step_s(others, (last - max(away_s, 1.0), last))
+        steps_before = _others_step_s(others, (last - max(away_s, 1.0), last))
         during = _others_step_s(others, (last, restarted.training_started_at))
     return ProcessFault(
         at_s=at - (timeline.training_started_at or 0.0),
@@ -244,7 +244,7 @@ def _process_fault(timeline: RunTimeline, record: Mapping[str, Any], founded_at:
         planned=record["planned"],
         away_s=away_s,
         came_back_with=None if processes is None else processes[1].optimizer_state_source,
-        others_step_s_before=before,
+        others_step_s_before=steps_before,
         others_step_s_during=during,
     )
 

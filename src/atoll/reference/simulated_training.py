@@ -55,7 +55,7 @@ class LearnerTotals(NamedTuple):
 class SimulatedTrainingResult(NamedTuple):
     """Result of training on simulated tapes."""
 
-    ended_by: Literal["tokens", "tapes"]  # which came first: the requested tokens or the end of the tapes
+    ended_by: Literal["tokens", "tapes"]  # cause of the end: the requested tokens, or the end of the tapes
     loss_before: float  # on held-out text
     loss: float  # of the published model, on the same text
     eval_tokens: int
@@ -75,11 +75,11 @@ class SimulatedTrainingResult(NamedTuple):
         return self.contributions / max(1, self.merges)
 
 
-class SampleDealer:
+class SampleAllocator:
     """Assignment of samples to steps. The number of samples of a step follows from its tokens on the tape.
 
-    >>> dealer = SampleDealer({1: 1000}, batch=2)
-    >>> [dealer.samples(1, 1000), [dealer.samples(1, 400) for _ in range(5)]]
+    >>> allocator = SampleAllocator({1: 1000}, batch=2)
+    >>> [allocator.samples(1, 1000), [allocator.samples(1, 400) for _ in range(5)]]
     [2, [0, 1, 1, 1, 1]]
     """
 
@@ -149,7 +149,7 @@ def train_simulated(
 
     Args:
         settings: model, data, inner steps and numerics. The settings of the protocol come from the tapes.
-        on_tokens: called now and then with the number of tokens trained so far.
+        on_tokens: called from time to time with the number of tokens trained so far.
     """
     check_simulated(tapes, settings)
     full_step_tokens = SimulationRecord.load(tapes.run).full_step_tokens
@@ -176,7 +176,7 @@ def train_simulated(
     executor = _UnleasedExecutor(
         config, settings.numerics, plan, initial_values(model, plan), make_learner, check_digests=True
     )
-    trainer = _TapeTrainer(executor, SampleDealer(full_step_tokens, settings.batch), settings.tokens, shape.context)
+    trainer = _TapeTrainer(executor, SampleAllocator(full_step_tokens, settings.batch), settings.tokens, shape.context)
     for number, entry in enumerate(tapes.merged_entries(_refuse)):
         trainer.handle_entry(entry)
         if number % _PROGRESS_INTERVAL == 0:
@@ -207,12 +207,12 @@ def train_simulated(
 class _TapeTrainer:
     """Execution of tape entries as training steps, until the requested tokens are trained."""
 
-    def __init__(self, executor: TapeExecutor, dealer: SampleDealer, target_tokens: int, context: int) -> None:
+    def __init__(self, executor: TapeExecutor, allocator: SampleAllocator, target_tokens: int, context: int) -> None:
         self.executor = executor
         self.is_done = False
         self.merges = 0
         self.now_s = 0.0
-        self._dealer = dealer
+        self._allocator = allocator
         self._target_tokens = target_tokens
         self._context = context
         self._empty: Counter[LearnerId] = Counter()
@@ -233,11 +233,11 @@ class _TapeTrainer:
         for i in range(event.steps):
             tokens = event.tokens * (i + 1) // event.steps - event.tokens * i // event.steps
             left = -(-(self._target_tokens - self.executor.tokens) // self._context)
-            samples = min(self._dealer.samples(learner, tokens), left)
+            samples = min(self._allocator.samples(learner, tokens), left)
             self._empty[learner] += not samples
-            taken = StepTaken(1, samples * self._context, event.step_time_s, samples)
+            counts = StepTaken(1, samples * self._context, event.step_time_s, samples)
             effects = entry.effects if i == event.steps - 1 else ()
-            self.executor.apply(entry._replace(event=taken, effects=effects))
+            self.executor.apply(entry._replace(event=counts, effects=effects))
             if samples == left:
                 self.is_done = True
                 return

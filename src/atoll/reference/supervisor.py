@@ -57,9 +57,9 @@ class SupervisedProcess:
         default_factory=lambda: RestartPolicy(BACKOFF_FIRST_S, BACKOFF_MAX_S, MAX_FAILURES, consecutive_only=True)
     )
     start_at: float | None = 0.0  # time of the next start; None: it runs or is done
-    is_done: bool = False  # it is not started again
+    is_done: bool = False  # the process is not started again
     planned_restart_delay_s: float | None = None  # set when a planned kill was sent
-    is_draining: bool = False  # its next exit is final
+    is_draining: bool = False  # the next exit is final
     trained_since_start: bool = False
 
 
@@ -235,7 +235,7 @@ class Supervisor:
         self._view.show(job_view(self._status, self._progress))
 
     def _request_status(self) -> dict[str, Any] | None:
-        """Return the syncer's status, or None while no syncer answers, for example during its restart."""
+        """Return the syncer's status, or None while no syncer replies, for example during its restart."""
         if self._syncer.child.pid is None:
             return None
         try:

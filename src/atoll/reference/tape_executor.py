@@ -438,7 +438,7 @@ class TapeExecutor:
             self.compared_digests += 1
 
     def rebuild(self, learner: LearnerTensors, base: Tensor, update: Tensor, down: Codec) -> Tensor:
-        """Return the published value that results from an update of the value `base`, as a learner does."""
+        """Return the published value that a learner computes from the value `base` and an update."""
         return outer_optimizer.PublishedValue.apply(down, base, update, torch.empty_like(base))
 
     def _copy(self, learner: LearnerTensors, effect: CopyFragment) -> None:

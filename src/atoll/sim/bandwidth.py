@@ -82,7 +82,7 @@ class ExchangePattern:
 
     @property
     def bits_per_step(self) -> float:
-        """Mean bits per step for each number of the model."""
+        """Mean bits per step and model value."""
         return self.bits_per_number * self.share / self.every_steps
 
 
@@ -92,19 +92,19 @@ class Workload:
 
     params: float
     sites: int
-    step_s: float  # without any exchange
+    step_s: float  # duration of a step without any exchange
     delay_s: float = 0.0  # one-way delay of a link
-    star: bool = False  # one central syncer, instead of an all-reduce or one shard per site
+    star: bool = False  # one central syncer (star topology), instead of an all-reduce or one shard per site
 
     def __post_init__(self) -> None:
         require(1.0 <= self.params < math.inf, "params", self.params, "give a number of parameters such as 5e9")
-        require(self.sites >= 2, "sites", self.sites, "one site exchanges nothing; give 2 or more")
+        require(self.sites >= 2, "sites", self.sites, "a single site has nothing to exchange; give 2 or more")
         require(0.0 < self.step_s < math.inf, "step_s", self.step_s, "give seconds above 0")
         require(0.0 <= self.delay_s < math.inf, "delay_s", self.delay_s, "give seconds, 0 or more")
 
     @property
     def traffic_factor(self) -> float:
-        """Numbers that a site sends, and receives, for each number that it exchanges."""
+        """Values that a site sends (and receives) per model value that it exchanges."""
         return 1.0 if self.star else all_reduce_factor(self.sites)
 
 

@@ -125,7 +125,7 @@ class FleetLearner:
     jitter: Random
     segment: Segment
     proc: SimProcess | None = None  # None while the island is absent
-    remaining_steps: float = 1.0  # share of the current step that is left
+    remaining_steps: float = 1.0  # remaining share of the current step
     step_started_at: float = 0.0  # when the current step, or its first attempt, started
     steps: int = 0
     useful_chip_s: float = 0.0

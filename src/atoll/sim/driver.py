@@ -122,7 +122,7 @@ class SimConnection:
 
 
 class SimDisk:
-    """Durable state, which survives the syncer."""
+    """Durable state, which survives a crash of the syncer."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -186,7 +186,7 @@ class SimDriver:
         self.syncer: SimProcess | None = None
         self.learners: dict[LearnerId, SimProcess] = {}  # newest process of each id
         self.processes: list[SimProcess] = []  # running learner processes, including superseded ones
-        self.processes_by_actor: dict[tuple[LearnerId, int], SimProcess] = {}  # the same processes
+        self.processes_by_actor: dict[tuple[LearnerId, int], SimProcess] = {}  # the same processes by actor
         self.incarnations: Counter[LearnerId] = Counter()
         self.handlers: dict[type, Callable[[SimProcess, Any], None]] = {}
         self.before_event: list[Callable[[SimProcess, Event], None]] = []
@@ -418,7 +418,7 @@ class SimStore:
 
 
 class StepSimulator:
-    """Training threads, which take one step after the other while the core allows it.
+    """Simulated training threads, which take steps while the core allows it.
 
     Args:
         step_s: step time, by learner.

@@ -52,7 +52,7 @@ class IslandState(enum.Enum):
     STEPPING = "stepping"
     DOWNSCALING = "downscaling"  # elastic: reconfigures without a failed slice
     UPSCALING = "upscaling"  # elastic: reconfigures with returned slices
-    REPAIRING = "repairing"  # waits until a slice is back
+    REPAIRING = "repairing"  # waits until a slice is repaired
     RESTARTING = "restarting"  # not elastic: the job starts with all slices
     ABSENT = "absent"  # the schedule gives the island no chips
 
@@ -89,7 +89,7 @@ class Segment(NamedTuple):
 
     @property
     def loses_step(self) -> bool:
-        """Whether the step at the end of the segment is lost."""
+        """Return whether the step at the end of the segment is lost."""
         return self.end_cause is SegmentEnd.FAILURE or self.end_cause is SegmentEnd.LEAVE
 
 
@@ -170,7 +170,7 @@ class FleetConfig:
     downscale_s: float = 14.5
     upscale_s: float = 14.5
     upscale_delay_s: float = 31.0
-    restart_s: float = 14.5  # for a job that is not elastic, after the slice is back
+    restart_s: float = 14.5  # restart time of a job that is not elastic, after the slice is repaired
     step_time_s: float = setting(1.0, "Time of one inner step at full speed.", "SECONDS", flag="step_time")
     tokens_per_chip_step: float = 16.0
     chip_time_sigma: float = setting(
@@ -229,7 +229,7 @@ def synchronous_speed(chips: int, chip_time_sigma: float) -> float:
 
 
 class SimIsland:
-    """The chips of one learner, as an iterator of contiguous segments from time 0, which `rng` alone determines.
+    """The chips of one learner, as an iterator of contiguous segments from time 0. Equal seeds give equal segments.
 
     The last segment ends at infinity if nothing can change after it, without failures or after the last window.
     Failures, repairs and slow-downs have separate generators, so enabling one of them does not change the others.
@@ -266,7 +266,7 @@ class SimIsland:
         self._failure_rng = random.Random(rng.getrandbits(64))
         self._repair_rng = random.Random(rng.getrandbits(64))
         self._slowdown_rng = random.Random(rng.getrandbits(64))
-        self._segments = self._scheduled()
+        self._segments = self._apply_schedule()
         self._current: Segment | None = None
         self.failures = 0  # interruptions before the current segment
 
@@ -292,17 +292,17 @@ class SimIsland:
         """Return the time before `horizon_s` in which the schedule gives the island chips."""
         return sum(max(0.0, min(leave_s, horizon_s) - join_s) for join_s, leave_s in self.windows)
 
-    # Three layers, each a stream of contiguous segments: failures, then slow-downs, then the schedule.
+    # Three generators of contiguous segments, each applied to the previous one: failures, slow-downs, the schedule.
 
-    def _scheduled(self) -> Iterator[Segment]:
+    def _apply_schedule(self) -> Iterator[Segment]:
         now_s = 0.0
         for join_s, leave_s in self.windows:
             if join_s > now_s:
                 yield Segment(now_s, join_s, IslandState.ABSENT, 0.0, 0.0, SegmentEnd.JOIN)
-            layer = self._elastic(join_s) if self.is_elastic else self._rigid(join_s)
+            segments = self._fail_elastic(join_s) if self.is_elastic else self._fail_rigid(join_s)
             if self.config.slowdowns_per_hour > 0.0:
-                layer = self._slowed(layer, join_s)
-            for segment in layer:
+                segments = self._apply_slowdowns(segments, join_s)
+            for segment in segments:
                 if segment.end_s >= leave_s:
                     if segment.start_s < leave_s:
                         yield segment._replace(end_s=leave_s, end_cause=SegmentEnd.LEAVE)
@@ -312,72 +312,72 @@ class SimIsland:
         if now_s < math.inf:
             yield Segment(now_s, math.inf, IslandState.ABSENT, 0.0, 0.0, SegmentEnd.LEAVE)
 
-    def _slowed(self, layer: Iterator[Segment], join_s: float) -> Iterator[Segment]:
+    def _apply_slowdowns(self, segments: Iterator[Segment], join_s: float) -> Iterator[Segment]:
         config, rng = self.config, self._slowdown_rng
         rate_per_s = config.slowdowns_per_hour / 3_600.0
         slow_begin_s = join_s + rng.expovariate(rate_per_s)
         slow_end_s = slow_begin_s + rng.expovariate(1.0 / config.slowdown_mean_s)
-        for segment in layer:
+        for segment in segments:
             now_s = segment.start_s
             while now_s < segment.end_s:
                 while slow_end_s <= now_s:
                     slow_begin_s = slow_end_s + rng.expovariate(rate_per_s)
                     slow_end_s = slow_begin_s + rng.expovariate(1.0 / config.slowdown_mean_s)
-                slow = slow_begin_s <= now_s
-                edge_s = slow_end_s if slow else slow_begin_s
-                if not segment.is_stepping or (not slow and edge_s >= segment.end_s):
+                is_slow = slow_begin_s <= now_s
+                change_s = slow_end_s if is_slow else slow_begin_s
+                if not segment.is_stepping or (not is_slow and change_s >= segment.end_s):
                     yield segment._replace(start_s=now_s)
                     break
-                speed = segment.speed * config.slowdown_factor if slow else segment.speed
-                if edge_s >= segment.end_s:
+                speed = segment.speed * config.slowdown_factor if is_slow else segment.speed
+                if change_s >= segment.end_s:
                     yield segment._replace(start_s=now_s, speed=speed)
                     break
-                yield segment._replace(start_s=now_s, end_s=edge_s, speed=speed, end_cause=SegmentEnd.PACE)
-                now_s = edge_s
+                yield segment._replace(start_s=now_s, end_s=change_s, speed=speed, end_cause=SegmentEnd.PACE)
+                now_s = change_s
 
-    def _until_failure_s(self, in_service: int) -> float:
+    def _draw_time_to_failure_s(self, in_service: int) -> float:
         rate_per_s = in_service * (self.chips / self.slices) / self.config.mtbi_s
         return self._failure_rng.expovariate(rate_per_s) if rate_per_s > 0.0 else math.inf
 
-    def _rigid(self, now_s: float) -> Iterator[Segment]:
+    def _fail_rigid(self, now_s: float) -> Iterator[Segment]:
         config = self.config
         while True:
-            failed_s = now_s + self._until_failure_s(self.slices)
+            failed_s = now_s + self._draw_time_to_failure_s(self.slices)
             yield Segment(now_s, failed_s, IslandState.STEPPING, 1.0, self.full_speed, SegmentEnd.FAILURE)
             if failed_s == math.inf:
                 return
-            back_s = failed_s + config.repair.draw_s(self._repair_rng)
-            yield Segment(failed_s, back_s, IslandState.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
-            now_s = back_s + config.restart_s
-            if now_s > back_s:
-                yield Segment(back_s, now_s, IslandState.RESTARTING, 1.0, 0.0, SegmentEnd.READY)
+            repaired_s = failed_s + config.repair.draw_s(self._repair_rng)
+            yield Segment(failed_s, repaired_s, IslandState.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
+            now_s = repaired_s + config.restart_s
+            if now_s > repaired_s:
+                yield Segment(repaired_s, now_s, IslandState.RESTARTING, 1.0, 0.0, SegmentEnd.READY)
 
-    def _elastic(self, now_s: float) -> Iterator[Segment]:
+    def _fail_elastic(self, now_s: float) -> Iterator[Segment]:
         config = self.config
         in_service = self.slices
-        under_repair: list[float] = []  # heap of the times at which failed slices return
+        repair_ends: list[float] = []  # heap of the times at which failed slices return
         idle = 0  # returned slices that are not yet in service
         upscale_s = math.inf  # latest time of the next upscale
         while True:
             # Slices that returned during a pause are idle, see rule 3.
-            while under_repair and under_repair[0] <= now_s:
-                back_s = heapq.heappop(under_repair)
+            while repair_ends and repair_ends[0] <= now_s:
+                repaired_s = heapq.heappop(repair_ends)
                 idle += 1
-                upscale_s = min(upscale_s, back_s + config.upscale_delay_s)
+                upscale_s = min(upscale_s, repaired_s + config.upscale_delay_s)
             if in_service == 0:
                 if idle == 0:
-                    back_s = under_repair[0]
-                    yield Segment(now_s, back_s, IslandState.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
-                    now_s = back_s
+                    repaired_s = repair_ends[0]
+                    yield Segment(now_s, repaired_s, IslandState.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
+                    now_s = repaired_s
                     continue
-                upscale_s = now_s  # nothing runs, so waiting for more slices gains nothing
+                upscale_s = now_s  # no slice is in service, so upscale at once
                 failed_s = math.inf
             else:
-                failed_s = now_s + self._until_failure_s(in_service)
-                while under_repair and under_repair[0] < min(failed_s, upscale_s):
-                    back_s = heapq.heappop(under_repair)
+                failed_s = now_s + self._draw_time_to_failure_s(in_service)
+                while repair_ends and repair_ends[0] < min(failed_s, upscale_s):
+                    repaired_s = heapq.heappop(repair_ends)
                     idle += 1
-                    upscale_s = min(upscale_s, back_s + config.upscale_delay_s)
+                    upscale_s = min(upscale_s, repaired_s + config.upscale_delay_s)
             is_failure = failed_s < upscale_s
             pause_s = failed_s if is_failure else max(upscale_s, now_s)
             if pause_s > now_s:
@@ -389,7 +389,7 @@ class SimIsland:
             in_service += idle - is_failure
             idle, upscale_s = 0, math.inf
             if is_failure:
-                heapq.heappush(under_repair, pause_s + config.repair.draw_s(self._repair_rng))
+                heapq.heappush(repair_ends, pause_s + config.repair.draw_s(self._repair_rng))
             now_s = pause_s + (config.downscale_s if is_failure else config.upscale_s)
             if now_s > pause_s:
                 state = IslandState.DOWNSCALING if is_failure else IslandState.UPSCALING

@@ -203,7 +203,7 @@ class _Union:
             self._covered_s = max(self._covered_s, end_s)
 
     def jump(self, seconds: float, length_s: float) -> None:
-        """Advance by `seconds` of which `length_s` are covered. The pending intervals move along."""
+        """Advance by `seconds` of which `length_s` are covered. The pending intervals are shifted too."""
         self.length_s += length_s
         self._covered_s += seconds
         self._pending = [(start_s + seconds, end_s + seconds) for start_s, end_s in self._pending]
@@ -315,12 +315,12 @@ _T_QUANTILES = (
 )
 
 
-def _t_quantile(freedom: int) -> float:
-    if freedom <= len(_T_QUANTILES):
-        return _T_QUANTILES[freedom - 1]
+def _t_quantile(degrees_of_freedom: int) -> float:
+    if degrees_of_freedom <= len(_T_QUANTILES):
+        return _T_QUANTILES[degrees_of_freedom - 1]
     # Cornish-Fisher expansion z + (z^3 + z) / 4v, correct to three decimals above 30 degrees of freedom.
     z = NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4.0 * freedom)
+    return z + (z**3 + z) / (4.0 * degrees_of_freedom)
 
 
 def mean_ci(values: Iterable[float]) -> tuple[float, float, float]:
@@ -356,7 +356,7 @@ class MeanEstimate:
 
 
 def estimate_over_seeds(values: Iterable[float], lower: float = -math.inf, upper: float = math.inf) -> MeanEstimate:
-    """Estimate the mean of a quantity between `lower` and `upper`, which also limit the interval.
+    """Estimate the mean of a quantity that lies between `lower` and `upper`, and clamp the confidence interval to them.
 
     >>> estimate_over_seeds([0.87, 0.88, 0.89]).mean, estimate_over_seeds([0.88]).low
     (0.88, None)
@@ -369,7 +369,7 @@ def estimate_over_seeds(values: Iterable[float], lower: float = -math.inf, upper
 
 
 def estimate_goodput(values: Iterable[float]) -> GoodputEstimate:
-    """Return the result of `mean_ci` with names."""
+    """Return the mean of the values with its confidence interval, see `mean_ci`."""
     return GoodputEstimate(*mean_ci(values))
 
 

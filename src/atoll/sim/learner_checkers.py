@@ -52,7 +52,7 @@ class LedgerChecker(Checker):
     def setup(self) -> None:
         DurableRecords(self, on_durable=self._on_durable)
         self._trained: dict[ProcessKey, int] = {}
-        self._merged: dict[tuple[ProcessKey, FragmentId], int] = {}  # as known to the learner
+        self._merged: dict[tuple[ProcessKey, FragmentId], int] = {}  # merged tokens, as far as the learner knows
         self._dropped: dict[tuple[ProcessKey, FragmentId], int] = {}
         # Tokens in durable versions that the learner has not adopted yet.
         self._durable: dict[tuple[ProcessKey, FragmentId], list[tuple[Version, int]]] = {}
@@ -126,7 +126,7 @@ class IndependenceChecker(Checker):
 
     def setup(self) -> None:
         self._last: dict[Actor, float] = {}
-        self._paused: dict[Actor, bool] = {}  # True: paused; False: resumed, without a step since
+        self._paused: dict[Actor, bool] = {}  # True: paused; False: resumed, but no step taken yet
 
     @on("effects", StartTraining)
     def _on_start(self, entry: Entry, effect: StartTraining) -> None:

@@ -31,7 +31,7 @@ CHIPS = 8 * 1024
 
 @dataclass(frozen=True, slots=True)
 class MixedRow:
-    """One column of the published table."""
+    """Column of the published table."""
 
     quorum: int
     grace: bool

@@ -54,16 +54,16 @@ MEASURED_LEARNERS = 64
 
 @dataclass(frozen=True, slots=True)
 class IslandSpec:
-    """One site, with its chips and its link. Results that need a value that is None are omitted."""
+    """Site, with its chips and its link. Results that need a value that is None are omitted."""
 
     name: str
     step_s: float
     tokens_per_step: float | None = None
     chips: int | None = None
-    mtbf_s: float | None = None  # of one chip; infinite for no failures
-    rate_bit_s: float | None = None  # in each direction
+    mtbf_s: float | None = None  # mean time between failures of one chip; infinite: no failures
+    rate_bit_s: float | None = None  # rate of the link in each direction
     delay_s: float = 0.0  # one-way delay
-    price_per_gb: float | None = None  # of sent data
+    price_per_gb: float | None = None  # price of sent data
 
     def __post_init__(self) -> None:
         require(0.0 < self.step_s < math.inf, f"the step time of {self.name}", self.step_s, "give seconds above 0")
@@ -156,18 +156,18 @@ class MethodPlan:
     """Plan for one method. A value is None if its input is missing."""
 
     method: str
-    rates_bit_s: dict[float, float]  # by compute utilisation; infinite if no rate is enough
+    rates_bit_s: dict[float, float]  # required rate by compute utilisation; infinite if no rate is enough
     keeps_h_bit_s: float | None  # for methods with fragments: mean rate that keeps H
     step_s: float | None
     utilisation: float | None
     effective_h: float | None
     goodput: float | None
-    gb_per_site_day: float | None  # for the site that sends the most
+    gb_per_site_day: float | None  # traffic of the site that sends the most
     tokens_per_s: float | None
-    days: float | None = None  # for all tokens
-    gb_per_site: float | None = None  # for all tokens
-    cost: float | None = None  # for all sites and all tokens
-    goodput_not_elastic: float | None = None  # for data-parallel training that waits for every repair
+    days: float | None = None  # time for all tokens
+    gb_per_site: float | None = None  # traffic of a site for all tokens
+    cost: float | None = None  # total cost of all sites for all tokens
+    goodput_not_elastic: float | None = None  # goodput of data-parallel training that waits for every repair
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def _decoupled_row(
             rates_bit_s={share: required_rate(exchange, load, share) for share in UTILISATIONS},
             keeps_h_bit_s=keeps,
             step_s=load.step_s,
-            utilisation=1.0,  # a learner never waits for its link
+            utilisation=1.0,  # decoupled learners never wait for their link
             effective_h=None
             if min_rate is None
             else effective_period_steps(codec, load, request.every_steps, min_rate),

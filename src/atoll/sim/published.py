@@ -14,7 +14,7 @@ Metric = Literal["goodput", "uptime"]
 
 @dataclass(frozen=True, slots=True)
 class PublishedCell:
-    """One cell of the published table of goodput under simulated failures."""
+    """Cell of the published table of goodput under simulated failures."""
 
     method: Method
     learners: int

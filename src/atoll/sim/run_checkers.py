@@ -55,9 +55,8 @@ class SnapshotChecker(Checker):
     def setup(self) -> None:
         self._adopted: dict[Actor, dict[FragmentId, Version]] = {}
         self._newest_cut = 0  # newest snapshot whose marker was sent
-        self._saved: dict[
-            tuple[int, LearnerId], tuple[Entry, dict[FragmentId, Version]]
-        ] = {}  # at the cut of the learner
+        # Entry and adopted versions at the learner's cut.
+        self._saved: dict[tuple[int, LearnerId], tuple[Entry, dict[FragmentId, Version]]] = {}
         self._arrived_since: list[Envelope] = []  # contributions that the syncer handled after its cut
 
     def on_syncer_started(self, restored: RestoredState | None) -> None:
@@ -100,7 +99,7 @@ class SnapshotChecker(Checker):
                     what = f"fragment {p} at version {saved[p]} in the part, {ours} at the cut"
                     self.fail(entry, subject, f"snapshot {record.snapshot}: {what}")
             if tuple(saved.get(p, -1) for p in ids) != part.versions:
-                self.fail(entry, subject, f"snapshot {record.snapshot}: the part is not what was saved")
+                self.fail(entry, subject, f"snapshot {record.snapshot}: the part differs from the saved one")
             for envelope in self._arrived_since:
                 body = envelope.body
                 assert isinstance(body, Contribution)
@@ -170,7 +169,7 @@ class SingleReplyChecker(Checker):
 
     @on("events", ShardLost)
     def _on_lost(self, entry: Entry, event: ShardLost) -> None:
-        """Forget the pending requests to a lost shard, which gets no chance to reply."""
+        """Forget the pending requests to a lost shard, which cannot reply."""
         self._forget(entry.actor, lambda what: _belongs_to(what, event.fragments))
 
     def _forget(self, actor: Actor, is_over: Callable[[object], bool]) -> None:

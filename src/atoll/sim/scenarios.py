@@ -67,7 +67,7 @@ class SwarmScenario:
     fault_phase_s: float
     merge_s: float
     disk_s: float
-    samples_per_step: dict[int, int] = field(default_factory=dict)  # by learner, in a run with leases
+    samples_per_step: dict[int, int] = field(default_factory=dict)  # by learner; only in a run with leases
     ends_paused: bool = False  # the finish request arrives while the run is paused
     shards: int = 0  # shard processes, which own fragment p at p % shards; 0: none
     shard_lost_at_end: int | None = None  # shard that is lost during the last merges
@@ -143,7 +143,7 @@ def _with_deaths(plan: SwarmScenario) -> SwarmScenario:
     rng = Random(plan.seed ^ 0xDEAD)
     leave = {fault.learner for fault in plan.faults if fault.kind == "leave"}
     may_die = [i for i in plan.start_times_s if i not in leave]
-    max_deaths = max(0, len(may_die) - plan.config.quorum)  # a quorum must stay
+    max_deaths = max(0, len(may_die) - plan.config.quorum)  # enough learners for a quorum must remain
     deaths = [
         SwarmFault(rng.uniform(0, plan.fault_phase_s), "die", learner, 0.0, rng.choice((2.0, 10.0)))
         for learner in rng.sample(may_die, rng.randint(0, max_deaths))
@@ -165,7 +165,7 @@ def _with_controls(plan: SwarmScenario) -> SwarmScenario:
         duration_s = rng.choice((0.05, 1.0, 5.0, 20.0, 60.0)) * rng.random()
         requests.append(SwarmFault(rng.uniform(0, plan.fault_phase_s), kind, learner, duration_s, size))
 
-    if len(staying) > plan.config.quorum and rng.random() < 0.4:  # a quorum must stay
+    if len(staying) > plan.config.quorum and rng.random() < 0.4:  # enough learners for a quorum must remain
         add_request("drain", staying.pop(rng.randrange(len(staying))))
     for _ in range(rng.randint(0, 3)):
         add_request("pause run")
@@ -239,7 +239,7 @@ def _draw_faults(rng: Random, learners: int, quorum: int, faulty_s: float) -> tu
             if leavers == 0:
                 continue
             leavers -= 1
-            learner = learners - leavers  # each leaves once
+            learner = learners - leavers  # each learner leaves at most once
         if kind == "join":
             learner = learners + rng.randint(1, 2)
         size = rng.choice((0.1, 3.0, 30.0, 200.0, -50.0)) if kind == "jump clock" else rng.choice((2.0, 10.0))

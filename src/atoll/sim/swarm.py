@@ -198,6 +198,6 @@ def _warm_up() -> None:
 
 def _initialize_worker(initializer: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
     signal(SIGINT, SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent handles it and ends this one
-    pthread_sigmask(SIG_UNBLOCK, {SIGINT})  # as it was before the fork
+    pthread_sigmask(SIG_UNBLOCK, {SIGINT})  # restore the mask from before the fork
     if initializer is not None:
         initializer(*arguments)

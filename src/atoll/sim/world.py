@@ -91,7 +91,7 @@ class SwarmWorld:
         self.state_event_counts: Counter[tuple[Any, type]] = Counter()
         self._target_versions: dict[FragmentId, int] = {}
         self._events_since_check = 0
-        self._learner_faults: dict[str, ProcessFaultHandler] = {  # need a running learner
+        self._learner_faults: dict[str, ProcessFaultHandler] = {  # faults that need a running learner
             "kill learner": self._fault_kill_learner,
             "pause learner": self._fault_pause,
             "second start": self._fault_second_start,
@@ -540,7 +540,7 @@ class SwarmWorld:
             self._return_learner(learner)
 
     def _fault_die(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        """Crash a learner for good, with a reset connection or together with its host, which closes no connection."""
+        """Crash a learner permanently: with a reset connection, or with its host, which closes no connection."""
         if fault.learner in self.duplicated:  # an older process of it may still run
             return False
         if fault.magnitude > 5:

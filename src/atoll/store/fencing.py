@@ -54,7 +54,7 @@ def machine_id() -> str:
 
 
 def write_heartbeat(store: Path, epoch: int, serial: int) -> None:
-    """Write the heartbeat in place and without fsync: it works on a full disk, and need not survive a power loss.
+    """Write the heartbeat in place and without fsync: this works on a full disk, and it need not be durable.
 
     Open the file each time, so that a network file system propagates it.
     """
@@ -76,7 +76,7 @@ def read_heartbeat(store: Path) -> Heartbeat | None:
 
 
 def remove_heartbeat(store: Path, epoch: int) -> None:
-    """Remove the heartbeat of this epoch at a normal exit. That of a successor stays."""
+    """Remove the heartbeat of this epoch at a normal exit. Do not remove that of a successor."""
     heartbeat = read_heartbeat(store)
     if heartbeat is not None and heartbeat.epoch == epoch:
         with suppress(OSError):
@@ -91,7 +91,7 @@ class TakeoverDecision(NamedTuple):
 
 
 class HeartbeatWatcher:
-    """Watches the heartbeat for a standby, and decides when it takes over."""
+    """Watch the heartbeat of the active syncer, and decide when the standby takes over."""
 
     def __init__(self, store: Path, takeover_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -113,7 +113,7 @@ class HeartbeatWatcher:
                 if self._last_heartbeat
                 else "the syncer"
             )
-            return TakeoverDecision(f"{whose} has shown no sign of life for {self._takeover_timeout_s:g} s", True)
+            return TakeoverDecision(f"{whose} has sent no heartbeat for {self._takeover_timeout_s:g} s", True)
         return None
 
 

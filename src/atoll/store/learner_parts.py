@@ -1,17 +1,17 @@
 """A learner's parts of snapshots, on its own disk: the state from which it restarts after all processes have exited.
 
-    parts/learner-3/001000004.safetensors    learner 3's part of snapshot 1000004; the newest few
+    parts/learner-3/001000004.safetensors    learner 3's part of snapshot 1000004; the newest few parts are kept
     parts/learner-3/001000004.dcp            its shards, if the island has several ranks with a sharded model
 
 A part is one tensor file (`tensor_file`), written atomically, with a digest over every byte and nothing pickled. Its
-note is a JSON object; `_NOTE_FIELDS` has the names and types. The sharded tensors of the optimizer state are in a
-folder next to the file. The ranks write it (`sharded_parts`) before the file, which lists its contents. The tensors:
+metadata is a JSON object; `_METADATA_FIELDS` has the names and types. The sharded tensors of the optimizer state are in
+a folder next to the file. The ranks write it (`sharded_parts`) before the file, which lists its contents. The tensors:
 
 | name | content |
 |---|---|
 | `model.007` | fragment 7 of the learner's parameters at the cut, flat, f32 |
-| `inner.n` | tensor n of the inner optimizer's state, whose metadata is `inner` of the note |
-| `rng.cpu`, `rng.cuda.0` | state of torch's generators; `rank2.rng.cpu` that of rank 2 of an island of several |
+| `inner.n` | tensor n of the inner optimizer's state, which `inner` of the metadata describes |
+| `rng.cpu`, `rng.cuda.0` | state of torch's generators; `rank2.rng.cpu`: that of rank 2 of an island with several |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from atoll.tensors.optimizers import Optimizers
 from atoll.tensors.sharding import local_boxes
 
 if TYPE_CHECKING:  # it loads torch.distributed.checkpoint, which most learners never need
-    from atoll.store.sharded_parts import ShardedTensors, ShardedTensorsNote
+    from atoll.store.sharded_parts import ShardedTensors, ShardIndex
 
 PARTS_FOLDER = "parts"
 MAX_PARTS = 4
@@ -54,7 +54,7 @@ SHARDED_FORMAT = 2
 
 _FOLDER_NAME = re.compile(r"learner-(\d{1,9})")
 _PART_NAME = re.compile(r"(\d{9,18})\.safetensors")
-_NOTE_FIELDS: dict[str, type] = {
+_METADATA_FIELDS: dict[str, type] = {
     "format": int,
     "run": str,
     "model": str,  # digest of the plan's fingerprint
@@ -68,7 +68,7 @@ _NOTE_FIELDS: dict[str, type] = {
     "inner": dict,
     "extra": object,  # what the user's hook returned
 }
-_SHARDED_NOTE_FIELDS = _NOTE_FIELDS | {"shards": dict}
+_SHARDED_METADATA_FIELDS = _METADATA_FIELDS | {"shards": dict}
 
 
 def fingerprint_digest(fingerprint: Sequence[str]) -> str:
@@ -138,11 +138,11 @@ def write_part(
             tensors[f"model.{copy.fragment:03d}"] = copy.tensor
         path = part_path(run, learner, part.snapshot)
         make_folder(path.parent)
-        _remove_old_parts(path.parent, keep=MAX_PARTS - 1)  # first: the disk may be nearly full
+        _remove_old_parts(path.parent, keep=MAX_PARTS - 1)  # before writing, because the disk may be nearly full
         inner, shards = _write_rank_files(path, copied.optimizer_state)
         inner = optimizer_state.gather_state(inner)
         tensors |= {f"inner.{name}": tensor for name, tensor in inner.tensors.items()} | inner.other_ranks_tensors
-        note = {
+        metadata = {
             "format": FORMAT if shards is None else SHARDED_FORMAT,
             "run": config.run_id,
             "model": fingerprint_digest(config.fingerprint),
@@ -157,8 +157,8 @@ def write_part(
             "extra": json.loads(copied.extra),
         }
         if shards is not None:
-            note["shards"] = shards
-        write_file(path, encode_tensor_file(json.dumps(note, separators=(",", ":")), tensors))
+            metadata["shards"] = shards
+        write_file(path, encode_tensor_file(json.dumps(metadata, separators=(",", ":")), tensors))
         return path
     finally:
         for copy in copied.model:
@@ -167,10 +167,10 @@ def write_part(
 
 def _write_rank_files(
     path: Path, copied: optimizer_state.OptimizerStateCopy
-) -> tuple[optimizer_state.OptimizerStateCopy, ShardedTensorsNote | None]:
-    """Let all ranks write their shards; return the other tensors, and the note of the shard files.
+) -> tuple[optimizer_state.OptimizerStateCopy, ShardIndex | None]:
+    """Let all ranks write their shards; return the other tensors, and the index of the shard files.
 
-    The note is None if nothing is sharded, or if not all ranks have access to this folder. Everything must be gathered
+    The index is None if nothing is sharded, or if not all ranks have access to this folder. Everything must be gathered
     at this rank then.
     """
     if copied.write_shards is None or not copied.parts:
@@ -179,10 +179,10 @@ def _write_rank_files(
 
     try:
         with atomic_folder(shards_path(path)) as folder:
-            notes = copied.write_shards(copied, folder)
-            if notes is None:
+            indexes = copied.write_shards(copied, folder)
+            if indexes is None:
                 raise _NotSharedError
-            shards = sharded_parts.merge_notes(notes)
+            shards = sharded_parts.merge_indexes(indexes)
             sharded_parts.write_dcp_metadata(folder, shards)
     except _NotSharedError:
         return copied, None
@@ -218,46 +218,46 @@ class LearnerPart:
     """A complete part that was read and verified."""
 
     path: Path
-    note: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     shards: ShardedTensors | None = None  # tensors in the shard files
 
     @property
     def learner(self) -> int:
-        return int(self.note["learner"])
+        return int(self.metadata["learner"])
 
     @property
     def snapshot(self) -> int:
-        return int(self.note["snapshot"])
+        return int(self.metadata["snapshot"])
 
     @property
     def extra(self) -> Any:
-        return self.note["extra"]
+        return self.metadata["extra"]
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
         """Return the whole tensors of the optimizer state. Sharded ones are read on access."""
-        here = self.local_optimizer_tensors()
+        unsharded = self.local_optimizer_tensors()
         if self.shards is None:
-            return here
+            return unsharded
         from atoll.store.sharded_parts import LazyWholeTensors
 
-        return LazyWholeTensors(here, self.shards)
+        return LazyWholeTensors(unsharded, self.shards)
 
     def local_optimizer_tensors(self) -> dict[str, Tensor]:
         return {name.removeprefix("inner."): t for name, t in self.tensors.items() if name.startswith("inner.")}
 
     def prepare(self, optimizers: Optimizers, model: nn.Module) -> optimizer_state.PreparedState:
-        """Prepare its optimizer state for these optimizers. Raise ValueError if it does not fit.
+        """Prepare the part's optimizer state for these optimizers. Raise ValueError if it does not fit.
 
         Only the shards of this process are read.
         """
-        about = self.note["inner"]
+        inner = self.metadata["inner"]
         if self.shards is None:
-            return optimizer_state.prepare(about, self.local_optimizer_tensors(), optimizers, model)
+            return optimizer_state.prepare(inner, self.local_optimizer_tensors(), optimizers, model)
         from atoll.store.sharded_parts import load_for_rank
 
-        tensors = load_for_rank(about, self.local_optimizer_tensors(), self.shards, local_boxes(model))
-        return optimizer_state.prepare(about, tensors, optimizers, model, is_local_part=True)
+        tensors = load_for_rank(inner, self.local_optimizer_tensors(), self.shards, local_boxes(model))
+        return optimizer_state.prepare(inner, tensors, optimizers, model, is_local_part=True)
 
     def rng_states(self, rank: int) -> dict[str, Tensor]:
         """Return the random generator states of one rank; empty if the island had fewer ranks."""
@@ -267,7 +267,7 @@ class LearnerPart:
 
 
 def set_rng_states(states: Mapping[str, Tensor]) -> None:
-    """Set torch's random generators to these states; other devices keep theirs."""
+    """Set torch's random generators to these states. Generators of other devices do not change."""
     if "rng.cpu" in states:
         torch.set_rng_state(states["rng.cpu"])
     if torch.cuda.is_available():
@@ -280,32 +280,32 @@ def set_rng_states(states: Mapping[str, Tensor]) -> None:
 def read_part(path: Path) -> LearnerPart:
     """Read and verify a part. Raise OSError, or ValueError with the problem of the file."""
     text, tensors = read_tensors(path)
-    note = json.loads(text)
+    metadata = json.loads(text)
     fields = (
-        {FORMAT: _NOTE_FIELDS, SHARDED_FORMAT: _SHARDED_NOTE_FIELDS}.get(note.get("format"))
-        if _is_valid_note(note)
+        {FORMAT: _METADATA_FIELDS, SHARDED_FORMAT: _SHARDED_METADATA_FIELDS}.get(metadata.get("format"))
+        if _is_valid_metadata(metadata)
         else None
     )
-    if fields is None or note.keys() != fields.keys():
+    if fields is None or metadata.keys() != fields.keys():
         raise ValueError("not a part of a learner, or written by another version of Atoll")
     for name, kind in fields.items():
-        if not isinstance(note[name], kind) or (isinstance(note[name], bool) and kind is int):
-            raise ValueError(f"holds {note[name]!r:.60} as {name}")
-    if fields is _NOTE_FIELDS:
-        return LearnerPart(path, note, tensors)
-    from atoll.store.sharded_parts import ShardedTensors, check_note
+        if not isinstance(metadata[name], kind) or (isinstance(metadata[name], bool) and kind is int):
+            raise ValueError(f"invalid {name}: {metadata[name]!r:.60}")
+    if fields is _METADATA_FIELDS:
+        return LearnerPart(path, metadata, tensors)
+    from atoll.store.sharded_parts import ShardedTensors, check_index
 
-    shards = ShardedTensors(shards_path(path), check_note(note["shards"]))
+    shards = ShardedTensors(shards_path(path), check_index(metadata["shards"]))
     shards.check_sizes()
-    return LearnerPart(path, note, tensors, shards)
+    return LearnerPart(path, metadata, tensors, shards)
 
 
-def _is_valid_note(value: Any) -> bool:
+def _is_valid_metadata(value: Any) -> bool:
     return isinstance(value, dict) and type(value.get("format")) is int
 
 
 def list_parts(run: Path) -> dict[LearnerId, list[int]]:
-    """Return the snapshots of which each learner has a part here, oldest first, without reading files."""
+    """Return the snapshots of which each learner has a part in this run, oldest first, without reading the parts."""
     parts_by_learner = {
         learner: _list_numbered(folder, _PART_NAME)
         for learner, folder in _list_numbered(run / PARTS_FOLDER, _FOLDER_NAME)
@@ -322,7 +322,7 @@ def find_optimizer_state(
     log: Callable[[str], None],
     check_other_ranks: Callable[[LearnerPart], None] = lambda part: None,
 ) -> tuple[LearnerPart, optimizer_state.PreparedState] | None:
-    """Find the newest valid part of this run that fits: the learner's own, or else another learner's; or None.
+    """Find the newest valid part of this run that fits: the learner's own, else another learner's, else None.
 
     A part that is damaged or does not fit is logged, and the next older one is tried.
 
@@ -336,9 +336,9 @@ def find_optimizer_state(
             return None
         try:
             part = read_part(path)
-            if part.note["run"] != config.run_id:
-                raise ValueError(f"belongs to the run {part.note['run']!r:.100}, this is {config.run_id!r}")
-            if part.note["model"] != model_digest:
+            if part.metadata["run"] != config.run_id:
+                raise ValueError(f"belongs to the run {part.metadata['run']!r:.100}, this is {config.run_id!r}")
+            if part.metadata["model"] != model_digest:
                 raise ValueError("is of another model")
             prepared = part.prepare(optimizers, model)
             check_other_ranks(part)

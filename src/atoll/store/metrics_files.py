@@ -36,7 +36,7 @@ _OLD = re.compile(r"syncer-(\d{6,})-(\d{6,})\.jsonl")
 
 
 class RotatedFile(NamedTuple):
-    """Files number `first` to `last`, merged into one."""
+    """File that contains the files number `first` to `last`."""
 
     first: int
     last: int
@@ -63,7 +63,7 @@ def _is_within(file: RotatedFile, other: RotatedFile) -> bool:
 
 
 class MetricsWriter:
-    """Appends lines. If the disk is full or unavailable, lines are lost and a warning is logged, but nothing fails."""
+    """Append lines. If the disk is full or unavailable, drop the lines and log a warning."""
 
     def __init__(self, run: Path, log: logging.Logger, file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder = run / METRICS_FOLDER
@@ -142,12 +142,12 @@ class MetricsWriter:
 
 
 def compact_rotated_files(folder: Path) -> None:
-    """Merge files until there are at most MAX_FILES_PER_SPAN of each span. May be killed at any time and repeated."""
+    """Merge files until each span has at most MAX_FILES_PER_SPAN. It may be killed at any time and repeated."""
     for leftover in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         leftover.unlink(missing_ok=True)
     while True:
         files = list_rotated_files(folder)
-        for path in folder.glob("syncer-*.jsonl"):  # already merged into another one
+        for path in folder.glob("syncer-*.jsonl"):  # these files were already merged into another one
             if _OLD.fullmatch(path.name) and path not in {file.path for file in files}:
                 path.unlink()
         counts = Counter(file.span for file in files)
@@ -184,7 +184,7 @@ def _ends_mid_line(path: Path) -> bool:
 
 
 class MetricsReader:
-    """Reads all lines of a run in the order of time, and then new ones, each once.
+    """Read all lines of a run in the order of time, and then new ones, each once.
 
     Keeps the newest file open. If the file is renamed because it is full, it is read to its end first.
     """

@@ -27,7 +27,7 @@ from atoll.tensors import optimizer_state
 
 
 class StateFile:
-    """Buffer of `size` bytes, in a file without a name or else in memory. It is deleted when the process exits."""
+    """Buffer of `size` bytes, in an unlinked file or, if that fails, in memory. It is freed when the process exits."""
 
     def __init__(self, size: int, folder: Path | None) -> None:
         self._handle: int | None = None
@@ -50,14 +50,14 @@ class StateFile:
     def read(self) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
         """Return the metadata and the tensors, which are read on access. Raise ValueError if they are invalid."""
         path = f"/proc/self/fd/{self._handle}" if self._handle is not None else ""
-        if not os.path.exists(path):  # in memory, or a system without names for open files
+        if not os.path.exists(path):  # the buffer is in memory, or the system has no paths of open files
             return optimizer_state.read(self.view)
-        about = optimizer_state.read_metadata(self.view)
+        metadata = optimizer_state.read_metadata(self.view)
         try:
             file = safetensors.safe_open(path, "pt")
         except (safetensors.SafetensorError, OSError) as error:
-            raise ValueError(f"the optimizer state is no safetensors file of ours: {error}") from None
-        return about, _LazyTensors(file)
+            raise ValueError(f"the optimizer state is not a safetensors file written by Atoll: {error}") from None
+        return metadata, _LazyTensors(file)
 
 
 class _LazyTensors(Mapping[str, Tensor]):

@@ -22,7 +22,7 @@ MAX_SHARDS = 256
 
 
 class RunFormatError(ValueError):
-    """A run directory has the format of another version of Atoll."""
+    """The run directory has the format of another version of Atoll."""
 
     def __init__(self, directory: Path, run_format: object) -> None:
         super().__init__(
@@ -67,7 +67,7 @@ class RunSettings:
         return self.to_learner_json() | {"plan": self.plan.to_json() if self.plan is not None else None}
 
     def to_learner_json(self) -> dict[str, Any]:
-        """Return the settings that learners receive. A learner makes the plan from its own model: it is left out."""
+        """Return the settings that learners receive. They exclude the plan: a learner makes it from its own model."""
         return {
             "protocol": RUN_FORMAT,
             "config": json.loads(encode(self.config)),
@@ -92,7 +92,7 @@ class RunSettings:
         except TapeError as error:
             raise ValueError(f"the settings of the run were written by another Atoll: {error}") from None
         if type(config) is not RunConfig:
-            raise ValueError("the settings of the run hold no RunConfig")
+            raise ValueError("the settings of the run contain no RunConfig")
         founded_at, extra, plan = raw.get("founded_at"), raw.get("extra"), raw.get("plan")
         if type(founded_at) not in (int, float) or not isinstance(extra, Mapping):
             raise ValueError("the settings of the run lack founded_at or extra")
@@ -123,7 +123,7 @@ def check_is_new_run(run: Path) -> None:
 
 
 class RunClock:
-    """Seconds since the run was founded, equal on all hosts up to the error of their clocks.
+    """Seconds since the run was created, equal on all hosts up to the error of their clocks.
 
     Wall time sets the start of the clock. The monotonic clock advances it, so it never goes back.
     """

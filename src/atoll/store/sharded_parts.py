@@ -7,7 +7,7 @@ The files are those of `torch.distributed.checkpoint`, which also reshards them:
 have any number of ranks. Its collectives are not used, because they would need another process group, and ranks already
 have connections. Each rank writes on its own, and the leader, which knows all shards, makes the metadata.
 
-The note of the part has under `shards`, as JSON, everything that is needed to read them: the sizes and digests of
+The part's metadata has under `shards` an index with everything that is needed to read them: the sizes and digests of
 files, and the offsets of each tensor's rows. `.metadata` is a pickle and is never read here.
 """
 
@@ -50,7 +50,7 @@ from atoll.tensors.sharding import Box, Boxes
 
 _READ_CHUNK_BYTES = 2**22
 
-ShardedTensorsNote = Mapping[str, Any]
+ShardIndex = Mapping[str, Any]
 """`tensors`: name to `[dtype, shape]` of the whole tensor. `files`: name to bytes, digest and `chunks`. A chunk is
 `[tensor, offset, shape, offset in the file, bytes]`."""
 
@@ -60,7 +60,7 @@ ShardedTensorsNote = Mapping[str, Any]
 
 
 class _CopySavePlanner(DefaultSavePlanner):
-    """Saves the copy of the step boundary. Plans are made without the planner, which would use collectives."""
+    """Save planner for the copy of a step boundary. Plans are made without it, to avoid its collectives."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class _CopySavePlanner(DefaultSavePlanner):
 
 def write_rank_file(
     folder: Path, rank: int, copied: optimizer_state.OptimizerStateCopy, mine: Collection[str]
-) -> ShardedTensorsNote:
-    """Write this rank's shards durably and return their note. Raise OSError.
+) -> ShardIndex:
+    """Write this rank's shards durably and return their index. Raise OSError.
 
     Args:
         mine: Names of the parameters whose shards this rank writes.
@@ -85,9 +85,9 @@ def write_rank_file(
         for number, part in copied.parts.items()
         if names[number].parameter in mine
     ]
-    note: dict[str, Any] = {"tensors": {}, "files": {}}
+    index: dict[str, Any] = {"tensors": {}, "files": {}}
     if not items:
-        return note
+        return index
     try:
         writer = FileSystemWriter(folder, sync_files=True)
         written = writer.write_data(
@@ -98,13 +98,13 @@ def write_rank_file(
     for result in written:
         number, where = result.index.fqn, result.storage_data
         dtype = str(copied.tensors[number].dtype)
-        note["tensors"][number] = [dtype.removeprefix("torch."), list(copied.parts[number].sizes)]
+        index["tensors"][number] = [dtype.removeprefix("torch."), list(copied.parts[number].sizes)]
         box = copied.parts[number].box
         chunk = [number, list(box.offset), list(box.shape), where.offset, where.length]
-        note["files"].setdefault(where.relative_path, {"chunks": []})["chunks"].append(chunk)
-    for name, file in note["files"].items():
+        index["files"].setdefault(where.relative_path, {"chunks": []})["chunks"].append(chunk)
+    for name, file in index["files"].items():
         file["bytes"], file["digest"] = file_digest(folder / name)
-    return note
+    return index
 
 
 def _write_item(number: str, part: optimizer_state.StatePart, dtype: torch.dtype) -> WriteItem:
@@ -122,10 +122,10 @@ def _find_os_error(error: RuntimeError, folder: Path) -> Exception:
     return error
 
 
-def merge_notes(notes: Collection[ShardedTensorsNote]) -> ShardedTensorsNote:
-    """Merge the notes of all ranks. Raise ValueError if they do not cover every tensor."""
-    tensors = {number: about for note in notes for number, about in note["tensors"].items()}
-    files = {name: file for note in notes for name, file in note["files"].items()}
+def merge_indexes(indexes: Collection[ShardIndex]) -> ShardIndex:
+    """Merge the indexes of all ranks. Raise ValueError if they do not cover every tensor."""
+    tensors = {number: tensor for index in indexes for number, tensor in index["tensors"].items()}
+    files = {name: file for index in indexes for name, file in index["files"].items()}
     for number, (_, sizes) in tensors.items():
         chunks = [chunk for file in files.values() for chunk in file["chunks"] if chunk[0] == number]
         if sum(math.prod(shape) for _, _, shape, _, _ in chunks) != math.prod(sizes):
@@ -133,7 +133,7 @@ def merge_notes(notes: Collection[ShardedTensorsNote]) -> ShardedTensorsNote:
     return {"tensors": tensors, "files": files}
 
 
-def write_dcp_metadata(folder: Path, shards: ShardedTensorsNote) -> None:
+def write_dcp_metadata(folder: Path, shards: ShardIndex) -> None:
     """Write the metadata. Call it after all ranks have written their files."""
     results = [WriteResult(index, info.length, info) for index, info in _storage_infos(shards).items()]
     FileSystemWriter(folder, sync_files=True).finish(Metadata(_tensor_metadata(shards)), [results])
@@ -143,7 +143,7 @@ def write_dcp_metadata(folder: Path, shards: ShardedTensorsNote) -> None:
 # Reading
 
 
-def _tensor_metadata(shards: ShardedTensorsNote) -> dict[str, Any]:
+def _tensor_metadata(shards: ShardIndex) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         number: TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(sizes), [])
         for number, (dtype, sizes) in shards["tensors"].items()
@@ -154,7 +154,7 @@ def _tensor_metadata(shards: ShardedTensorsNote) -> dict[str, Any]:
     return metadata
 
 
-def _storage_infos(shards: ShardedTensorsNote) -> dict[MetadataIndex, _StorageInfo]:
+def _storage_infos(shards: ShardIndex) -> dict[MetadataIndex, _StorageInfo]:
     return {
         MetadataIndex(number, offset): _StorageInfo(name, begin, length)
         for name, file in shards["files"].items()
@@ -163,7 +163,7 @@ def _storage_infos(shards: ShardedTensorsNote) -> dict[MetadataIndex, _StorageIn
 
 
 class _BoxLoadPlanner(DefaultLoadPlanner):
-    """Loads plain tensors, each a box of a whole tensor."""
+    """Load plan for plain tensors, each of them a box of a whole tensor."""
 
     def __init__(self, boxes: Mapping[str, Box]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -174,8 +174,8 @@ class _BoxLoadPlanner(DefaultLoadPlanner):
         plan = LoadPlan([])
         for number, box in self._boxes.items():
             chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-            about: Any = self.metadata.state_dict_metadata[number]
-            items = create_read_items_for_chunk_list(number, about, [chunk])
+            tensor_metadata: Any = self.metadata.state_dict_metadata[number]
+            items = create_read_items_for_chunk_list(number, tensor_metadata, [chunk])
             if sum(math.prod(item.lengths) for item in items) != box.numel:
                 raise DamageError(f"a part of tensor {number} is missing from its files")
             plan.items += items
@@ -187,9 +187,9 @@ class _BoxLoadPlanner(DefaultLoadPlanner):
 
 
 class _VerifyingReader(FileSystemReader):
-    """Reads according to the note, and verifies the digest of each file."""
+    """Storage reader that takes the layout from the part's metadata and verifies the digest of each file."""
 
-    def __init__(self, folder: Path, shards: ShardedTensorsNote, checked: set[str]) -> None:
+    def __init__(self, folder: Path, shards: ShardIndex, checked: set[str]) -> None:
         super().__init__(folder)
         self._folder = folder
         self._shards = shards
@@ -209,19 +209,19 @@ class _VerifyingReader(FileSystemReader):
 class ShardedTensors:
     """The sharded tensors of a part, on disk."""
 
-    def __init__(self, folder: Path, note: ShardedTensorsNote) -> None:
+    def __init__(self, folder: Path, index: ShardIndex) -> None:
         self.folder = folder
-        self.note = note
+        self.index = index
         self._checked: set[str] = set()  # files whose digests were verified
 
     def load(self, boxes: Mapping[str, Box | None]) -> dict[str, Tensor]:
         """Load a box of each of these tensors; None for the whole tensor. Raise OSError, or ValueError for damage."""
         regions, state = {}, {}
         for number, box in boxes.items():
-            dtype, sizes = self.note["tensors"][number]
+            dtype, sizes = self.index["tensors"][number]
             regions[number] = box if box is not None else Box((0,) * len(sizes), tuple(sizes))
             state[number] = torch.empty(regions[number].shape, dtype=getattr(torch, dtype))
-        reader, planner = _VerifyingReader(self.folder, self.note, self._checked), _BoxLoadPlanner(regions)
+        reader, planner = _VerifyingReader(self.folder, self.index, self._checked), _BoxLoadPlanner(regions)
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -230,34 +230,34 @@ class ShardedTensors:
 
     def verify_digests(self) -> None:
         """Verify the digests of all files. Raise DamageError."""
-        for name in self.note["files"]:
-            check_file(self.folder, name, self.note)
+        for name in self.index["files"]:
+            check_file(self.folder, name, self.index)
             self._checked.add(name)
 
     def check_sizes(self) -> None:
         """Check that all files exist with their sizes, without reading them. Raise DamageError."""
-        for name, file in self.note["files"].items():
+        for name, file in self.index["files"].items():
             _check_size(self.folder / name, file["bytes"])
 
 
 def load_for_rank(
-    about: Mapping[str, Any], here: Mapping[str, Tensor], shards: ShardedTensors, boxes: Boxes
+    metadata: Mapping[str, Any], unsharded: Mapping[str, Tensor], shards: ShardedTensors, boxes: Boxes
 ) -> dict[str, Tensor]:
-    """Return the parts of all state tensors for a rank with these boxes, from `here` and from the shard files."""
+    """Return the parts of all state tensors for a rank with these boxes, from `unsharded` and from the shard files."""
     try:
-        names = optimizer_state.tensor_owners(about)
-        sizes = {number: tuple(about["parameters"][name]["shape"]) for number, (name, _) in names.items()}
+        names = optimizer_state.tensor_owners(metadata)
+        sizes = {number: tuple(metadata["parameters"][name]["shape"]) for number, (name, _) in names.items()}
         regions = {
             number: optimizer_state.part_box(
                 tuple(shape), names[number].is_complex, sizes[number], boxes.get(names[number].parameter)
             )
-            for number, (_, shape) in shards.note["tensors"].items()
+            for number, (_, shape) in shards.index["tensors"].items()
         }
         loaded = {
             number: optimizer_state.extract_part(
                 tensor, names[number].is_complex, sizes[number], boxes.get(names[number][0])
             )
-            for number, tensor in here.items()
+            for number, tensor in unsharded.items()
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the metadata of the optimizer state lacks {error}") from None
@@ -267,41 +267,41 @@ def load_for_rank(
 class LazyWholeTensors(Mapping[str, Tensor]):
     """Tensors by number. Those in shard files are read at each access, so that only one is in memory at a time."""
 
-    def __init__(self, here: Mapping[str, Tensor], shards: ShardedTensors) -> None:
-        self._here = here
+    def __init__(self, unsharded: Mapping[str, Tensor], shards: ShardedTensors) -> None:
+        self._unsharded = unsharded
         self._shards = shards
 
     def __getitem__(self, number: str) -> Tensor:
-        if number in self._here:
-            return self._here[number]
-        if number not in self._shards.note["tensors"]:
+        if number in self._unsharded:
+            return self._unsharded[number]
+        if number not in self._shards.index["tensors"]:
             raise KeyError(number)
         return self._shards.load({number: None})[number]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._here
-        yield from self._shards.note["tensors"]
+        yield from self._unsharded
+        yield from self._shards.index["tensors"]
 
     def __len__(self) -> int:
-        return len(self._here) + len(self._shards.note["tensors"])
+        return len(self._unsharded) + len(self._shards.index["tensors"])
 
 
-def check_note(note: Any) -> ShardedTensorsNote:
-    """Validate a note that was read from a file. Raise ValueError if it is not like those of `write_rank_file`."""
+def check_index(index: Any) -> ShardIndex:
+    """Validate an index that was read from a file. Raise ValueError if `write_rank_file` would not write it."""
     try:
-        for dtype, sizes in note["tensors"].values():
+        for dtype, sizes in index["tensors"].values():
             if not isinstance(getattr(torch, dtype), torch.dtype) or not all(type(size) is int for size in sizes):
-                raise ValueError("a tensor without a type or a shape")
-        for name, file in note["files"].items():
+                raise ValueError("invalid dtype or shape of a tensor")
+        for name, file in index["files"].items():
             if os.path.basename(name) != name or type(file["bytes"]) is not int or type(file["digest"]) is not str:
-                raise ValueError(f"a file {name!r:.60} that is none of this part")
+                raise ValueError(f"invalid file {name!r:.60}")
             for number, offset, shape, begin, length in file["chunks"]:
-                sizes = note["tensors"][number][1]
+                sizes = index["tensors"][number][1]
                 if len(offset) != len(sizes) or len(shape) != len(sizes) or not 0 <= begin <= begin + length:
-                    raise ValueError(f"rows of tensor {number!r:.20} that it does not have")
+                    raise ValueError(f"invalid rows of tensor {number!r:.20}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"its note about shard files is invalid: {error}") from None
-    checked: ShardedTensorsNote = note
+        raise ValueError(f"its index of shard files is invalid: {error}") from None
+    checked: ShardIndex = index
     return checked
 
 
@@ -319,7 +319,7 @@ def file_digest(path: Path) -> tuple[int, str]:
     return size, state.hexdigest()
 
 
-def check_file(folder: Path, name: str, shards: ShardedTensorsNote) -> None:
+def check_file(folder: Path, name: str, shards: ShardIndex) -> None:
     file = shards["files"][name]
     _check_size(folder / name, file["bytes"])
     if file_digest(folder / name) != (file["bytes"], file["digest"]):
@@ -332,7 +332,7 @@ def _check_size(path: Path, size: int) -> None:
     except FileNotFoundError:
         raise DamageError(f"{path.parent.name}/{path.name}, a shard file of one of its ranks, is missing") from None
     if actual != size:
-        raise DamageError(f"{path.parent.name}/{path.name} has {actual} of {size} bytes: it was cut short or replaced")
+        raise DamageError(f"{path.parent.name}/{path.name} has {actual} of {size} bytes: it was truncated or replaced")
 
 
 def link_shard_files(source: ShardedTensors, target: Path) -> None:

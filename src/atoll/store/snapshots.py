@@ -61,7 +61,7 @@ class SnapshotInfo(NamedTuple):
 
 
 def list_snapshots(run: Path) -> list[SnapshotInfo]:
-    """Return the snapshots of a run, oldest first. One with a damaged record is listed with its problem.
+    """Return the snapshots of a run, oldest first. A snapshot with a damaged record is listed with its problem.
 
     Raise RunFormatError for a run directory of another version of Atoll.
     """

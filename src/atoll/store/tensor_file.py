@@ -73,7 +73,7 @@ def error_reason(error: OSError | ValueError) -> str:
 
 
 def encode_small_file(value: str) -> list[bytes]:
-    """Return the content of a small file with this JSON."""
+    """Return the content of a small file with this JSON and its digest."""
     text = value.encode("utf-8")
     first, middle, last = _SMALL_FILE_PARTS
     return [first + xxh3_128_hexdigest(text).encode() + middle + text + last]
@@ -86,7 +86,7 @@ def decode_small_file(data: bytes) -> str:
     if not data:
         raise DamageError("the file is empty")
     if data[: len(first)] != first or data[head : head + len(middle)] != middle or data[-len(last) :] != last:
-        raise DamageError("not a file of Atoll, or cut short")
+        raise DamageError("not a file written by Atoll, or truncated")
     text = data[head + len(middle) : -len(last)]
     if data[len(first) : head] != xxh3_128_hexdigest(text).encode():
         raise DamageError("the digest does not match: the file was damaged or changed after it was written")
@@ -116,7 +116,7 @@ def make_tensor_layout(
     # The widest numbers first, so that every tensor begins at a multiple of its element.
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
         if dtype not in _DTYPES:
-            raise ValueError(f"tensor {name!r} is {dtype}; a file can hold {', '.join(map(str, _DTYPES))}")
+            raise ValueError(f"tensor {name!r} is {dtype}; a tensor file supports {', '.join(map(str, _DTYPES))}")
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
     header = json.dumps(fields, separators=(",", ":")).encode("ascii")
@@ -125,9 +125,9 @@ def make_tensor_layout(
     return TensorLayout(head, {name: len(head) + begin for name, begin in begins.items()}, len(head) + end)
 
 
-def encode_tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
-    """Return the content of a tensor file, in pieces, without copying the tensors. `note` is any text."""
-    metadata = {"digest": _ZERO_DIGEST.decode(), "record": note}
+def encode_tensor_file(record: str, tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
+    """Return the content of a tensor file, in pieces, without copying the tensors. `record` is any text."""
+    metadata = {"digest": _ZERO_DIGEST.decode(), "record": record}
     layout = make_tensor_layout(metadata, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     head = bytearray(layout.header)
     assert head.startswith(_TENSORS_START, 8)
@@ -148,25 +148,25 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def decode_tensor_file(data: bytearray) -> tuple[str, dict[str, Tensor]]:
-    """Return the note and the tensors of a file, which share the memory of `data`. Raise DamageError."""
+    """Return the record text and the tensors of a file, which share the memory of `data`. Raise DamageError."""
     start = 8 + _header_bytes(data)
     view = memoryview(data)
     state = xxh3_128(view[:_DIGEST_OFFSET])
     state.update(_ZERO_DIGEST)
     state.update(view[_DIGEST_OFFSET + _DIGEST_DIGITS :])
     if data[_DIGEST_OFFSET : _DIGEST_OFFSET + _DIGEST_DIGITS] != state.hexdigest().encode():
-        raise DamageError("the digest does not match: the file was damaged, changed or cut short after it was written")
+        raise DamageError("the digest does not match: the file was damaged, changed or truncated after it was written")
     fields = json.loads(bytes(view[8:start]))
-    note: str = fields.pop("__metadata__")["record"]
-    return note, dict(_tensors(data, start, fields))
+    record: str = fields.pop("__metadata__")["record"]
+    return record, dict(_tensors(data, start, fields))
 
 
 def _header_bytes(data: bytearray) -> int:
     if len(data) < _DIGEST_OFFSET + _DIGEST_DIGITS:
-        raise DamageError(f"the file has {len(data)} bytes and is cut short")
+        raise DamageError(f"the file is truncated to {len(data)} bytes")
     size = int.from_bytes(data[:8], "little")
     if data[8:_DIGEST_OFFSET] != _TENSORS_START or size > min(_MAX_HEADER_BYTES, len(data) - 8):
-        raise DamageError("not a file of tensors that Atoll wrote, or cut short")
+        raise DamageError("not a tensor file written by Atoll, or truncated")
     return size
 
 
@@ -182,7 +182,7 @@ def _tensors(data: bytearray, start: int, fields: dict[str, Any]) -> Iterator[tu
 
 
 def read_tensors(path: Path) -> tuple[str, dict[str, Tensor]]:
-    """Return the note and the tensors of a file, in writable memory. Raise OSError or DamageError."""
+    """Return the record text and the tensors of a file, in writable memory. Raise OSError or DamageError."""
     with open(path, "rb", buffering=0) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         view, filled = memoryview(data), 0

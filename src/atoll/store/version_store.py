@@ -4,7 +4,7 @@
     alive                                its heartbeat, for a standby (`fencing`)
     epoch                                the number of the newest syncer that started here
     claims/000000005                     epoch 5 is claimed: no two syncers get the same number
-    run.json                             settings of the run, written when it is founded
+    run.json                             settings of the run, written when it is created
     controls.json                        requests of operators that are in force (`controls`)
     head.json                            in a shard: the newest syncer that it has served
     members.json, leases.json            the newest record of each, and
@@ -65,8 +65,7 @@ from atoll.tape import format
 __all__ = ["FencedError", "StoreInUseError", "Store", "StoreDamagedError"]
 
 LOST_EPOCH_MARGIN = 1000
-"""Distance from the newest version's epoch to the next one, if the epoch file is lost. More than the number of restarts
-without a merge in between."""
+"""Added to the newest version's epoch if the epoch file is lost. More than the number of restarts without a merge."""
 
 SETTINGS_FILE = "run.json"
 CONTROLS_FILE = "controls.json"
@@ -89,10 +88,10 @@ _RECORD_FILES: Mapping[type, str] = {
 
 
 class FencedError(Exception):
-    """A syncer of a later epoch owns the store: this one must not write any more."""
+    """A syncer of a later epoch owns the store: this one must no longer write."""
 
-    def __init__(self, directory: Path, epoch: int, ours: int) -> None:
-        super().__init__(f"{directory} belongs to a syncer of epoch {epoch}; this one, epoch {ours}, has to stop")
+    def __init__(self, directory: Path, epoch: int, own_epoch: int) -> None:
+        super().__init__(f"{directory} belongs to a syncer of epoch {epoch}; this one, epoch {own_epoch}, has to stop")
         self.epoch = epoch
 
 
@@ -147,11 +146,11 @@ class Store:
             make_folder(self.directory / folder)
         self._raise_epoch()  # first: from here on, an earlier syncer writes nothing
         self._remove_unfinished()
-        self._settle_epoch()
+        self._restore_overwritten_epoch()
         self.send_heartbeat()
 
     def close(self) -> None:
-        """Unlock the directory. Closing twice is allowed."""
+        """Release the lock of the directory. A second call does nothing."""
         if self._lock is not None:
             remove_heartbeat(self.directory, self.epoch)
             os.close(self._lock)
@@ -182,7 +181,7 @@ class Store:
         self._put(self.directory / LAST_SYNCER_FILE, encode_small_file(json.dumps(dict(head))))
 
     def write_initial(self, fragment: FragmentId, tensors: Mapping[str, Tensor]) -> None:
-        """Write version 0 of a fragment. May be repeated before version 1 exists, as founding a run may fail."""
+        """Write version 0 of a fragment. May be repeated until version 1 exists, because creating a run may fail."""
         if self._newest(fragment) not in (None, 0):
             raise ValueError(
                 f"fragment {fragment} has version {self._newest(fragment)}: an initial version cannot follow it"
@@ -190,7 +189,7 @@ class Store:
         self._write_version(fragment, 0, "", tensors)
 
     def delete_initial(self, fragment: FragmentId) -> None:
-        """Delete the initial version of a fragment, of a model with which no run was founded."""
+        """Delete the initial version of a fragment, after creating the run has failed."""
         assert self._versions[fragment] == [0], f"fragment {fragment} has versions {self._versions[fragment]}"
         self.check_epoch()
         self.version_path(fragment, 0).unlink()
@@ -212,11 +211,13 @@ class Store:
         else:
             self._put(self.directory / _RECORD_FILES[type(record)], encode_small_file(format.encode(record)))
 
-    def _write_version(self, fragment: FragmentId, version: Version, note: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write_version(
+        self, fragment: FragmentId, version: Version, record: str, tensors: Mapping[str, Tensor]
+    ) -> None:
         path = self.version_path(fragment, version)
         self.check_epoch()
         make_folder(path.parent)
-        pieces = encode_tensor_file(note, tensors)
+        pieces = encode_tensor_file(record, tensors)
         try:
             self._put(path, pieces, replace=False)
         except FileExistsError:
@@ -272,7 +273,7 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _write_snapshot(self, record: SnapshotRecord) -> None:
-        """Complete a snapshot: its values are second names of existing files, and the record is written last."""
+        """Complete a snapshot: its values are hard links to existing files, and the record is written last."""
         folder = snapshot_folder(self.directory, record.snapshot)
         self.pin_snapshot(record.snapshot, record.versions)
         sync_folder(folder)
@@ -293,12 +294,12 @@ class Store:
     # ---------------------------------------------------------------------------------------------------- reading
 
     def read_settings(self) -> dict[str, Any] | None:
-        """Return the settings from `write_settings`; None if the run was never founded."""
+        """Return the settings from `write_settings`; None if the run was never created."""
         return read_value(self.directory / SETTINGS_FILE)
 
     def read_controls(self) -> dict[str, Any] | None:
-        """Return the controls from `write_controls`; None if there never was a request."""
-        return read_value(self.directory / CONTROLS_FILE, "remove it: nothing is paused or changed then")
+        """Return the controls from `write_controls`; None if no request was ever stored."""
+        return read_value(self.directory / CONTROLS_FILE, "remove it; then no operator request is in effect")
 
     def read_end_received(self) -> set[int]:
         """Return the learners that have acknowledged the end of the run to earlier syncers."""
@@ -327,24 +328,24 @@ class Store:
         """Return the newest version of a fragment, its record (None for version 0) and its tensors."""
         version = self._newest(fragment)
         if version is None:
-            raise ValueError(f"fragment {fragment} has no version in {self.directory}: the run was not founded")
+            raise ValueError(f"fragment {fragment} has no version in {self.directory}: the run was not created")
         return version, *self._read(fragment, version)
 
     def _read(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
         path = self.version_path(fragment, version)
         try:
-            note, tensors = read_tensors(path)
-            record = format.decode(note) if note else None
+            text, tensors = read_tensors(path)
+            record = format.decode(text) if text else None
         except (OSError, ValueError) as error:
             raise StoreDamagedError(path, error_reason(error), _damage_advice(self._versions[fragment])) from None
         if record is None and version == 0:
             return None, tensors
         if not isinstance(record, VersionRecord) or (record.fragment, record.version) != (fragment, version):
-            raise StoreDamagedError(path, f"holds {record!r:.200}, which does not match its name", _RESTORE_ADVICE)
+            raise StoreDamagedError(path, f"contains {record!r:.200}, which does not match its name", _RESTORE_ADVICE)
         return record, tensors
 
     def fragments(self) -> tuple[FragmentId, ...]:
-        """Return the fragments that have a version here."""
+        """Return the fragments that have a version in this directory."""
         return tuple(sorted(fragment for fragment, versions in self._versions.items() if versions))
 
     def check_epoch(self) -> None:
@@ -354,15 +355,17 @@ class Store:
         if stored > self.epoch:
             raise FencedError(self.directory, stored, self.epoch)
         if stored < self.epoch:
-            raise StoreDamagedError(path, f"holds epoch {stored} while epoch {self.epoch} runs here", _RESTORE_ADVICE)
+            raise StoreDamagedError(
+                path, f"contains epoch {stored}, but this syncer has epoch {self.epoch}", _RESTORE_ADVICE
+            )
 
     def send_heartbeat(self) -> None:
-        """Write a heartbeat. Raise `FencedError` like `check_epoch`. A second thread may call this."""
+        """Write a heartbeat. Raise `FencedError` like `check_epoch`. Another thread may call this at the same time."""
         self.check_epoch()
         self._heartbeats += 1
         write_heartbeat(self.directory, self.epoch, self._heartbeats)
 
-    # ---------------------------------------------------------------------------------------------------- inside
+    # ---------------------------------------------------------------------------------------------------- internal
 
     def _newest(self, fragment: FragmentId) -> Version | None:
         versions = self._versions.get(fragment)
@@ -409,7 +412,7 @@ class Store:
             raise StoreDamagedError(path, error_reason(error), _RESTORE_ADVICE) from None
 
     def _claim(self, epoch: int) -> int:
-        """Claim the first free epoch from this one on. Of two syncers that start at once, one gets the higher epoch."""
+        """Claim the first free epoch from this one on. If two syncers start at once, one gets the higher epoch."""
         while True:
             try:
                 os.close(os.open(self.directory / "claims" / f"{epoch:09d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -419,10 +422,10 @@ class Store:
                 sync_folder(self.directory / "claims")
                 return epoch
 
-    def _settle_epoch(self) -> None:
-        """Write the epoch again if a syncer with a lower one, which started at the same time, has overwritten ours.
+    def _restore_overwritten_epoch(self) -> None:
+        """Write our epoch again if a syncer with a lower epoch, which started at the same time, has overwritten it.
 
-        It did so before we removed its unfinished file, so it cannot do so again.
+        The other syncer cannot overwrite it again, because we have removed its unfinished file.
         """
         if self._stored_epoch() < self.epoch:
             self._write_epoch()
@@ -430,11 +433,11 @@ class Store:
     def _write_epoch(self) -> None:
         path = self.directory / "epoch"
         try:
-            write_file(path, encode_small_file(str(self.epoch)), before_rename=self._is_still_higher)
+            write_file(path, encode_small_file(str(self.epoch)), before_rename=self._check_stored_epoch_is_lower)
         except FileNotFoundError:  # another syncer started at the same time and removed our unfinished file
             raise FencedError(self.directory, self._stored_epoch(), self.epoch) from None
 
-    def _is_still_higher(self) -> None:
+    def _check_stored_epoch_is_lower(self) -> None:
         stored = self._stored_epoch()
         if stored >= self.epoch:
             raise FencedError(self.directory, stored, self.epoch)
@@ -442,8 +445,8 @@ class Store:
     def _recover_lost_epoch(self) -> int:
         """Return an epoch for a directory whose epoch file is missing; 0 for a new directory.
 
-        It is far beyond the epochs of all versions: learners may know a higher epoch than these, and would refuse a
-        syncer with a lower one.
+        The result is far above the epochs of all versions: learners may have seen a higher epoch than these, and would
+        refuse a syncer with a lower one.
         """
         self._scan_versions()
         if not self.fragments():
@@ -480,7 +483,7 @@ def read_snapshot_record(store: Path, number: int) -> SnapshotRecord | None:
     path = snapshot_folder(store, number) / RECORD_FILE
     record = read_record(path, SnapshotRecord)
     if record is not None and record.snapshot != number:
-        raise StoreDamagedError(path, f"holds {record!r:.100}, which does not match its name", _RESTORE_ADVICE)
+        raise StoreDamagedError(path, f"contains {record!r:.100}, which does not match its name", _RESTORE_ADVICE)
     return record
 
 
@@ -517,14 +520,14 @@ def read_record(path: Path, kind: type[R]) -> R | None:
     if record is None or type(record) is kind:
         result: R | None = record
         return result
-    raise StoreDamagedError(path, f"holds {type(record).__name__}, expected {kind.__name__}", _RESTORE_ADVICE)
+    raise StoreDamagedError(path, f"contains {type(record).__name__}, expected {kind.__name__}", _RESTORE_ADVICE)
 
 
 def _read_epoch(path: Path, data: bytes) -> int:
     try:
         epoch = json.loads(decode_small_file(data))
         if type(epoch) is not int or epoch < 1:
-            raise DamageError(f"holds {epoch!r:.60}, no epoch")
+            raise DamageError(f"contains {epoch!r:.60}, which is not an epoch")
     except ValueError as error:
         raise StoreDamagedError(
             path, str(error), "remove it while no syncer runs here: the next one starts with a much higher epoch"

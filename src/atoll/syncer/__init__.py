@@ -1,4 +1,4 @@
 """The syncer's process: HTTP API, uploads and downloads, merging, snapshots, status, metrics, shards.
 
-Loads no code of the learner.
+This package does not import the learner.
 """

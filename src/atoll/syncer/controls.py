@@ -53,7 +53,9 @@ class ControlState:
     def from_json(cls, stored: object, path: Path, limits: Limits) -> ControlState:
         """Check the content of the file and return its settings."""
         if not isinstance(stored, Mapping) or not all(_is_valid_control(stored, name, limits) for name in stored):
-            raise StoreDamagedError(path, "is not what a syncer writes", "remove it: nothing is paused or changed then")
+            raise StoreDamagedError(
+                path, "has content that no syncer writes", "remove it; then no operator request is in effect"
+            )
         return cls(stored)
 
     def with_event(self, event: ControlRequested, at: float) -> ControlState:

@@ -61,7 +61,7 @@ class UploadKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SliceWrite:
-    """One request that uploads one slice.
+    """Request that uploads one slice.
 
     A later request for the same bytes replaces it: the earlier connection has been given up by its sender.
     """
@@ -92,7 +92,7 @@ class PartialUploads:
         self._folder = folder
         self._buffers = buffers
         self._gate = gate
-        self._uploads: dict[UploadKey, PartialUpload] = {}  # oldest first
+        self._uploads: dict[UploadKey, PartialUpload] = {}  # oldest upload first
         self._sweep: asyncio.TimerHandle | None = None
 
     def missing(self, key: UploadKey, size: int) -> list[Span]:
@@ -103,7 +103,7 @@ class PartialUploads:
         """Return memory for one slice, or None if the slice is here already.
 
         Raises:
-            OSError: There is no room in memory or on disk.
+            OSError: Not enough memory or disk space.
         """
         upload = self._find_upload(key, size)
         if upload is None:
@@ -134,11 +134,11 @@ class PartialUploads:
         upload = self._uploads.get(key)
         if upload is not None and upload.data.numel() != size:
             expected = upload.data.numel()
-            raise WireError(f"contribution of {size} bytes, its first slice said {expected}", "size")
+            raise WireError(f"contribution of {size} bytes, but its first slice announced {expected}", "size")
         return upload
 
     def take_complete(self, key: UploadKey, size: int) -> PartialUpload | None:
-        """Hand a complete upload over to the caller, which must `release` it. None: it is not complete."""
+        """Return a complete upload, which the caller must `release`, or None if it is not complete."""
         upload = self._find_upload(key, size)
         if upload is None or upload.missing:
             return None
@@ -211,7 +211,7 @@ class MemoryGate:
                 self.release(size)  # it was granted at the moment of the cancellation
             elif (size, future) in self._waiting:
                 self._waiting.remove((size, future))
-                self.release(0)  # the next in the queue may fit
+                self.release(0)  # the next request in the queue may fit
             raise
 
     def try_acquire(self, size: int) -> bool:
@@ -225,7 +225,7 @@ class MemoryGate:
         self.used_bytes -= size
         while self._waiting and self._fits(self._waiting[0][0]):
             size, future = self._waiting.popleft()
-            if not future.done():  # a cancelled one may still be in the queue
+            if not future.done():  # a cancelled request may still be in the queue
                 self.used_bytes += size
                 future.set_result(None)
 
@@ -374,7 +374,7 @@ class FragmentEndpoints:
             if fields.total_bytes not in sizes or not fields.begin < end <= fields.total_bytes:
                 has = " or ".join(map(str, sizes))
                 raise WireError(
-                    f"bytes {fields.begin} to {end} of {fields.total_bytes}, the fragment has {has}", "size"
+                    f"got bytes {fields.begin} to {end} of {fields.total_bytes}; the fragment has {has} bytes", "size"
                 )
             key = UploadKey(fields.learner, fields.incarnation, fields.round)
             write = self.partial_uploads.begin_slice(key, fields.begin, end, fields.total_bytes)
@@ -393,8 +393,10 @@ class FragmentEndpoints:
         except ConnectionError:
             raise
         except OSError as error:
-            self.syncer.log.warning("no room to assemble a contribution: %s", error)
-            return error_response(507, f"the syncer has no room for the contribution: {error.strerror}")
+            self.syncer.log.warning("not enough memory or disk space for a contribution: %s", error)
+            return error_response(
+                507, f"the syncer has not enough memory or disk space for the contribution: {error.strerror}"
+            )
         finally:
             if writes and writes[0] is not None:
                 self.partial_uploads.abandon_slice(writes[0])
@@ -404,7 +406,7 @@ class FragmentEndpoints:
     async def get_fragment(self, request: web.Request) -> web.StreamResponse:
         syncer = self.syncer
         p, version = parse_path_numbers(request, "fragment", "version")
-        fragment, wanted = syncer.fragments.get(p), request.query.get("base", "whole")
+        fragment, requested_base = syncer.fragments.get(p), request.query.get("base", "whole")
         if fragment is None:
             return error_response(404, "there is no such fragment")
         served = fragment.pin(version)
@@ -412,7 +414,7 @@ class FragmentEndpoints:
             newest = fragment.served.version
             return error_response(410, f"version {version} is not served any more, the newest is {newest}")
         try:
-            if served.update is not None and wanted == str(served.base):
+            if served.update is not None and requested_base == str(served.base):
                 payload, base, number = served.update, served.base, CODEC_NUMBERS[served.codec]
             else:
                 payload, base, number = served.value, None, CODEC_NUMBERS["f32"]

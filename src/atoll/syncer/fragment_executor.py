@@ -53,10 +53,10 @@ class ContributionPayload:
     """The values of a contribution. Their memory is in use until they are accumulated or dropped."""
 
     data: Tensor
-    codec: str  # of `data`
+    codec: str  # codec of `data`
     norm: float
     release: Callable[[], None]
-    is_taken: bool = False  # its new owner must call `release`
+    is_taken: bool = False  # True: the code that took the payload must call `release`
 
 
 class FragmentHost(Protocol):

@@ -114,19 +114,21 @@ class SyncerEndpoints:
 
     async def post_join(self, request: web.Request) -> web.StreamResponse:
         raw = parse_json(await request.read())
-        wanted = _parse_learner_id(raw.get("learner") if isinstance(raw, dict) else 0)
-        learner, incarnation = self.syncer.assign_learner(choose_learner_id(wanted, self.syncer.connected_learners()))
+        requested = _parse_learner_id(raw.get("learner") if isinstance(raw, dict) else 0)
+        learner, incarnation = self.syncer.assign_learner(
+            choose_learner_id(requested, self.syncer.connected_learners())
+        )
         return web.json_response({"learner": learner, "incarnation": incarnation})
 
     async def put_model(self, request: web.Request) -> web.StreamResponse:
-        """Create the run from the first complete model. A later model is compared with it."""
+        """Create the run from the first complete model. Of a later model, compare only the plan."""
         async with self._create_lock:
             frames = FrameReader(request)
             frame = await frames.read_frame(FrameKind.MODEL, _accept_plan)
             try:
                 plan = FragmentPlan.from_json(parse_json(frame.payload, MAX_PLAN_BYTES))
             except ValueError as error:
-                raise WireError(f"the plan is refused: {error}", "type") from None
+                raise WireError(f"invalid fragment plan: {error}", "type") from None
             refusal = self._check_plan(plan)
             if refusal is not None:
                 return error_response(*refusal)
@@ -150,9 +152,11 @@ class SyncerEndpoints:
         settings = self.syncer.settings
         if plan.total_numel * 4 > MAX_MODEL_BYTES:
             return HttpReply(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
-        wanted = make_stable_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
-        if plan != wanted:
-            offered, expected = (f"{each.method} with {len(each.fragments)} fragments" for each in (plan, wanted))
+        expected_plan = make_stable_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
+        if plan != expected_plan:
+            offered, expected = (
+                f"{each.method} with {len(each.fragments)} fragments" for each in (plan, expected_plan)
+            )
             if offered == expected:
                 expected += " that hold other tensors; use one version of Atoll everywhere"
             return HttpReply(409, f"the plan is {offered}, the run's is {expected}")
@@ -379,7 +383,7 @@ MAX_STATE_FILES = 16
 
 
 class SpooledStateFile:
-    """One complete frame in a file. Its payload is the memory-mapped file, so it is never in memory twice."""
+    """Complete frame in a file. Its payload is the memory-mapped file, so it is never in memory twice."""
 
     def __init__(self, spool: StateSpool, key: StateKey, header: bytes, payload_bytes: int) -> None:
         self._spool = spool
@@ -419,7 +423,7 @@ class StateSpool:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.iterdir():
-            leftover.unlink()  # of an earlier syncer: no learner will request it
+            leftover.unlink()  # a file of an earlier syncer: no learner will request it
         self.serial = itertools.count(1)
         self._files: dict[StateKey, Path] = {}
 

@@ -52,9 +52,9 @@ def load_initial_values(directory: Path, plan: FragmentPlan) -> list[Tensor] | N
 
 
 def _check_names(path: Path, plan: FragmentPlan, names: set[str]) -> None:
-    wanted = {info.name for info in plan.tensors if info.is_synced}
+    required = {info.name for info in plan.tensors if info.is_synced}
     known = {info.name for info in plan.tensors}
-    missing = sorted(wanted - names)
+    missing = sorted(required - names)
     unknown = sorted(name for name in names - known if not _is_in_frozen_module(name, plan))
     if missing or unknown:
         lacks = f"lacks {missing[0]!r}" if missing else ""

@@ -58,7 +58,7 @@ def serve_syncer(
         take_over: Take over from a syncer that owns the directory and has stalled.
         keys: Keys for TLS. Without them only this machine is served, except with `plain_text`.
         plain_text: Serve other machines without TLS. Use it only on a trusted network.
-        serve_end_s: After the end, serve for up to this time while learners that may come back have not received it.
+        serve_end_s: After the end, serve for up to this time while learners that may reconnect have not received it.
         sock: Socket from `bind_socket`, in place of `host` and `port`.
 
     Returns:
@@ -150,7 +150,9 @@ async def http_server(
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     signals = {}
     for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in the main thread: the caller stops us in another way
+        with contextlib.suppress(
+            ValueError
+        ):  # signals need the main thread; in another thread the caller stops the syncer itself
             # Not `loop.add_signal_handler`: it wakes the loop through a pipe. The pipe is full when threads send many
             # wake-ups to a busy loop, and then the signal is lost.
             signals[number] = signal.signal(number, lambda *_: loop.call_soon_threadsafe(stopped.set))
@@ -178,7 +180,7 @@ def _raise_failure(syncer: SyncerProcess) -> None:
 
 
 async def _serve_end(syncer: SyncerProcess, stopped: asyncio.Event, serve_end_s: float) -> None:
-    """Serve the end to learners that come back, then finish the transfers in flight."""
+    """Serve the end to learners that reconnect, then finish the transfers in flight."""
     if (missing := syncer.learners_missing_end()) and serve_end_s > 0 and not stopped.is_set():
         syncer.log.warning(
             "the run is over, and learners that did not receive its end may come back: %s; serving the end for up to"

@@ -133,7 +133,7 @@ MAX_RECEIVING_BYTES = 256 * 2**20
 
 
 class SyncerProcess:
-    """One run at one syncer. Create and use it within one event loop."""
+    """Driver of the syncer's core for one run. Create and use it within one event loop."""
 
     def __init__(
         self,
@@ -158,15 +158,18 @@ class SyncerProcess:
         self.bytes_up = 0  # complete contributions received here, without those at shards
         self.bytes_down = 0  # fragment values sent from here
         self.refused: Counter[str] = Counter()  # invalid messages and frames, by code
-        self.merged_contributions = 0  # by this process
-        self.merges_before = 0  # by earlier syncers of this run
+        self.merged_contributions = 0  # contributions merged by this process
+        self.merges_before = 0  # merges by earlier syncers of this run
         self.run_ended = asyncio.Event()  # the run has ended, or this syncer has been superseded
-        self.end_delivered = asyncio.Event()  # to every learner that may come back; or this syncer must stop
+        # The end was sent to every learner that may reconnect, or this syncer must stop.
+        self.end_delivered = asyncio.Event()
         self._informed: set[LearnerId] = set()  # learners whose new process got the reply that the run is over
         self.halt_reason = ""
         self.superseded_by = ""  # message about the newer syncer: this process must not serve any more
         self.snapshots = SnapshotStatuses()
-        self.failure: BaseException | None = None  # a bug: durable state is intact, and another process can continue
+        self.failure: BaseException | None = (
+            None  # internal error; durable state is intact, and another process can continue
+        )
         self.gate = MemoryGate(MAX_RECEIVING_BYTES)
         self.access = AccessControl(token, tls, self.refused, self.log)
         self.on_authenticated: Callable[[asyncio.BaseTransport | None], None] = lambda transport: None
@@ -184,7 +187,7 @@ class SyncerProcess:
         self._execute: Mapping[type, Callable[[Any], None]] = {
             Send: self._send,
             LogReason: self._log_reason,
-            CloseConnection: self._hang_up,
+            CloseConnection: self._close_connection,
             MergeRound: self.executor.merge_round,
             DiscardRound: self.executor.discard,
             Persist: lambda effect: self.executor.persist(effect.record),
@@ -287,7 +290,9 @@ class SyncerProcess:
         try:
             return self._handle(event, payload)
         except Exception as error:
-            self.log.critical("the syncer has failed and stops; start it again on its directory", exc_info=error)
+            self.log.critical(
+                "internal error in the syncer; stopping. Start it again with the same directory", exc_info=error
+            )
             self.failure = error
             self.run_ended.set()
             self.end_delivered.set()
@@ -379,7 +384,7 @@ class SyncerProcess:
         prefix = f"{kind} {number}: " if kind != "run" else "run: "
         self._reasons.write(effect.reason, effect.subject, prefix, **context)
 
-    def _hang_up(self, effect: CloseConnection) -> None:
+    def _close_connection(self, effect: CloseConnection) -> None:
         link = self.links.pop((effect.learner, effect.incarnation, effect.session), None)
         if link is not None:
             link.connection.close(str(effect.reason))
@@ -432,10 +437,10 @@ class SyncerProcess:
 
     # ---------------------------------------------------------------------------------------------------- learners
 
-    def assign_learner(self, wanted: LearnerId | None) -> tuple[LearnerId, Incarnation]:
-        """Return an id, and an incarnation that is newer than every known one of that learner."""
+    def assign_learner(self, requested: LearnerId | None) -> tuple[LearnerId, Incarnation]:
+        """Return an id and an incarnation, which is newer than all known ones of that learner."""
         members = self.core.state.members if self.core is not None else {}
-        learner = wanted
+        learner = requested
         if learner is None:
             learner = 1
             while learner in members or learner in self.assigned_incarnations:
@@ -448,7 +453,7 @@ class SyncerProcess:
         return [link.connection for link in (*self.links.values(), *(self.shards or ()))]
 
     def connected_learners(self) -> set[LearnerId]:
-        """Learners that have a link, or an id and no link yet."""
+        """Return the learners that have a link, or an assigned id but no link yet."""
         members = self.core.state.members if self.core is not None else {}
         return {key[0] for key in self.links} | {
             learner for learner in self.assigned_incarnations if learner not in members
@@ -504,7 +509,7 @@ class SyncerProcess:
             self.handle_event(FinishRequested())
 
     def take_snapshot(self, requested_by: str = "") -> int | None:
-        """Return the number of the snapshot that starts now or is in progress. None: the run is not running."""
+        """Return the number of the snapshot that starts now or is in progress, or None if the run is not running."""
         if self.core is None or self.core.state.stage is not RunStage.RUNNING:
             return None
         if self.core.state.snapshot is None:
@@ -520,7 +525,7 @@ class SyncerProcess:
         return self.core is not None and self.core.state.stage is RunStage.FINISHED
 
     def learners_missing_end(self) -> list[LearnerId]:
-        """Return the learners that may come back and have not received the end of the run."""
+        """Return the learners that may reconnect and have not received the end of the run."""
         missing = self.core.shutdown.learners_without_finish() if self.core is not None else []
         return [learner for learner in missing if learner not in self._end_received | self._informed]
 

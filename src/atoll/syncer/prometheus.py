@@ -23,7 +23,7 @@ MAX_LABELLED = 256
 
 
 class MetricInfo(NamedTuple):
-    """One metric: its help text and the names of its labels. It is a counter if its name ends with `_total`."""
+    """Metric: its help text and the names of its labels. It is a counter if its name ends with `_total`."""
 
     help: str
     labels: tuple[str, ...] = ()

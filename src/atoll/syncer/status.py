@@ -99,7 +99,7 @@ SNAPSHOT_STATES = {
 
 
 class SnapshotStatuses:
-    """State of the newest snapshots: the state itself, the last message about it, and messages about parts left out."""
+    """Status of the newest snapshots: state, last message, and messages about parts that were left out."""
 
     def __init__(self) -> None:
         self._statuses: dict[int, dict[str, Any]] = {}
@@ -127,10 +127,10 @@ def _expect_int(value: object) -> int:
 
 
 LEARNER_LINE_INTERVAL_S = 0.9
-"""Minimum time between two lines of one learner, which reports about once per second."""
+"""Minimum time between two metrics records of one learner, which reports about once per second."""
 
 MAX_LISTED_CONTRIBUTIONS = 64
-"""Contributions of one merge that its line lists. The line always has their number."""
+"""Maximum number of contributions that the metrics record of a merge lists. Their total count is always recorded."""
 
 
 class SyncerMetrics:
@@ -140,7 +140,7 @@ class SyncerMetrics:
         self._writer = MetricsWriter(run, log)
         self._reported: dict[LearnerId, dict[str, Any]] = {}
         self._written_at: dict[LearnerId, float] = {}
-        self.newest_merges: dict[FragmentId, MergeStats] = {}  # of versions that this process has made durable
+        self.newest_merges: dict[FragmentId, MergeStats] = {}  # only versions that this process has made durable
         self.merge_s = 0.0  # total time of all merges in the merge thread
         self.merged_at: float | None = None  # newest merge, Unix time
 

@@ -1,4 +1,4 @@
 """Record a run as tapes, and compute what follows from them: order, replay, story, timeline, ledger.
 
-Knows no tensors and no sockets.
+This package uses no tensors and no sockets.
 """

@@ -56,7 +56,7 @@ class Downsampler:
         return slices
 
     def halve(self) -> tuple[int, int]:
-        """Join as many rows as possible: return their slice. An odd row at the end stays."""
+        """Join as many rows as possible: return their slice. An odd row at the end is not joined."""
         rows = sum(self._sizes)
         self._sizes = [rows % 2, rows // 2]
         self.joined = rows // 2
@@ -127,7 +127,7 @@ class StepLog:
     def _until(
         self, sums: array[float] | array[int], at: float, partial: Callable[[int, float], float] | None = None
     ) -> float:
-        """Return a sum up to this time. Joined rows are interpolated linearly.
+        """Return a cumulative sum at this time. Joined rows are interpolated linearly.
 
         Args:
             partial: computes the amount of an unfinished row from its number and its full amount; None: 0.
@@ -149,7 +149,7 @@ class StepLog:
             if self.begins[row] >= begin:
                 yield self._each_s(row), self._count(row)
 
-    def usual_s(self, at: float) -> float | None:
+    def typical_s(self, at: float) -> float | None:
         """Return the median of the last step times before this time."""
         done = bisect_right(self.ends, at)
         return median(map(self._each_s, range(max(0, done - TYPICAL_STEP_WINDOW), done))) if done else None
@@ -162,7 +162,7 @@ class StepLog:
 
 
 class MergeRow(NamedTuple):
-    """One durable version, or the mean of several old versions. `alive` and `pulled` are from the sealed round."""
+    """Durable version, or the mean of several old versions. `alive` and `pulled` are from the sealed round."""
 
     at: float
     epoch: int
@@ -212,7 +212,7 @@ class MergeLog:
 
     def __init__(self, keep: int | None = EXACT_ROWS) -> None:
         self.rows: list[MergeRow] = []
-        self.contributions = 0  # in all merges
+        self.contributions = 0  # contributions in all merges
         self._counts: array[int] = array("q")  # merges up to each row
         self._downsampler = Downsampler(keep)
 
@@ -230,7 +230,7 @@ class MergeLog:
             self._counts[first:stop] = self._counts[first + 1 : stop : 2]
 
     def until(self, at: float) -> int:
-        """Return the number of merges up to this time."""
+        """Return the number of merges until this time."""
         row = bisect_right(self.rows, at, key=_at)
         return self._counts[row - 1] if row else 0
 

@@ -36,7 +36,7 @@ from atoll.tape.ordering import MissingCause, merge_tapes
 TAPE_FOLDER = "tapes"
 TAPE_SUFFIX = ".tape"
 MAX_LINE_BYTES = 16 * 1024 * 1024
-"""Maximum line length. A longer line means that the file is no tape."""
+"""Maximum line length. A file with a longer line is not a tape."""
 
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024
 """Limit on buffered lines while the disk is full. At the limit the tape ends, and training continues."""
@@ -103,12 +103,12 @@ class TapeWriter:
                 written = self._file.write(self._buffer)
                 del self._buffer[: written or 0]
         except OSError as error:
-            error.filename = str(self.path)  # the error has no file name otherwise
+            error.filename = str(self.path)  # otherwise the error has no file name
             raise
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes that are not passed to the operating system yet."""
+        """Bytes that were not yet passed to the operating system."""
         return len(self._buffer)
 
     def close(self) -> None:
@@ -127,10 +127,10 @@ class TapeWriter:
 
 
 class TapeSink:
-    """Tape writer of a running process, which a full disk does not stop.
+    """Tape writer of a running process. A write error, such as a full disk, does not stop the process.
 
-    Every entry is passed to the operating system before its messages are sent. So a tape has the causes of all messages
-    that others received, even if the process is killed immediately.
+    Every entry is passed to the operating system before its messages are sent. So the tape has the cause of every
+    message that another process received, even if this process is killed immediately afterwards.
     """
 
     def __init__(self, run: Path | None, header: Header, log: logging.Logger) -> None:
@@ -178,7 +178,7 @@ class TapeReader:
     def __init__(self, path: StrPath, chunk_bytes: int = 64 * 1024) -> None:
         self.path = Path(path)
         self.is_truncated = False  # the newest iteration found an incomplete last line
-        self.bytes_read = 0  # by the newest iteration
+        self.bytes_read = 0  # bytes that the newest iteration has read
         self._chunk_bytes = chunk_bytes
         self._header: Header | None = None
 
@@ -340,7 +340,7 @@ class RunTapes:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether `atoll simulate` wrote the tapes, without training a model."""
+        """Return whether `atoll simulate` wrote the tapes, without training a model."""
         return next(iter(self.readers.values())).header.note == SIMULATED_NOTE
 
     def learners(self) -> list[int]:
@@ -362,7 +362,7 @@ class RunTapes:
         return [reader.path for reader in self.readers.values() if _has_partial_line(reader.path)]
 
     def missing_actors(self) -> list[Actor]:
-        """Return the processes without a file of which a later epoch or incarnation has a file."""
+        """Return the processes without a file whose later epoch or incarnation has one."""
         newest: dict[int, int] = {SYNCER: 1}  # every run has a syncer
         for actor in self.readers:
             newest[actor.learner] = max(newest.get(actor.learner, 1), actor.generation)

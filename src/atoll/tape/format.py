@@ -50,7 +50,7 @@ class TapeError(ValueError):
 
 
 class Actor(NamedTuple):
-    """One process: a syncer epoch or a learner incarnation."""
+    """Name of a process: a syncer epoch or a learner incarnation."""
 
     learner: LearnerId  # SYNCER for the syncer
     generation: int  # epoch or incarnation
@@ -62,7 +62,7 @@ class Actor(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One call of `handle`. `tick` counts the calls of this process from 1 and is its logical clock."""
+    """Record of one call of `handle`. `tick` counts the calls of this process from 1 and is its logical clock."""
 
     at: float
     actor: Actor

@@ -49,15 +49,15 @@ class LearnerProcess:
         self.last_entry_at = last
         self.training_started_at = started_at
         self.log = StepLog(keep)
-        self.optimizer_state_source = ""  # source of its optimizer state, as a sentence
+        self.optimizer_state_source = ""  # sentence about the source of its optimizer state
         self.contributions = 0
         self.disconnected: list[Span] = []  # spans without a connection
         self.disconnected_since: float | None = None  # start of the current span without a connection
         self.stepping_spans: list[list[float]] = []  # spans of steps without longer breaks, as [begin, end]
-        self.presumed_until: float | None = None  # end of its presumed presence after its last entry
-        self.stepping_until: float | None = None  # end of its presumed unreported step
-        self.clock_offset_s = 0.0  # lead over the clock of the syncer, already subtracted
-        self.is_clock_known = False  # compared with the clock of the syncer
+        self.presumed_until: float | None = None  # time until which it was probably present after its last entry
+        self.stepping_until: float | None = None  # time until which it was probably in an unreported step
+        self.clock_offset_s = 0.0  # offset from the syncer's clock (positive: ahead), already subtracted
+        self.is_clock_known = False  # the clock was compared with the syncer's
         self._step_started_at: float | None = None  # start of the current step
         self._recent: deque[float] = deque(maxlen=TYPICAL_STEP_WINDOW)
         self._typical_s: float | None = None
@@ -65,7 +65,7 @@ class LearnerProcess:
     # ---------------------------------------------------------------------------------------------------- input
 
     def handle_entry(self, entry: Entry) -> None:
-        """Handle an entry of its own tape."""
+        """Handle an entry of the process's own tape."""
         at = self.last_entry_at = max(self.last_entry_at, entry.at - self.clock_offset_s)
         event = entry.event
         if type(event) is StepTaken:
@@ -79,7 +79,7 @@ class LearnerProcess:
             and self.disconnected_since is not None
             and type(event.envelope.body) is Welcome
         ):
-            self._reconnected(at)
+            self._handle_reconnect(at)
         for effect in entry.effects:
             if type(effect) is Send:
                 if type(effect.envelope.body) is Contribution:
@@ -89,10 +89,10 @@ class LearnerProcess:
                 self.optimizer_state_source = str(effect.state_source)
 
     def handle_message(self, at: float, report: Report | None, is_live: bool) -> None:
-        """Handle a message that a syncer received from it. The new steps of a report are counted as equally long."""
+        """Handle a message that a syncer received from the process. The new steps of a report count as equally long."""
         self.last_entry_at = max(self.last_entry_at, at)
         if self.disconnected_since is not None:
-            self._reconnected(at)
+            self._handle_reconnect(at)
         if is_live and self.training_started_at is None:
             self.training_started_at = self._step_started_at = at
         if report is None:
@@ -112,7 +112,7 @@ class LearnerProcess:
         if self.disconnected_since is None:
             self.disconnected_since = at
 
-    def _reconnected(self, at: float) -> None:
+    def _handle_reconnect(self, at: float) -> None:
         assert self.disconnected_since is not None
         self.disconnected.append((self.disconnected_since, at))
         self.disconnected_since = None
@@ -138,28 +138,28 @@ class LearnerProcess:
             if len(self.stepping_spans) > MAX_STEPPING_SPANS:
                 self.stepping_spans[0][1] = self.stepping_spans.pop(1)[1]
 
-    def set_clock_offset(self, lead_s: float) -> None:
-        """Set the lead of its clock, and shift all recorded times."""
-        by_s = self.clock_offset_s - lead_s
-        self.clock_offset_s = lead_s
-        self.first_entry_at, self.last_entry_at = self.first_entry_at + by_s, self.last_entry_at + by_s
-        self.training_started_at = self.training_started_at + by_s if self.training_started_at is not None else None
-        self._step_started_at = self._step_started_at + by_s if self._step_started_at is not None else None
-        self.disconnected_since = self.disconnected_since + by_s if self.disconnected_since is not None else None
-        self.disconnected = [(begin + by_s, end + by_s) for begin, end in self.disconnected]
-        self.stepping_spans = [[begin + by_s, end + by_s] for begin, end in self.stepping_spans]
-        self.log.shift(by_s)
+    def set_clock_offset(self, offset_s: float) -> None:
+        """Set the offset of the process's clock from the syncer's (positive: ahead), and shift all recorded times."""
+        shift_s = self.clock_offset_s - offset_s
+        self.clock_offset_s = offset_s
+        self.first_entry_at, self.last_entry_at = self.first_entry_at + shift_s, self.last_entry_at + shift_s
+        self.training_started_at = self.training_started_at + shift_s if self.training_started_at is not None else None
+        self._step_started_at = self._step_started_at + shift_s if self._step_started_at is not None else None
+        self.disconnected_since = self.disconnected_since + shift_s if self.disconnected_since is not None else None
+        self.disconnected = [(begin + shift_s, end + shift_s) for begin, end in self.disconnected]
+        self.stepping_spans = [[begin + shift_s, end + shift_s] for begin, end in self.stepping_spans]
+        self.log.shift(shift_s)
 
     # ---------------------------------------------------------------------------------------------------- queries
 
     @property
     def present_until(self) -> float:
-        """End of its known or presumed presence."""
+        """Time until which the process was present: its last entry, or later if it probably continued."""
         return self.last_entry_at if self.presumed_until is None else max(self.last_entry_at, self.presumed_until)
 
     @property
     def joined_at(self) -> float:
-        """Time at which it had started and downloaded the model."""
+        """Time at which the process had downloaded the model and started to train."""
         return self.training_started_at if self.training_started_at is not None else self.present_until
 
     @property
@@ -172,7 +172,7 @@ class LearnerProcess:
 
     @property
     def present_s(self) -> float:
-        """Time from the start of training to its last step."""
+        """Time from the start of training to the last step of the process."""
         return (
             self.log.ends[-1] - self.training_started_at if self.training_started_at is not None and self.steps else 0.0
         )

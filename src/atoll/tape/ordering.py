@@ -18,7 +18,7 @@ from atoll.tape.format import Actor, Entry, Header
 
 
 class MissingCause(NamedTuple):
-    """Entry whose cause is on no tape: a tape was lost, or ends before its process did."""
+    """Entry whose cause is missing on all tapes: a tape was lost, or ends before its process did."""
 
     actor: Actor
     tick: int
@@ -72,7 +72,7 @@ class _CausalMerge:
         self, tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[MissingCause], None] | None
     ) -> None:
         self.report = report
-        self.tapes: dict[Actor, Iterator[Entry]] = {}  # tapes with more entries
+        self.tapes: dict[Actor, Iterator[Entry]] = {}  # tapes that are not read to the end
         self.emitted: dict[Actor, int] = {}  # newest emitted tick
         self.ready: list[tuple[float, Actor, Entry]] = []
         self.waiting: dict[
@@ -102,7 +102,7 @@ class _CausalMerge:
             self._advance(actor)
 
     def _advance(self, actor: Actor) -> None:
-        """Read the next entry of a tape and make it ready or let it wait."""
+        """Read the next entry of a tape. Add it to the heap, or to the waiting entries."""
         entry = next(self.tapes[actor], None)
         if entry is None:
             del self.tapes[actor]

@@ -34,7 +34,7 @@ MAX_PROBLEMS = 20
 
 
 class SampleLease(NamedTuple):
-    """Lease of samples to one incarnation. `trained`: the incarnation has taken steps on them."""
+    """Lease of samples to one incarnation. If `trained`, the incarnation has taken steps on them."""
 
     learner: int
     incarnation: int
@@ -77,7 +77,7 @@ class DataHistory:
         self.config = config
         self.leases: dict[HolderKey, list[Interval]] = {}  # leases in order, by holder
         self.next_sample = 0  # the first sample that was never leased
-        self.taken_samples: dict[HolderKey, int] = {}  # from the tape of the learner
+        self.taken_samples: dict[HolderKey, int] = {}  # samples taken, from the learner's own tape
         self.trained_tokens: dict[HolderKey, int] = {}
         self.repeated: dict[HolderKey, int] = {}  # steps on repeated samples
         self.problems: list[str] = []
@@ -110,10 +110,10 @@ class DataHistory:
             if self.taken_samples[key] and not event.new_samples:
                 self.repeated[key] = self.repeated.get(key, 0) + event.steps
         elif type(event) is Persisted:
-            self._saved(entry.actor, event.key)
+            self._on_saved(entry.actor, event.key)
         elif type(event) is ShardReconnected:
             for record_key in event.records():
-                self._saved(entry.actor, record_key)
+                self._on_saved(entry.actor, record_key)
         for effect in entry.effects:
             if type(effect) is Persist:
                 self._saving[(entry.actor, effect.record.key())] = effect.record
@@ -123,7 +123,7 @@ class DataHistory:
                 slot = (key, effect.fragment)
                 self._dropped_tokens[slot] = self._dropped_tokens.get(slot, 0) + effect.dropped_tokens
 
-    def _saved(self, actor: Actor, key: RecordKey) -> None:
+    def _on_saved(self, actor: Actor, key: RecordKey) -> None:
         record = self._saving.pop((actor, key), None)
         if record is not None:
             self._durable(record)
@@ -180,7 +180,7 @@ class DataHistory:
     # ---------------------------------------------------------------------------------------------------- samples
 
     def exit_cause(self, key: HolderKey) -> str:
-        """Return why an incarnation is gone for good; empty if it is not."""
+        """Return why an incarnation has permanently ended; empty if it has not."""
         if self._members is None:
             return ""
         if key in self._exited:
@@ -192,7 +192,7 @@ class DataHistory:
         """Yield the parts of its leases with one outcome each, with their order."""
         merges, exit_cause = self._merges.get(key, []), self.exit_cause(key)
         merged = merges[-1].consumed if merges else 0
-        consumed = max(self.taken_samples.get(key, 0), merged)  # its own tape may be lost
+        consumed = max(self.taken_samples.get(key, 0), merged)  # the learner's own tape may be lost
         cuts = sorted({m.consumed for m in merges} | {consumed})
         offset = 0
         for number, (begin, end) in enumerate(self.leases[key]):
@@ -265,7 +265,8 @@ class DataHistory:
                 rest = max(self.trained_tokens.get(key, 0), own + over) - own - over
                 merged += own
                 exit_cause = self.exit_cause(key)
-                reason = exit_cause if exit_cause in ("left", "lost") else "superseded"  # as in the syncer
+                # The same causes as in the syncer.
+                reason = exit_cause if exit_cause in ("left", "lost") else "superseded"
                 for cause, lost in (("overwritten-on-adopt", over), (reason, rest if exit_cause else 0)):
                     if lost:
                         dropped[cause] = dropped.get(cause, 0) + lost

@@ -25,7 +25,7 @@ RUN: Subject = ("run", 0)
 
 
 class StoryLine(NamedTuple):
-    """One sentence of a story, with its time, tape entry and subject."""
+    """Sentence of a story, with its time, tape entry and subject."""
 
     at: float
     actor: Actor
@@ -56,8 +56,8 @@ def build_story(entries: Iterable[Entry], subject: Subject, config: RunConfig | 
     builder = _StoryBuilder(config)
     for entry in entries:
         for statement in builder.describe(entry):
-            if statement.about == subject or statement.concerns is None or subject in statement.concerns:
-                yield StoryLine(entry.at, entry.actor, entry.tick, statement.about, statement.sentence)
+            if statement.subject == subject or statement.concerns is None or subject in statement.concerns:
+                yield StoryLine(entry.at, entry.actor, entry.tick, statement.subject, statement.sentence)
 
 
 def format_reason(reason: Reason) -> str:
@@ -69,9 +69,9 @@ def format_reason(reason: Reason) -> str:
 
 
 class _Statement(NamedTuple):
-    """Sentence about one subject. `concerns`: other subjects whose stories include it; None: all stories."""
+    """Sentence about one subject. It is also in the stories of the subjects in `concerns`; None: in all stories."""
 
-    about: Subject
+    subject: Subject
     sentence: str
     concerns: tuple[Subject, ...] | None = ()
 
@@ -96,7 +96,7 @@ class _Process:
     """State of one process, to describe how it ended."""
 
     last_at: float = 0.0
-    is_over: bool = False  # it has stopped, or its end was described
+    is_over: bool = False  # it has stopped, or the story already describes its end
 
 
 class _StoryBuilder:
@@ -108,17 +108,17 @@ class _StoryBuilder:
 
     def describe(self, entry: Entry) -> Iterator[_Statement]:
         if type(entry.event) is protocol.Started:
-            yield self._started(entry)
+            yield self._describe_start(entry)
         process = self.processes.setdefault(entry.actor, _Process())
         process.last_at = entry.at
         if entry.actor.learner == SYNCER:
-            yield from self._syncer(entry)
+            yield from self._describe_syncer_entry(entry)
         else:
-            yield from _learner_lines(entry)
+            yield from _describe_learner_entry(entry)
         if any(type(effect) in (protocol.Stop, protocol.Halt) for effect in entry.effects):
             process.is_over = True
 
-    def _started(self, entry: Entry) -> _Statement:
+    def _describe_start(self, entry: Entry) -> _Statement:
         """Describe a start, and the end of an earlier process that was killed."""
         learner, start = entry.actor
         noun = "epoch" if learner == SYNCER else "incarnation"
@@ -128,18 +128,19 @@ class _StoryBuilder:
                 process.is_over = True
                 sentence += f"; {noun} {actor.generation} ended without a stop, last entry at {process.last_at:.3f} s"
         if learner == SYNCER:
-            self.quorum = self.config.quorum if self.config is not None else 0  # it receives the changed settings again
+            # A new syncer receives the changed settings again.
+            self.quorum = self.config.quorum if self.config is not None else 0
             return _Statement(RUN, f"syncer {sentence}", None)
         return _Statement(_learner(learner), sentence, (RUN,))
 
-    def _syncer(self, entry: Entry) -> Iterator[_Statement]:
+    def _describe_syncer_entry(self, entry: Entry) -> Iterator[_Statement]:
         if type(entry.event) is protocol.ControlRequested and entry.event.kind == "quorum":
             assert entry.event.value is not None
             self.quorum = int(entry.event.value)
-        ignored = _ignored(entry)
+        ignored = _describe_ignored(entry)
         if ignored is not None:
             yield ignored
-        yield from _shard_lines(entry)
+        yield from _describe_shard_entry(entry)
         sent: dict[tuple[FragmentId, int], list[LearnerId]] = {}
         pulled: dict[RoundId, list[LearnerId]] = {}
         for effect in entry.effects:
@@ -155,23 +156,23 @@ class _StoryBuilder:
         yield from _from_table(_SYNCER_DESCRIPTIONS, entry)
         for (fragment, version), learners in sent.items():
             concerns = tuple(map(_learner, learners))
-            yield _Statement(_fragment(fragment), f"version {version} sent to {_names(learners)}", concerns)
+            yield _Statement(_fragment(fragment), f"version {version} sent to {_join_names(learners)}", concerns)
         for round_id, learners in pulled.items():
             yield self._describe_pull(round_id, learners)
 
     def _describe_pull(self, round_id: RoundId, learners: list[LearnerId]) -> _Statement:
-        about, concerns = _fragment(round_id.fragment), tuple(map(_learner, learners))
+        subject, concerns = _fragment(round_id.fragment), tuple(map(_learner, learners))
         if self.opened.get(round_id.fragment) == round_id:
-            return _Statement(about, f"version {round_id.base}: pulled again from {_names(learners)}", concerns)
+            return _Statement(subject, f"version {round_id.base}: pulled again from {_join_names(learners)}", concerns)
         self.opened[round_id.fragment] = round_id
         if self.config is None:
             sentence = f"opened on version {round_id.base}: {_count(len(learners), 'learner')} pulled"
         else:
             sentence = REASONS["round-opened"].format(round_id.base, len(learners), self.quorum)
-        return _Statement(about, sentence, concerns)
+        return _Statement(subject, sentence, concerns)
 
 
-def _names(learners: list[LearnerId]) -> str:
+def _join_names(learners: list[LearnerId]) -> str:
     return f"{'learner' if len(learners) == 1 else 'learners'} {', '.join(map(str, learners))}"
 
 
@@ -182,8 +183,8 @@ def _durable(entry: Entry) -> tuple[FragmentId, int] | None:
     return None
 
 
-def _shard_lines(entry: Entry) -> Iterator[_Statement]:
-    """Describe the loss and the return of a shard, for the story of the run."""
+def _describe_shard_entry(entry: Entry) -> Iterator[_Statement]:
+    """Describe the loss or the reconnection of a shard, for the story of the run."""
     event = entry.event
     if type(event) is protocol.ShardLost:
         yield _Statement(RUN, f"the shard of {_fragments(event.fragments)} is unavailable: {event.cause}")
@@ -196,7 +197,7 @@ def _fragments(fragments: Iterable[FragmentId]) -> str:
     return f"{'fragment' if len(each) == 1 else 'fragments'} {', '.join(each)}"
 
 
-def _ignored(entry: Entry) -> _Statement | None:
+def _describe_ignored(entry: Entry) -> _Statement | None:
     """Describe a contribution or a hello that got no reply, which may be the start of a problem."""
     if type(entry.event) is not protocol.MessageArrived:
         return None
@@ -344,14 +345,14 @@ _SYNCER_DESCRIPTIONS: dict[type, _Describe] = {
 # Sentences from a learner's tape
 
 
-def _learner_lines(entry: Entry) -> Iterator[_Statement]:
-    about, event = _learner(entry.actor.learner), entry.event
+def _describe_learner_entry(entry: Entry) -> Iterator[_Statement]:
+    subject, event = _learner(entry.actor.learner), entry.event
     if type(event) is protocol.ConnectionOpened:
-        yield _Statement(about, f"connection {event.session} is open")
+        yield _Statement(subject, f"connection {event.session} is open")
     elif type(event) is protocol.DialFailed:
-        yield _Statement(about, f"cannot connect: {event.cause}")
+        yield _Statement(subject, f"cannot connect: {event.cause}")
     elif type(event) is protocol.SnapshotSaved:
-        yield _Statement(about, f"its part of snapshot {event.snapshot} is saved")
+        yield _Statement(subject, f"its part of snapshot {event.snapshot} is saved")
     yield from _from_table(_LEARNER_DESCRIPTIONS, entry)
 
 
@@ -375,7 +376,7 @@ def _describe_copy(entry: Entry, effect: protocol.CopyFragment) -> _Statement:
 
 
 def _describe_contribution(entry: Entry, effect: protocol.Send) -> _Statement | None:
-    """Describe a contribution that is sent again. The first sending is described with its copy."""
+    """Describe a contribution that is sent again. The description of its copy includes the first transmission."""
     body = effect.envelope.body
     assert type(body) is protocol.Contribution
     if any(type(other) is protocol.CopyFragment and other.round == body.round for other in entry.effects):

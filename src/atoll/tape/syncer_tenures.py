@@ -92,8 +92,9 @@ class SyncerTenure:
         self.last_entry_at = 0.0
         self._stage = ""
         self.merges = MergeLog(keep)
-        self.merged_at: dict[int, float] = {}  # by fragment: when its newest version became durable
-        self.merged_with: dict[int, float] = {}  # by learner: when the newest merge with it became durable
+        self.merged_at: dict[int, float] = {}  # by fragment: time at which its newest version became durable
+        # By learner: time at which the newest merge with its contribution became durable.
+        self.merged_with: dict[int, float] = {}
         self.log_lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
         self.refused_counts: dict[str, int] = {}  # refused contributions, by reason
         self.invalid_values: deque[str] = deque(maxlen=MAX_INVALID_VALUES)  # problems with received values
@@ -235,8 +236,8 @@ class SyncerSample(NamedTuple):
     at: float
     epoch: int
     view: SyncerView
-    merged_at: dict[int, float]  # by fragment: when its newest version became durable
-    merged_with: dict[int, float]  # by learner: when the newest merge with it became durable
+    merged_at: dict[int, float]  # by fragment: time at which its newest version became durable
+    merged_with: dict[int, float]  # by learner: time at which the newest merge with its contribution became durable
     quorum: int
     grace_margin: float
 

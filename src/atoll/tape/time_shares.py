@@ -26,7 +26,7 @@ class TimeShares:
 
     @property
     def in_steps_s(self) -> float:
-        """Total time in steps."""
+        """Total time in steps, in seconds."""
         return self.stepping_s + self.waiting_s + self.copying_s
 
     @property
@@ -69,7 +69,7 @@ def compute_time_shares(
     rest_s = allocated_s - in_steps_s
 
     def part(seconds: float) -> float:
-        """Take a part of the rest, so that the parts add up even if clocks disagree."""
+        """Take a part of the remaining time, so that the parts add up even if clocks disagree."""
         nonlocal rest_s
         part_s = min(max(0.0, seconds), rest_s)
         rest_s -= part_s

@@ -60,7 +60,7 @@ STATE_LABELS = {
 
 
 class StateSpan(NamedTuple):
-    """State of a learner from `begin` to `end`: a value of STATE_LABELS, or alone, stopped or paused."""
+    """State of a learner from `begin` to `end`: a value of STATE_LABELS, "alone", "stopped" or "paused"."""
 
     begin: float
     end: float
@@ -73,7 +73,7 @@ class StepGap(NamedTuple):
     learner: int
     at: float  # start of the gap
     gap_s: float
-    usual_s: float
+    typical_s: float
 
 
 class RunTimeline:
@@ -160,14 +160,14 @@ class RunTimeline:
                     each.log.halve()
         return process
 
-    def _update_clock_offset(self, process: LearnerProcess, lead_s: float) -> None:
-        """Update the clock offset by one message. `lead_s` is the sending time minus the arrival time."""
+    def _update_clock_offset(self, process: LearnerProcess, offset_s: float) -> None:
+        """Update the clock offset by one message. `offset_s` is the sending time minus the arrival time."""
         known = process.is_clock_known
         process.is_clock_known = True
-        if abs(lead_s) < MAX_CLOCK_SKEW_S:
-            lead_s = 0.0
-        if lead_s != process.clock_offset_s and (lead_s > process.clock_offset_s or not known):
-            process.set_clock_offset(lead_s)
+        if abs(offset_s) < MAX_CLOCK_SKEW_S:
+            offset_s = 0.0
+        if offset_s != process.clock_offset_s and (offset_s > process.clock_offset_s or not known):
+            process.set_clock_offset(offset_s)
 
     def _update_late_clock_offsets(self) -> None:
         """Compare clocks of processes whose tapes were read before the tape of the syncer."""
@@ -383,7 +383,7 @@ class RunTimeline:
         return begin, max(begin, end)
 
     def _active_section(self, at: float) -> Span:
-        """Return the section around this time in which at least one process of the run was present."""
+        """Return the time span around `at` in which at least one process of the run was present."""
         sections = self._sections or [NEVER]
         return next((each for each in sections if at <= each[1]), sections[-1])
 
@@ -404,7 +404,7 @@ class RunTimeline:
         return compute_time_shares(learner, processes, span, list(stops), pauses, waited_s, copied_s, counted_s)
 
     def state_spans(self, learner: int, begin: float, end: float, stops: Iterable[Span] = ()) -> list[StateSpan]:
-        """Return the states of a learner without gaps, from its own tapes if they exist, else from those of syncers.
+        """Return the states of a learner without gaps, from its own tapes if they exist, else from the syncers' tapes.
 
         Args:
             stops: spans in which its process was stopped by SIGSTOP, which tapes do not show.
@@ -476,7 +476,7 @@ class RunTimeline:
         return longest
 
     def effective_h(self) -> float | None:
-        """Return the steps between two merges of a fragment, for a learner that is present all the time."""
+        """Return the effective H: steps between two merges of a fragment, for a learner that is always present."""
         processes = [process for each in self.processes.values() for process in each]
         present_s = sum(process.present_s for process in processes)
         merges = self.merges_until(float("inf"))
@@ -506,9 +506,9 @@ class RunTimeline:
     def typical_step_s(self, learner: int, at: float) -> float | None:
         """Return the median of the last step times of a learner."""
         for process in reversed(self.processes_of(learner)):
-            usual_s = process.log.usual_s(at)
-            if usual_s is not None:
-                return usual_s
+            typical_s = process.log.typical_s(at)
+            if typical_s is not None:
+                return typical_s
         return None
 
     def to_run_time(self, learner: int, incarnation: int, step: int | None, at: float) -> float:
@@ -529,7 +529,7 @@ class RunTimeline:
         return at if begin - MAX_CLOCK_SKEW_S <= at <= end + MAX_CLOCK_SKEW_S else end
 
     def clock_offset_s(self, learner: int, incarnation: int) -> float:
-        """Return the lead of the clock of a process."""
+        """Return the offset of a process's clock from the syncer's (positive: ahead)."""
         return next(
             (
                 process.clock_offset_s
@@ -541,7 +541,7 @@ class RunTimeline:
 
 
 def _cover(bands: Iterable[StateSpan], covers: Sequence[tuple[Span, str]]) -> Iterator[StateSpan]:
-    """Replace the training state by the covers. The first of two overlapping covers wins."""
+    """Replace the training state where a cover overlaps it. If two covers overlap, the first one counts."""
     for band in bands:
         at = band.begin
         for (begin, end), state in covers if band.state == "training" else ():

@@ -1,4 +1,4 @@
 """Arithmetic on tensors: fragments, codecs, merging, outer optimizer, optimizer state.
 
-Knows torch. Knows no sockets, no threads and no clock.
+This package uses torch, but no sockets, no threads and no clock.
 """

@@ -43,8 +43,8 @@ class Scratch:
 
     def __init__(self, numel: int = CHUNK_NUMEL) -> None:
         numel = min(CHUNK_NUMEL, -(-numel // 256) * 256) + 2 * 256
-        self.values = torch.empty(numel)  # for the caller: a chunk before encoding or after decoding
-        self.work = torch.empty(numel)  # for the codec
+        self.values = torch.empty(numel)  # memory of the caller: a chunk before encoding or after decoding
+        self.work = torch.empty(numel)  # memory of the codec
         self.bytes = torch.empty(numel, dtype=torch.uint8)
         self.shorts = torch.empty(numel // 2, dtype=torch.int16)
 
@@ -91,7 +91,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decodable_values(self, numel: int, first_bytes: int) -> int:
-        """Return how many values the first `first_bytes` bytes are enough for: full blocks, or all values."""
+        """Return how many values can be decoded from the first `first_bytes` bytes: full blocks, or all values."""
 
     @abstractmethod
     def _square_sum(self, data: Tensor, numel: int) -> float:
@@ -232,7 +232,7 @@ class IntegerPacking(Protocol):
 
 
 class Int8Packing:
-    """One byte per value."""
+    """Packing of one value in one byte."""
 
     def size(self, count: int) -> int:
         return count
@@ -372,11 +372,11 @@ CODECS: tuple[Codec, ...] = (
 
 
 def get_codec(name: str) -> Codec:
-    """Return the codec with this name. Raise ValueError if there is none."""
+    """Return the codec with this name. Raise ValueError if the name is unknown."""
     for candidate in CODECS:
         if candidate.name == name:
             return candidate
-    raise ValueError(f"no codec is called {name!r}; there are {', '.join(c.name for c in CODECS)}")
+    raise ValueError(f"unknown codec {name!r}; give one of {', '.join(c.name for c in CODECS)}")
 
 
 class ErrorFeedback:
@@ -436,7 +436,7 @@ class ErrorFeedback:
         return copy_back(out, target, self.numel, on_progress)
 
     def settle(self, sent: bool) -> None:
-        """Note whether the receiver accepted the last encoded bytes. If not, the residual stays as it was."""
+        """Record whether the receiver accepted the last encoded bytes. If not, keep the old residual."""
         if sent and not self._pending:
             raise ValueError("nothing was encoded since the last settle; call encode before settle(True)")
         if sent and self.is_lossy:

@@ -15,7 +15,7 @@ from atoll.tensors.model_view import ModelView
 
 
 class LearnerFragment:
-    """One fragment at one learner.
+    """Fragment at one learner.
 
     Call `adopt` in the training thread, and `encode`, `encoded_contribution` and `settle` in the encoder thread.
     """
@@ -44,7 +44,7 @@ class LearnerFragment:
         return residuals + (self._encoded[1].nbytes if self._encoded is not None else 0)
 
     def encoded_contribution(self, round_id: RoundId) -> Tensor | None:
-        """Return the contribution to this round if it is encoded: a repeated request gets the same bytes."""
+        """Return the contribution to this round if it was encoded before: a repeated pull gets the same bytes."""
         return self._encoded[1] if self._encoded is not None and self._encoded[0] == round_id else None
 
     def encode(
@@ -80,7 +80,7 @@ class LearnerFragment:
         return data
 
     def settle(self, merged: bool) -> None:
-        """Note whether the adopted version includes the last contribution."""
+        """Record whether the adopted version includes the last contribution."""
         assert self._feedback is not None or not merged, f"fragment {self.id}: merged before anything was encoded"
         if self._feedback is not None:
             self._feedback.settle(merged)

@@ -31,7 +31,7 @@ CANCELLATION_TOLERANCE = 1e-6
 
 _EXACT_NORMS = (1e-12, 1e18)  # range in which f32 can hold the squares; other norms are recomputed in f64
 _EXACT_SQUARES = (1e-24, 1e36)
-_MAX_FACTOR = 1e38  # largest w / |v| that f32 can hold; a piece with a smaller norm has a size but no direction
+_MAX_FACTOR = 1e38  # largest w / |v| that f32 can hold; the direction of a piece with a smaller norm is ignored
 
 
 @dataclass(slots=True)
@@ -46,15 +46,15 @@ class MergeRange:
     squared_factors: float = 0.0  # sum(f^2)
 
 
-def _runs(plan: FragmentPlan, p: int, how: str) -> list[MergeRange]:
-    runs: list[MergeRange] = []
+def _plan_ranges(plan: FragmentPlan, p: int, method: str) -> list[MergeRange]:
+    ranges: list[MergeRange] = []
     for piece, begin, end in plan.spans(p):
-        radial = how == "radial" and piece.kind == "weight"
-        if runs and not radial and not runs[-1].is_radial:
-            runs[-1].end = end
+        radial = method == "radial" and piece.kind == "weight"
+        if ranges and not radial and not ranges[-1].is_radial:
+            ranges[-1].end = end
         else:
-            runs.append(MergeRange(begin, end, radial))
-    return runs
+            ranges.append(MergeRange(begin, end, radial))
+    return ranges
 
 
 def norm(v: Tensor) -> float:
@@ -75,14 +75,14 @@ def mean_cosine(sum_norm: float, factors: float, squared_factors: float) -> floa
 
 
 def _exact_square_norm(chunk: Tensor) -> float:
-    size = float(torch.linalg.vector_norm(chunk))
-    if not _EXACT_NORMS[0] < size < _EXACT_NORMS[1]:
-        size = float(torch.linalg.vector_norm(chunk.double()))
-    return size * size
+    length = float(torch.linalg.vector_norm(chunk))
+    if not _EXACT_NORMS[0] < length < _EXACT_NORMS[1]:
+        length = float(torch.linalg.vector_norm(chunk.double()))
+    return length * length
 
 
 def square_norm(chunk: Tensor) -> float:
-    """Return |chunk|^2 for statistics: a third faster than `_exact_square_norm`, which merges use, and less exact."""
+    """Return |chunk|^2 for statistics: a third faster than `_exact_square_norm`, but too inexact for merges."""
     square = float(torch.dot(chunk, chunk))
     return square if _EXACT_SQUARES[0] < square < _EXACT_SQUARES[1] else _exact_square_norm(chunk)
 
@@ -97,10 +97,10 @@ class Accumulator:
 
     def __init__(self, plan: FragmentPlan, p: int, method: str) -> None:
         if method not in ("average", "radial"):
-            raise ValueError(f"no merge is called {method!r}; there are average, radial")
+            raise ValueError(f"unknown merge method {method!r}; give average or radial")
         self.numel = plan.numel(p)
         self._sums = torch.empty(self.numel)
-        self._runs = _runs(plan, p, method)
+        self._ranges = _plan_ranges(plan, p, method)
         self._scratch: Scratch | None = None
         self.merged_norm = 0.0  # |D| of the last result
         self.cosine: float | None = None  # mean over pairs of contributions, of the last result
@@ -112,15 +112,15 @@ class Accumulator:
         self.norms: list[float] = []  # |v| of the contributions, in the order of arrival
         self._first_weight = 1.0
         self._weights = 0.0  # sum(w), relative to the first
-        for run in self._runs:
-            run.weighted_norms = run.factors = run.squared_factors = 0.0
+        for merge_range in self._ranges:
+            merge_range.weighted_norms = merge_range.factors = merge_range.squared_factors = 0.0
 
     def add_encoded(
         self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, known_norm: float | None = None
     ) -> None:
         """Add one encoded contribution, without a decoded copy of it.
 
-        A long radial run is decoded twice, chunk by chunk: once for its norm and once for the sum. Compared with a
+        A long radial range is decoded twice, chunk by chunk: once for its norm and once for the sum. Compared with a
         decoded copy that is read twice, this is a fifth faster for bf16. int8 and int4 cost more to decode: they are a
         tenth and a fifth slower, but save the memory.
 
@@ -132,23 +132,23 @@ class Accumulator:
         codec.check_size(data, self.numel)
         data = ensure_aligned(data)
         w, total = self._relative_weight(weight), 0.0
-        known = known_norm if len(self._runs) == 1 else None  # a norm of everything, of use only if there is one run
-        for run in self._runs:
-            parts = list(chunk_ranges(run.begin, run.end))
+        known = known_norm if len(self._ranges) == 1 else None  # the norm of all ranges together
+        for merge_range in self._ranges:
+            parts = list(chunk_ranges(merge_range.begin, merge_range.end))
             v, factor, square = None, w * scale, 0.0
-            if run.is_radial:
+            if merge_range.is_radial:
                 for begin, end in parts:
                     v = self._decode(codec, data, begin, end)
                     square += _exact_square_norm(v)
-                factor = self._direction_factor(run, w, math.sqrt(square), scale)
+                factor = self._add_direction(merge_range, w, math.sqrt(square), scale)
             for begin, end in parts:
                 if v is None or len(parts) > 1:
                     v = self._decode(codec, data, begin, end)
-                if not run.is_radial and known is None:
+                if not merge_range.is_radial and known is None:
                     square += square_norm(v)  # v is in the cache
                 self._add_scaled(begin, v, factor)
-            exact = math.sqrt(square) if run.is_radial or known is None else known
-            total += self._record_agreement(run, w, exact, scale)
+            exact = math.sqrt(square) if merge_range.is_radial or known is None else known
+            total += self._record_agreement(merge_range, w, exact, scale)
         self._record_contribution(w, total)
 
     def result(self) -> Tensor:
@@ -156,10 +156,10 @@ class Accumulator:
         if not self.count:
             raise ValueError("the round has no contributions; call add_encoded before result")
         total, cosines, numel = 0.0, 0.0, 0
-        for run in self._runs:
-            part = self._sums[run.begin : run.end]
-            if not run.is_radial:
-                square = self._divide_by_weights(run)
+        for merge_range in self._ranges:
+            part = self._sums[merge_range.begin : merge_range.end]
+            if not merge_range.is_radial:
+                square = self._divide_by_weights(merge_range)
                 length = math.sqrt(square) * self._weights
             else:
                 length = norm(part)
@@ -167,10 +167,10 @@ class Accumulator:
                     part.zero_()
                     square = 0.0
                 else:
-                    part.mul_(run.weighted_norms / self._weights / length)
-                    square = (run.weighted_norms / self._weights) ** 2
+                    part.mul_(merge_range.weighted_norms / self._weights / length)
+                    square = (merge_range.weighted_norms / self._weights) ** 2
             total += square
-            cosine = mean_cosine(length, run.factors, run.squared_factors)
+            cosine = mean_cosine(length, merge_range.factors, merge_range.squared_factors)
             if cosine is not None:
                 cosines += cosine * part.numel()
                 numel += part.numel()
@@ -178,10 +178,10 @@ class Accumulator:
         self.cosine = cosines / numel if numel else None
         return self._sums
 
-    def _divide_by_weights(self, run: MergeRange) -> float:
-        """Divide a run by the sum of weights and return |run|^2 of the result."""
+    def _divide_by_weights(self, merge_range: MergeRange) -> float:
+        """Divide the sums of a range by the sum of the weights and return the squared norm of the result."""
         square = 0.0
-        for begin, end in chunk_ranges(run.begin, run.end):
+        for begin, end in chunk_ranges(merge_range.begin, merge_range.end):
             part = self._sums[begin:end]
             if self._weights != 1.0:
                 part.div_(self._weights)
@@ -201,23 +201,24 @@ class Accumulator:
         self.norms.append(math.sqrt(square))
         self.count += 1
 
-    def _record_agreement(self, run: MergeRange, w: float, size: float, scale: float) -> float:
-        """Add one contribution to the sums behind the mean cosine of a run; return |v|^2."""
-        f = w * size * scale if not run.is_radial else w * (size > 0.0)
-        run.factors += f
-        run.squared_factors += f * f
-        return size * size
+    def _record_agreement(self, merge_range: MergeRange, w: float, length: float, scale: float) -> float:
+        """Add one contribution to the sums for the mean cosine of a range (formula above), and return |v|^2."""
+        f = w * length * scale if not merge_range.is_radial else w * (length > 0.0)
+        merge_range.factors += f
+        merge_range.squared_factors += f * f
+        return length * length
 
-    def _direction_factor(self, run: MergeRange, w: float, size: float, scale: float) -> float:
-        run.weighted_norms += w * size * scale
-        factor = w / size if size else math.inf
+    def _add_direction(self, merge_range: MergeRange, w: float, length: float, scale: float) -> float:
+        """Record the norm of one contribution to a radial range. Return the factor of its values: w / |v|."""
+        merge_range.weighted_norms += w * length * scale
+        factor = w / length if length else math.inf
         return factor if factor <= _MAX_FACTOR else 0.0
 
     def _add_scaled(self, begin: int, v: Tensor, factor: float) -> None:
         target = self._sums[begin : begin + v.numel()]
         if self.count:
             target.add_(v, alpha=factor)
-        else:  # overwrite the sums of the last round: saves the pass that would clear them
+        else:  # overwrite the sums of the last round: this saves a pass that sets them to zero
             torch.mul(v, factor, out=target)
 
     def _decode(self, codec: Codec, data: Tensor, begin: int, end: int) -> Tensor:

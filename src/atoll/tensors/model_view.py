@@ -33,7 +33,7 @@ class StagedFragment(NamedTuple):
 
 
 class _BoundPiece(NamedTuple):
-    """One piece of a fragment in the model.
+    """Piece of a fragment in the model.
 
     `local` shares the memory of the parameter. For a sharded parameter it is this rank's shard of the piece, which may
     be empty.
@@ -42,7 +42,7 @@ class _BoundPiece(NamedTuple):
     local: Tensor
     begin: int  # range of the piece in the flat fragment
     end: int
-    window: ShardWindow | None  # of `local` in a whole flat fragment; None if it is all of [begin, end)
+    window: ShardWindow | None  # position of `local` in a whole flat fragment; None if `local` is all of [begin, end)
 
     def select(self, flat: Tensor) -> Tensor:
         """Return the view of a flat fragment that belongs to `local`."""
@@ -74,7 +74,7 @@ class ModelView:
         self.local_numel = sum(each[-1].packed_end for each in self._windows) if self.boxes else plan.total_numel
 
     def _bound_pieces(self, fragment: int) -> list[_BoundPiece]:
-        """Look up the tensors again at each use: modules may move to another device or replace a buffer."""
+        """Look up the tensors again at each use, because modules may move to another device or replace a buffer."""
         if self.boxes:
             return self._bound_sharded_pieces(fragment)
         bound = []
@@ -125,7 +125,7 @@ class ModelView:
 
     @torch.no_grad()
     def begin_read(self, fragment: int, out: Tensor) -> Callable[[], None]:
-        """Start a copy of the current values into `out`. The copy is complete when the returned function has run.
+        """Start a copy of the current values into `out`. Call the returned function to wait for its completion.
 
         The returned function may be called from any thread. The next training step may start at once: it does not
         change the copy.
@@ -199,8 +199,8 @@ class ModelView:
             raise ValueError("carry needs the reference: the value that the unmerged steps started from")
         if self.plan.holds_buffers(fragment):
             method = "overwrite"
-        values = self._staged(fragment, value)
-        references = itertools.repeat(None) if reference is None else self._staged(fragment, reference)
+        values = self._get_staged_pieces(fragment, value)
+        references = itertools.repeat(None) if reference is None else self._get_staged_pieces(fragment, reference)
         for piece_view, new, old in zip(self._bound_pieces(fragment), values, references, strict=False):
             local = piece_view.local
             if method == "overwrite":
@@ -212,7 +212,7 @@ class ModelView:
                 assert old is not None
                 _carry(local, new, old)
 
-    def _staged(self, fragment: int, flat: Tensor | StagedFragment) -> tuple[Tensor, ...]:
+    def _get_staged_pieces(self, fragment: int, flat: Tensor | StagedFragment) -> tuple[Tensor, ...]:
         staged = flat if isinstance(flat, StagedFragment) else self.stage(fragment, flat)
         for piece_view, piece in zip(self._bound_pieces(fragment), staged.pieces, strict=True):
             if piece.is_cuda:  # allocated on another stream: keep its memory until the current stream is done with it

@@ -77,12 +77,12 @@ MAX_REASON_CHARACTERS = 300
 
 
 class _StateWatch:
-    """Records which values in the parameter groups its `step` changes. Hooks must never raise."""
+    """Record which values in the parameter groups the optimizer's `step` changes. Hooks must never raise."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.keys: set[str] = set()
         self._before: list[tuple[dict[str, Any], dict[str, int]]] = []  # groups before the step, versions of tensors
-        self._initial_keys: set[str] | None = None  # keys of the groups, if there are no hooks
+        self._initial_keys: set[str] | None = None  # keys of the groups; used if the optimizer has no hooks
         try:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
@@ -117,7 +117,7 @@ _watched: WeakKeyDictionary[Optimizer, _StateWatch] = WeakKeyDictionary()
 
 
 def track_counters(optimizers: Optimizers) -> None:
-    """Start to detect which values in the parameter groups are counters. Costs microseconds per step."""
+    """Start to detect which values in the parameter groups are counters. This costs microseconds per step."""
     for optimizer in as_optimizer_tuple(optimizers):
         _get_watch(optimizer)
 
@@ -150,7 +150,7 @@ class OptimizerStateCopy(NamedTuple):
     """Copy of an optimizer's state at one step boundary. Training does not change it."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]  # on the devices of the originals
+    tensors: dict[str, Tensor]  # copies, on the devices of the originals
     events: list[torch.cuda.Event]  # recorded after the copies
     parts: dict[str, StatePart] = {}  # by tensor, for those that are sharded over ranks  # noqa: RUF012 - never changed
     other_ranks_tensors: dict[str, Tensor] = {}  # further tensors of the island's other ranks  # noqa: RUF012
@@ -165,7 +165,7 @@ class OptimizerStateCopy(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are neither parameter states nor counters."""
+        """Return whether there are neither parameter states nor counters."""
         return not self.metadata.get("state") and not self.metadata.get("counters")
 
 
@@ -174,7 +174,7 @@ TensorBuffers: TypeAlias = Mapping[str, Tensor]
 
 
 class StatePart(NamedTuple):
-    """This rank's part of a sharded state tensor: its box, and the sizes of the whole. Complex numbers are pairs."""
+    """This rank's part of a sharded state tensor: its box, and the shape of the whole. Complex numbers are pairs."""
 
     box: Box
     sizes: tuple[int, ...]
@@ -205,15 +205,15 @@ def copy_state(optimizers: Optimizers, model: nn.Module) -> OptimizerStateCopy:
         for owned, of in groups.values()
         if (values := _get_counters(owned.optimizer, owned.group))
     ]
-    about = {"format": FORMAT, "optimizer": names, "parameters": parameters, "state": state, "counters": counters}
+    metadata = {"format": FORMAT, "optimizer": names, "parameters": parameters, "state": state, "counters": counters}
     devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
     return OptimizerStateCopy(
-        about, tensors, [torch.cuda.current_stream(device).record_event() for device in devices], parts
+        metadata, tensors, [torch.cuda.current_stream(device).record_event() for device in devices], parts
     )
 
 
 def make_refusal(cause: str) -> OptimizerStateCopy:
-    """Return the reply to a joining learner when there is no state to provide."""
+    """Return the reply to a joining learner if this learner has no state to provide."""
     return OptimizerStateCopy({"format": FORMAT, "refused": cause[:MAX_REASON_CHARACTERS]}, {}, [])
 
 
@@ -239,7 +239,7 @@ def gather_state(copied: OptimizerStateCopy, buffers: TensorBuffers | None = Non
 
 
 def pack_copy(copied: OptimizerStateCopy) -> bytes:
-    """Encode a copy as bytes. Takes seconds for large models: do not call it in the training thread."""
+    """Encode a copy as bytes. This takes seconds for large models: do not call it in the training thread."""
     copied = gather_state(copied)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in copied.tensors.items()}
     return safetensors.torch.save(tensors, {"atoll": json.dumps(copied.metadata, separators=(",", ":"))})
@@ -322,14 +322,14 @@ def prepare(
         )
     parameters, state = metadata.get("parameters"), metadata.get("state")
     if not isinstance(parameters, dict) or not isinstance(state, dict):
-        raise ValueError("the optimizer state has no list of parameters or none of states")
+        raise ValueError("the optimizer state lacks the list of parameters or of states")
     ours = named_optimized_parameters(all_optimizers, model)
     _check_parameters(ours, parameters, names)
     made: dict[Tensor, dict[str, Any]] = {}
     for name, entries in state.items():
         if name not in ours or not isinstance(entries, dict):
             raise ValueError(
-                f"the optimizer state has an entry {name[:200]!r}, which is no parameter of this optimizer"
+                f"the optimizer state has an entry {name[:200]!r}, which is not a parameter of this optimizer"
             )
         parameter, group, optimizer = ours[name]
         made[parameter] = {}
@@ -385,7 +385,7 @@ class TensorOwner(NamedTuple):
     is_complex: bool
 
 
-def tensor_owners(about: Mapping[str, Any]) -> dict[str, TensorOwner]:
+def tensor_owners(metadata: Mapping[str, Any]) -> dict[str, TensorOwner]:
     """Return the parameter of each state tensor, by the tensor's number."""
     owners: dict[str, TensorOwner] = {}
 
@@ -399,7 +399,7 @@ def tensor_owners(about: Mapping[str, Any]) -> dict[str, TensorOwner]:
                 for each in inner.values() if kind == "dict" else inner:
                     visit(each, name)
 
-    for name, entries in about["state"].items():
+    for name, entries in metadata["state"].items():
         for value in entries.values():
             visit(value, name)
     return owners
@@ -412,7 +412,7 @@ def extract_part(tensor: Tensor, is_complex: bool, sizes: tuple[int, ...], box: 
 
 
 def part_box(shape: tuple[int, ...], is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Box | None:
-    """Return the box of `extract_part` in a tensor of this shape; None for all of it."""
+    """Return the box of `extract_part` in a tensor of this shape; None for the whole tensor."""
     more = (2,) if is_complex else ()
     if box is None or not sizes or shape != (*sizes, *more):
         return None
@@ -455,13 +455,13 @@ def _class_names(optimizers: tuple[Optimizer, ...]) -> str:
 
 def _describe_parameter(owned: OptimizedParameter, class_names: str) -> dict[str, Any]:
     parameter, group, optimizer = owned
-    about = {
+    description = {
         "shape": list(parameter.shape),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         **{name: bool(group[name]) for name in _STATE_DECIDING_SETTINGS if name in group},
     }
     own = type(optimizer).__name__
-    return about if own == class_names else about | {"optimizer": own}
+    return description if own == class_names else description | {"optimizer": own}
 
 
 def _check_parameters(ours: Mapping[str, OptimizedParameter], theirs: Mapping[str, Any], class_names: str) -> None:
@@ -471,7 +471,7 @@ def _check_parameters(ours: Mapping[str, OptimizedParameter], theirs: Mapping[st
                 f"the optimizer state lacks {name!r}, which the optimizer here updates; use the same setup"
             )
         if name not in ours:
-            raise ValueError(f"the optimizer state has {name[:200]!r}, which the optimizer here does not update")
+            raise ValueError(f"the optimizer state has {name[:200]!r}, which the local optimizer does not update")
         mine = _describe_parameter(ours[name], class_names)
         if mine != theirs[name]:
             raise ValueError(f"{name} differs: the optimizer state has {str(theirs[name])[:300]}, the optimizer {mine}")
@@ -481,11 +481,11 @@ def _check_parameters(ours: Mapping[str, OptimizedParameter], theirs: Mapping[st
 
 
 def _encode_value(value: object, tensors: dict[str, Tensor], parts: dict[str, StatePart], what: str) -> Any:
-    """Return a value as JSON. Tensors are copied into `tensors`, under a number."""
+    """Return a value as JSON, in which numbers replace tensors. `tensors` receives copies of the tensors by number."""
     if isinstance(value, Tensor):
         sizes, box = tuple(value.shape), local_box(value)
         if box is None and is_sharded(value):
-            box = Box((0,) * len(sizes), sizes)  # this rank has all of it, other ranks may have nothing
+            box = Box((0,) * len(sizes), sizes)  # this rank has the whole tensor, other ranks may have no part of it
         value = local_tensor(value)
         if type(value) not in (Tensor, nn.Parameter):
             raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot be sent to peers")
@@ -518,7 +518,7 @@ def _check_sharded(entries: Mapping[str, Any], name: str) -> None:
 
 
 class _Placer(NamedTuple):
-    """Checks a state tensor and copies it to the device that the optimizer needs."""
+    """Check a state tensor and copy it to the device that the optimizer needs."""
 
     key: str
     name: str
@@ -590,22 +590,22 @@ def _decode_value(value: Any, tensors: Mapping[str, Tensor], placer: _Placer) ->
 
 def read(data: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
     raw = data if isinstance(data, bytes) else bytes(data)
-    about = read_metadata(raw)
+    metadata = read_metadata(raw)
     try:
-        return about, safetensors.torch.load(raw)
+        return metadata, safetensors.torch.load(raw)
     except (ValueError, KeyError, TypeError, AssertionError, safetensors.SafetensorError) as error:
-        raise ValueError(f"the optimizer state is no safetensors file of ours: {error}") from None
+        raise ValueError(f"the optimizer state is not a safetensors file written by Atoll: {error}") from None
 
 
 def read_metadata(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Return the metadata without loading tensors. Raise ValueError if it is invalid."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(len(data) - 8, MAX_HEADER_BYTES):
-        raise ValueError("the optimizer state is cut short, or no safetensors file")
+        raise ValueError("the optimizer state is truncated, or not a safetensors file")
     try:
-        about = json.loads(json.loads(bytes(data[8 : 8 + length]))["__metadata__"]["atoll"])
+        metadata = json.loads(json.loads(bytes(data[8 : 8 + length]))["__metadata__"]["atoll"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"the optimizer state is no safetensors file of ours: {error}") from None
-    if not isinstance(about, dict):
+        raise ValueError(f"the optimizer state is not a safetensors file written by Atoll: {error}") from None
+    if not isinstance(metadata, dict):
         raise ValueError("the metadata of the optimizer state is not a JSON object")
-    return about
+    return metadata

@@ -121,7 +121,7 @@ def supported_outer_optimizers() -> tuple[str, ...]:
 
 @functools.cache
 def outer_state_names(outer: str, momentum: float) -> dict[str, bool]:
-    """Return the names of this optimizer's state, and whether each has one number per value.
+    """Return the names of this optimizer's state, and whether each has one element per value.
 
     Raise ValueError, with the names that work, if it cannot step flat fragments.
     """
@@ -235,7 +235,7 @@ class OuterOptimizer:
             rates: Tokens per inner step of each learner in the merge; None or empty for a step of full size.
         """
         if delta.shape != self.value.shape or delta.dtype != torch.float32:
-            raise ValueError(f"{self.value.numel()} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
+            raise ValueError(f"expected {self.value.numel()} f32 values, got {delta.dtype} {tuple(delta.shape)}")
         if self._optimizer is None:
             self.value.copy_(delta)
             return
@@ -252,7 +252,7 @@ class OuterOptimizer:
             self._set_ramp(min(1.0, self._steps / self._ramp))
         self._optimizer.step()
         for parameter in self._parameters:
-            parameter.grad = None  # the delta is the caller's again
+            parameter.grad = None  # the caller may reuse the delta
         for tail in self._tails:
             tail.store()
 
@@ -287,7 +287,7 @@ class OuterOptimizer:
         return tensors
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load copies of the tensors from `state_dict`. Later steps give the same bits as without the restart."""
+        """Load copies of the tensors from `state_dict`. Later steps are bit-identical to those without a restart."""
         expected = {
             f"{place}.{name}": tuple(parameter.shape) if long else ()
             for place, parameter in enumerate(self._parameters)
@@ -300,7 +300,7 @@ class OuterOptimizer:
             name = min(name for name in {*got, *expected} if got.get(name) != expected.get(name))
             raise ValueError(
                 f"the stored state of {self._outer} does not fit: {name} has shape {got.get(name, 'nothing')}, "
-                f"expected {expected.get(name, 'nothing')}; start with the settings that the run was founded with"
+                f"expected {expected.get(name, 'nothing')}; start with the settings that the run was created with"
             )
         if self._optimizer is None:
             return
@@ -329,7 +329,7 @@ class PublishedValue:
         self.quantization_error = 0.0  # |precise - published| after it, relative to `step_norm`
 
     def advance(self, precise: Tensor, out: Tensor | None = None) -> Tensor:
-        """Move the published value towards `precise` and return the encoded update, which learners apply."""
+        """Move the published value towards `precise` and return the encoded update for learners."""
         codec, value, numel = self.codec, self.value, self.value.numel()
         if precise.shape != value.shape or precise.dtype != torch.float32:
             raise ValueError(f"{numel} f32 values are needed, got {precise.dtype} {tuple(precise.shape)}")
@@ -384,7 +384,7 @@ class UpdateApplier:
         self._update = update
         self._out = out
         self._scratch = Scratch(self.numel)
-        self.applied = 0  # number of values
+        self.applied = 0  # number of values that are applied
 
     def advance(self, first_bytes: int) -> tuple[int, int]:
         """Apply the values in the first `first_bytes` bytes of the update. Return the range of new values in `out`."""

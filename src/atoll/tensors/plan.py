@@ -36,7 +36,7 @@ _SYNCED_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", 
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a model. `digest` is that of a frozen tensor's bytes, which must be equal at all learners."""
+    """Tensor of a model. `digest` is that of a frozen tensor's bytes, which must be equal at all learners."""
 
     name: str
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class FragmentPlan:
         mixed = [fragment for fragment, present in enumerate(kinds) if len(present) > 1]
         if mixed:
             raise ValueError(
-                f"fragment {mixed[0]} holds parameters and buffers: an earlier version of Atoll founded this run;"
+                f"fragment {mixed[0]} holds parameters and buffers: an earlier version of Atoll created this run;"
                 " export its model (atoll export) and start a new run from it (atoll syncer --init)"
             )
         return tuple(True in present for present in kinds)
@@ -160,11 +160,9 @@ class FragmentPlan:
     def from_json(cls, raw: object) -> FragmentPlan:
         """Read the result of `to_json`. Raise ValueError unless it covers its tensors exactly once."""
         if not isinstance(raw, Mapping) or set(raw) != {"how", "tensors", "fragments"}:
-            raise ValueError("a fragment plan is an object of how, tensors and fragments")
+            raise ValueError("a fragment plan must be an object with the keys how, tensors and fragments")
         if not isinstance(raw["how"], str) or raw["how"] not in PLAN_METHODS:
-            raise ValueError(
-                f"there is no fragment plan {str(raw['how'])[:40]!r}; give one of {', '.join(PLAN_METHODS)}"
-            )
+            raise ValueError(f"unknown fragment plan {str(raw['how'])[:40]!r}; give one of {', '.join(PLAN_METHODS)}")
         tensors = tuple(_read_tensor(each) for each in _check_list(raw["tensors"], MAX_TENSORS, "tensors"))
         fragments = tuple(
             tuple(_read_piece(each, tensors) for each in _check_list(pieces, MAX_TENSORS, "pieces of a fragment"))
@@ -177,7 +175,7 @@ class FragmentPlan:
 
 
 def make_plan(tensors: Iterable[TensorInfo], fragments: int, method: str) -> FragmentPlan:
-    """Distribute the synchronized tensors to at most `fragments` fragments; fewer if there are fewer pieces.
+    """Distribute the synchronized tensors over at most `fragments` fragments; fewer if there are fewer pieces.
 
     balanced: by size descending, each tensor into the smallest fragment so far; at most 4/3 of the best possible.
     layers: layer i into fragment i mod P, so that each fragment has layers from all depths; the rest as above.
@@ -187,7 +185,7 @@ def make_plan(tensors: Iterable[TensorInfo], fragments: int, method: str) -> Fra
     after those of the parameters. A model with both has at least two fragments.
     """
     if method not in PLAN_METHODS:
-        raise ValueError(f"there is no fragment plan {method!r}; give one of {', '.join(PLAN_METHODS)}")
+        raise ValueError(f"unknown fragment plan {method!r}; give one of {', '.join(PLAN_METHODS)}")
     if not 1 <= fragments <= MAX_FRAGMENTS:
         raise ValueError(f"a model is cut into 1 to {MAX_FRAGMENTS} fragments, not {fragments}")
     ordered = tuple(sorted(tensors))
@@ -312,7 +310,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     from torch.nn.parameter import is_lazy
 
-    model = _unwrapped(model)
+    model = _unwrap_ddp(model)
     names: dict[int, tuple[str, Tensor]] = {}
     candidates: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -322,13 +320,13 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
                 candidates.append((f"{prefix}.{name}" if prefix else name, buffer))
     for name, tensor in candidates:
         if is_lazy(tensor):
-            raise ValueError(f"{name} has no shape yet; run the model once before the learner is made")
+            raise ValueError(f"{name} has no shape yet; run the model once before you create the learner")
         plain = canonical_name(name)
         names[id(tensor)] = min(names.get(id(tensor), (plain, tensor)), (plain, tensor), key=lambda known: known[0])
     return dict(sorted(names.values(), key=lambda known: known[0]))
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrap_ddp(model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     while isinstance(model, DistributedDataParallel):
@@ -354,7 +352,7 @@ def describe_tensors(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[
     """
     from torch import nn
 
-    model = _unwrapped(model)
+    model = _unwrap_ddp(model)
     tensors = named_tensors(model)
     _check_memory(tensors)
     embedding_ids = {
@@ -420,7 +418,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def _check_memory(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that cannot be changed in place, and two in one memory, which would be updated twice."""
+    """Refuse tensors that cannot be changed in place, and tensors that share memory, which would be updated twice."""
     import torch
 
     seen: dict[tuple[object, ...], str] = {}
@@ -450,7 +448,7 @@ def _check_plan(plan: FragmentPlan) -> None:
     """Raise ValueError unless the pieces match their tensors and cover every synchronized tensor exactly once."""
     names = [tensor.name for tensor in plan.tensors]
     if names != sorted(set(names)):
-        raise ValueError("the tensors of a fragment plan are not sorted by name, or one is there twice")
+        raise ValueError("the tensors of a fragment plan are not sorted by name, or a name occurs twice")
     by_tensor: dict[str, list[Piece]] = {}
     for fragment, pieces in enumerate(plan.fragments):
         if not pieces:
@@ -475,7 +473,7 @@ def _check_plan(plan: FragmentPlan) -> None:
             raise ValueError(f"the fragments hold {at} of {tensor.rows} rows of {tensor.name}")
         total += tensor.numel
     if by_tensor:
-        raise ValueError(f"the plan has no tensor {min(by_tensor)!r}, yet a fragment holds it")
+        raise ValueError(f"a fragment contains the tensor {min(by_tensor)!r}, which the plan does not list")
     if total == 0:
         raise ValueError("the fragment plan is empty: it has no tensor to synchronize")
     if total > MAX_NUMEL:
@@ -484,7 +482,7 @@ def _check_plan(plan: FragmentPlan) -> None:
 
 def _check_list(raw: object, max_length: int, what: str) -> list[Any]:
     if not isinstance(raw, list) or len(raw) > max_length:
-        raise ValueError(f"the {what} of a plan are not a list of at most {max_length:,}")
+        raise ValueError(f"the {what} of a plan must be a list of at most {max_length:,}")
     return raw
 
 
@@ -507,7 +505,7 @@ def _read_tensor(raw: object) -> TensorInfo:
     if kind != "frozen" and dtype not in _SYNCED_DTYPES:
         raise ValueError(f"{name} has dtype {dtype}; only tensors of {', '.join(_SYNCED_DTYPES)} can be synchronized")
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}" if kind == "frozen" else "", digest):
-        raise ValueError(f"the digest of {name} is not what a {kind} tensor has")
+        raise ValueError(f"invalid digest of {name} for a {kind} tensor")
     return TensorInfo(name, tuple(shape), dtype, kind, digest)
 
 
@@ -516,5 +514,5 @@ def _read_piece(raw: object, tensors: Sequence[TensorInfo]) -> Piece:
         raise ValueError("a piece of a plan is a list of tensor, first row and end")
     place, start, stop = raw
     if place >= len(tensors) or not start < stop <= tensors[place].rows:
-        raise ValueError("a piece of a plan names a tensor or rows that are not there")
+        raise ValueError("a piece of a plan names a tensor or rows that do not exist")
     return _make_piece(tensors[place], start, stop)

@@ -1,13 +1,13 @@
 """Robust merging: merges that one outlier cannot spoil, and detection of outliers.
 
     trimmed     per coordinate the mean without the smallest and the largest value; no weights
-    norm-clip   a contribution larger than c times the usual size is scaled down to that, then merged as usual
-    outlier     a contribution OUTLIER_FACTOR times larger than the usual size is refused, with any merge
+    norm-clip   a contribution with more than c times the typical norm is scaled down to that, then merged as usual
+    outlier     a contribution with more than OUTLIER_FACTOR times the typical norm is refused, with any merge
 
-The **size** of a contribution is its norm over the square root of its steps: a late contribution contains more steps,
-which does not make it an outlier. In int8 and int4 the norm is the upper bound from the scales, which is compared with
-bounds of the same codec. The **usual** size of a fragment is a moving average over rounds of the median of each round.
-Buffers are contributed as values: their size is the norm, and they are never scaled.
+All norms above are **normalized**: divided by the square root of the contribution's steps. A late contribution contains
+more steps, which does not make it an outlier. In int8 and int4 the norm is the upper bound from the scales, which is
+compared with bounds of the same codec. The **typical** norm of a fragment is a moving average over rounds of the median
+of each round. Buffers are contributed as values: their norm is not divided, and they are never scaled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from atoll.tensors.sharding import local_tensor
 
 OUTLIER_FACTOR = 100.0
 MIN_ROUNDS = 4
-"""Merged rounds before outliers are detected: sizes grow more than tenfold while the learning rate warms up."""
+"""Merged rounds before outliers are detected: norms grow more than tenfold while the learning rate warms up."""
 
 MAX_NAMED_TENSORS = 3
 """Tensors that one error message names."""
@@ -59,7 +59,7 @@ def make_running_sums(plan: FragmentPlan, p: int, method: str) -> RunningSums:
 
 
 class NormTracker:
-    """Usual size of the contributions to one fragment. Stored along with the outer optimizer's state.
+    """Typical norm of the contributions to one fragment. Stored along with the outer optimizer's state.
 
     >>> tracker = NormTracker()
     >>> for _ in range(MIN_ROUNDS):
@@ -69,16 +69,16 @@ class NormTracker:
     """
 
     def __init__(self, of_buffers: bool = False) -> None:
-        self._of_buffers = of_buffers
+        self._is_for_buffers = of_buffers
         self.rounds = 0
         self.typical_norm = 0.0
 
     def examine(self, codec: Codec, data: Tensor, numel: int) -> tuple[str | None, float]:
         """Check a contribution and return its norm, like `Codec.examine`.
 
-        Buffers may have any finite values, such as a mask of -1e30: they are not squared and summed in f32.
+        Buffers may have any finite values, such as a mask of -1e30, whose squares f32 cannot hold: use f64.
         """
-        if not self._of_buffers:
+        if not self._is_for_buffers:
             return codec.examine(data, numel)
         norm = float(torch.linalg.vector_norm(codec.decode(data, numel).double()))
         if not math.isfinite(norm):
@@ -86,34 +86,35 @@ class NormTracker:
         return None, norm
 
     def normalized_norm(self, norm: float, steps: int) -> float:
-        """Return the size of a contribution with this norm: norm / sqrt(steps), or the norm for buffers."""
-        return norm if self._of_buffers else norm / math.sqrt(max(1, steps))
+        """Return norm / sqrt(steps), or the norm itself for buffers."""
+        return norm if self._is_for_buffers else norm / math.sqrt(max(1, steps))
 
-    def record_round(self, sizes: Sequence[float]) -> None:
-        """Update the usual size with the sizes of the contributions to a merged round."""
-        if not sizes:
+    def record_round(self, normalized_norms: Sequence[float]) -> None:
+        """Update the typical norm with the normalized norms of the contributions to a merged round."""
+        if not normalized_norms:
             return
-        middle = median(sizes)
-        self.typical_norm = middle if not self.rounds else self.typical_norm + _SHARE * (middle - self.typical_norm)
+        round_median = median(normalized_norms)
+        old = self.typical_norm
+        self.typical_norm = old + _SHARE * (round_median - old) if self.rounds else round_median
         self.rounds += 1
 
     @property
     def is_calibrated(self) -> bool:
         return self.rounds >= MIN_ROUNDS and self.typical_norm > 0.0
 
-    def clip_factor(self, size: float, clip: float) -> float:
-        """Return the clipping factor for a contribution of this size; 1 if `clip` is 0."""
-        if not clip or self._of_buffers or not self.is_calibrated or size <= clip * self.typical_norm:
+    def clip_factor(self, normalized_norm: float, clip: float) -> float:
+        """Return the clipping factor for a contribution of this normalized norm; 1 if `clip` is 0."""
+        if not clip or self._is_for_buffers or not self.is_calibrated or normalized_norm <= clip * self.typical_norm:
             return 1.0
-        return clip * self.typical_norm / size
+        return clip * self.typical_norm / normalized_norm
 
-    def find_problem(self, size: float) -> str | None:
-        """Return the reason to refuse a contribution of this size, or None."""
-        if not self.is_calibrated or size <= OUTLIER_FACTOR * self.typical_norm:
+    def find_problem(self, normalized_norm: float) -> str | None:
+        """Return the reason to refuse a contribution of this normalized norm, or None."""
+        if not self.is_calibrated or normalized_norm <= OUTLIER_FACTOR * self.typical_norm:
             return None
-        times = size / self.typical_norm
-        compared = f"{size:.3g} against {self.typical_norm:.3g}, norm over root of steps"
-        return f"wild: {times:.0f} times the usual size ({compared})"
+        ratio = normalized_norm / self.typical_norm
+        comparison = f"{normalized_norm:.3g}, typical {self.typical_norm:.3g}; norm / sqrt(steps)"
+        return f"wild: {ratio:.0f} times the typical norm ({comparison})"
 
     def state_tensor(self) -> Tensor:
         return torch.tensor([self.typical_norm, float(self.rounds)], dtype=torch.float64)
@@ -161,7 +162,7 @@ def find_nonfinite_in_fragment(plan: FragmentPlan, p: int, codec: Codec, data: T
             codec.decode_chunk(data, numel, begin, values, scratch)
             counts = NonFiniteCounts.from_tensor(piece.tensor, piece.kind, values[max(first - begin, 0) : end - begin])
             counted[piece.tensor] = counted[piece.tensor].combine(counts) if piece.tensor in counted else counts
-    named = _named(counted.values())
+    named = _list_names(counted.values())
     if not named:
         worst = max(counted.values(), key=lambda each: each.max_finite)
         return f"{worst.tensor!r} ({worst.kind}): values up to {worst.max_finite:.3g}, too large to sum their squares"
@@ -176,12 +177,12 @@ def find_nonfinite_in_model(model: nn.Module) -> str:
     """Name the tensors with NaN or infinity in this process; empty if all values are finite."""
     named = named_tensors(model).items()
     kinds = {name: "parameter" if isinstance(tensor, nn.Parameter) else "buffer" for name, tensor in named}
-    return _named(
+    return _list_names(
         NonFiniteCounts.from_tensor(name, kinds[name], local_tensor(tensor).detach()) for name, tensor in named
     )
 
 
-def _named(counted: Iterable[NonFiniteCounts]) -> str:
+def _list_names(counted: Iterable[NonFiniteCounts]) -> str:
     names = [str(each) for each in counted if each.nan_count or each.inf_count]
     more = f" and {len(names) - MAX_NAMED_TENSORS} more" if len(names) > MAX_NAMED_TENSORS else ""
     return ", ".join(names[:MAX_NAMED_TENSORS]) + more
@@ -191,10 +192,10 @@ class TrimmedMean:
     """Mean per coordinate without the smallest and the largest value; the plain mean of one or two contributions.
 
     Memory is three f32 per value for any number of contributions: the smallest value, the largest, and the sum of the
-    others. A new value is added to the sum if it lies between the two. Otherwise it replaces one of them, which is
-    added instead. In both cases the sum grows by the new value, clamped to the old range. Nothing is subtracted, so a
-    value of 1e18 leaves no rounding error. Contributions have equal weights: others would have to be stored with both
-    extremes.
+    others. A new value is added to the sum if it lies between the two. Otherwise it replaces one of them,
+    and the replaced value is added. In both cases the sum grows by the new value, clamped to the old range. Nothing is
+    subtracted, so a value of 1e18 leaves no rounding error. Contributions have equal weights: different weights would
+    have to be stored with both extremes.
     """
 
     def __init__(self, numel: int) -> None:
@@ -232,8 +233,8 @@ class TrimmedMean:
         self.count += 1
 
     def _add(self, begin: int, v: Tensor) -> None:
-        place = slice(begin, begin + v.numel())
-        low, high, between = self._low[place], self._high[place], self._between[place]
+        chunk = slice(begin, begin + v.numel())
+        low, high, between = self._low[chunk], self._high[chunk], self._between[chunk]
         if self.count == 0:
             low.copy_(v)
             high.copy_(v)

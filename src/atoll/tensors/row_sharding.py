@@ -59,7 +59,7 @@ class EncodeRange(NamedTuple):
 
 
 class RowTransfer(NamedTuple):
-    """Copy from the packed rows of one rank into the strips of another rank, or of the same."""
+    """Copy from the packed rows of one rank into the strips of another rank, or of the same rank."""
 
     source_rank: int
     packed_begin: int
@@ -72,7 +72,7 @@ class FragmentSharding(NamedTuple):
     """Distribution of one fragment over all ranks."""
 
     numel: int
-    row_ranges: tuple[RowRange, ...]  # all of the fragment, in its order
+    row_ranges: tuple[RowRange, ...]  # ranges that cover the fragment, in order
     encode_ranges: tuple[tuple[EncodeRange, ...], ...]  # by rank
     transfers: tuple[RowTransfer, ...]  # in the order of the fragment
 
@@ -108,7 +108,7 @@ def is_sharded_by_rows(rank_boxes: Sequence[Boxes], tensors: Iterable[TensorInfo
 
 
 def shard_fragment(plan: FragmentPlan, fragment: int, rank_boxes: Sequence[Boxes]) -> FragmentSharding:
-    """Distribute a fragment. Of ranks with the same rows, the first one sends them, as in `sharding.assign_owners`."""
+    """Distribute a fragment. The first of the ranks with the same rows sends them, as in `sharding.assign_owners`."""
     numel = plan.numel(fragment)
     row_ranges = _find_row_ranges(plan, fragment, rank_boxes)
     covered = 0
@@ -153,7 +153,7 @@ def _assign_encode_ranges(
     for row_range in row_ranges:
         begin, end = (min(numel, -(-each // CELL_NUMEL) * CELL_NUMEL) for each in (row_range.begin, row_range.end))
         head = min(begin, row_range.end)
-        if row_range.begin < head:  # the end of a cell that began in the range before
+        if row_range.begin < head:  # the end of a cell that began in the previous range
             assert newest is not None
             encoder, strip = newest
             count = head - row_range.begin
@@ -203,7 +203,7 @@ class ByteLayout(NamedTuple):
     parts: tuple[BytePart, ...]
 
     def to_global(self, begin: int, end: int) -> list[BytePart]:
-        """Map a range of the rank's own bytes to the whole fragment. The padding between strips is left out."""
+        """Map a range of the rank's own bytes to the whole fragment. The padding between strips is omitted."""
         ranges = []
         for part in self.parts:
             low, high = max(begin, part.local_begin), min(end, part.local_begin + part.size)
@@ -237,7 +237,7 @@ def make_byte_layout(codec: Codec, numel: int, strips: Sequence[EncodeRange]) ->
 
 
 class ShardEncoder:
-    """Encodes the strips of one fragment at one rank, each with its own error feedback."""
+    """Encode the strips of one fragment at one rank, each with its own error feedback."""
 
     def __init__(self, codec: Codec, numel: int, strips: Sequence[EncodeRange]) -> None:
         self._numel = numel

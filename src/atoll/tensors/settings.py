@@ -24,7 +24,7 @@ MAX_EMBEDDING_PATTERNS = 100
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Settings of how fragments are cut, merged, stepped and encoded (symbols as in docs/protocol.md).
+    """Settings of the fragment plan, the merge, the outer optimizer and the codecs (symbols as in docs/protocol.md).
 
     >>> Numerics(outer_lr=0.5).to_json()["outer_lr"]
     0.5
@@ -41,8 +41,8 @@ class Numerics:
     # radial applies to weights; embeddings are averaged and buffers have their own rule
     merge: MergeMethod = setting(
         "average",
-        "average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
-        "largest, which protects from a diverged learner.",
+        "average; radial: mean direction times mean length; trimmed: mean per value without the smallest and the "
+        "largest, which protects against a diverged learner.",
         metavar="HOW",
     )
     outer: str = setting("nesterov", "Outer optimizer: nesterov, sgd, adam or torch's name.", metavar="NAME")
@@ -68,7 +68,7 @@ class Numerics:
     )
     embeddings: tuple[str, ...] = ()  # name patterns of embeddings, in addition to the weights of nn.Embedding
     norm_clip: float = setting(
-        0.0, "Scale contributions down to C times their usual size, C from 1 on; 0: never.", metavar="C", min=0
+        0.0, "Scale contributions down to C times their typical norm, C at least 1; 0: never.", metavar="C", min=0
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Numerics:
             )
         for pattern in self.embeddings:
             if not (isinstance(pattern, str) and 0 < len(pattern) <= 1000):
-                raise ValueError(f"embeddings holds {pattern!r}; give patterns of parameter names, such as 'wte*'")
+                raise ValueError(f"embeddings contains {pattern!r}; give patterns of parameter names, such as 'wte*'")
 
     @property
     def upload_codecs(self) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def local_box(tensor: Tensor) -> Box | None:
 def box_from_placements(
     sizes: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> Box:
-    """Return the box of a tensor of these sizes for a rank at these mesh coordinates. Raise ValueError if it is no box.
+    """Return the box of a tensor of these sizes for a rank at these mesh coordinates. Raise ValueError if it is none.
 
     The dimensions of the mesh cut one after the other, into pieces like those of `torch.chunk`. If FSDP cuts a tensor
     that tensor parallelism has cut before, the placement has a split factor, and the order is reversed.
@@ -96,7 +96,7 @@ def box_from_placements(
 def _cuts(
     dim: int, mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> list[tuple[int, int, int]]:
-    """Return the cuts of a dimension in order: number of pieces, index of this rank's piece, and split factor."""
+    """Return the splits of a dimension in order: number of pieces, index of this rank's piece, and split factor."""
     cuts = [
         (size, index, int(getattr(placement, "split_factor", 1)))
         for size, index, placement in zip(mesh, coordinate, placements, strict=True)
@@ -104,7 +104,7 @@ def _cuts(
     ]
     first = cuts[0] if cuts else None
     if first is not None and first[2] > 1 and first[2] == math.prod(size for size, _, _ in cuts[1:]):
-        return [*cuts[1:], (first[0], first[1], 1)]  # cut last
+        return [*cuts[1:], (first[0], first[1], 1)]  # the first mesh dimension is split last
     return cuts
 
 
@@ -201,7 +201,7 @@ def shard_windows(
 
 
 def assign_owners(rank_boxes: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> list[frozenset[str]]:
-    """Return for each rank the tensors whose part it sends. Of ranks with the same part, the first one sends it.
+    """Return for each rank the tensors whose part it sends: the first of several ranks with the same part sends it.
 
     Raise ValueError if the parts do not cover a tensor.
     """

@@ -26,7 +26,7 @@ MAX_PINNED_VERSIONS = 4
 
 
 class ServedVersion(NamedTuple):
-    """One durable version of one fragment, as learners download it."""
+    """Durable version of one fragment, as learners download it."""
 
     version: Version
     value: Tensor  # f32, the same bits at every learner
@@ -45,7 +45,7 @@ class MergeStats(Value, frozen=True):
     merged_norm: Number
     cosine: Number | None  # mean over pairs of contributions
     momentum_norm: Number | None
-    step_norm: Number  # of the published update
+    step_norm: Number  # norm of the published update
     quantization_error: Number  # share of the update that its codec rounded away
     merge_s: Number = 0.0  # duration of `merge`, measured by the process
 
@@ -68,11 +68,12 @@ class SyncerFragment:
         self.norm_tracker = NormTracker(plan.holds_buffers(p))
         self.outer_optimizer = OuterOptimizer(plan, p, numerics, value.clone())
         self.served = ServedVersion(version, value, tensor_digest(value), NO_VERSION, None)
-        self.merged: ServedVersion | None = None  # merged, and not yet durable
-        self.stats: MergeStats | None = None  # of the newest merge
-        self.frame_headers: dict[tuple[Version, Version | None, int, int], bytes] = {}  # by version, base, begin, end
+        self.merged: ServedVersion | None = None  # version that is merged but not yet durable
+        self.stats: MergeStats | None = None  # statistics of the newest merge
+        # Frame headers by version, base, begin, end.
+        self.frame_headers: dict[tuple[Version, Version | None, int, int], bytes] = {}
         self._spare_buffer: Tensor | None = None
-        self._pins: Counter[Version] = Counter()  # learners that were notified of a version, and transfers of it
+        self._pins: Counter[Version] = Counter()  # per version: notified learners plus active transfers
         self._pinned_versions: dict[Version, ServedVersion] = {}  # pinned versions before the newest
         self._sums: RunningSums | None = None
         self._sizes: list[float] = []  # sizes of the contributions to the round
@@ -146,7 +147,7 @@ class SyncerFragment:
         )
 
     def stored_state(self, version: Version) -> dict[str, Tensor]:
-        """Return the tensors to store for this version: the merged one, or the served one if there is no newer merge.
+        """Return the tensors to store for this version: the merged one, or the served one if no newer merge exists.
 
         They do not change before `mark_durable`.
         """
@@ -177,7 +178,7 @@ class SyncerFragment:
                 del self.frame_headers[key]
 
     def pin(self, version: Version) -> ServedVersion | None:
-        """Keep this version until `unpin`. Return None if it is deleted."""
+        """Keep this version until `unpin`. Return None if it was already deleted."""
         served = self.served if version == self.served.version else self._pinned_versions.get(version)
         if served is not None:
             self._pins[version] += 1

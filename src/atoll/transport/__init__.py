@@ -1,4 +1,4 @@
 """Move bytes between processes: wire format, HTTP, WebSocket, TLS, keys, pacing.
 
-Takes no decision of the protocol, and knows neither the learner's nor the syncer's process.
+This package takes no protocol decisions, and does not depend on the learner's or the syncer's process.
 """

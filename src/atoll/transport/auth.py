@@ -3,7 +3,7 @@
 | credentials | access |
 |---|---|
 | none | processes on this machine, in plain text |
-| token | whoever has it: from this machine in plain text, from others over TLS with the syncer's certificate |
+| token | processes with the token: on this machine in plain text, on others over TLS with the syncer's certificate |
 | keys | keys signed by the authority, for the learners that they name |
 | keys and token | peers with both |
 """
@@ -120,7 +120,7 @@ CURRENT_PEER: ContextVar[Peer | None] = ContextVar("CURRENT_PEER", default=None)
 
 
 def log_key(code: str) -> str:
-    """Return the key for log deduplication: one per code and key, whatever the peer sends."""
+    """Return the key for log deduplication: one per rejection code and peer key, independent of the sent data."""
     peer = CURRENT_PEER.get()
     return f"{code} {peer.name}" if peer is not None else code
 
@@ -142,20 +142,20 @@ def check_identity(learner: int) -> None:
         raise IdentityMismatchError(f"the key of {peer.name} is for {named}, and cannot act as learner {learner}")
 
 
-def choose_learner_id(wanted: int | None, taken: Collection[int]) -> int | None:
-    """Choose the learner id for the current peer: the wanted one, or one that its key names and that is free."""
+def choose_learner_id(requested: int | None, taken: Collection[int]) -> int | None:
+    """Choose the learner id for the current peer: the requested one, or a free one that its key names."""
     peer = CURRENT_PEER.get()
     if peer is None or peer.is_any_learner:
-        return wanted
-    if wanted is None:
+        return requested
+    if requested is None:
         free = sorted(each for each in peer.learners if each not in taken)
         if not free and len(peer.learners) > 1:
             raise IdentityMismatchError(
                 f"all learners that the key of {peer.name} names are connected: choose one with --learner"
             )
         return free[0] if free else min(peer.learners)  # the only one reconnects with its own id
-    check_identity(wanted)
-    return wanted
+    check_identity(requested)
+    return requested
 
 
 KEY_POLL_INTERVAL_S = 1.0
@@ -170,14 +170,14 @@ NO_TOKEN = Rejection(
     "token", 401, "the token is missing or wrong: the learner and the syncer must be given the same one"
 )
 NO_KEY = Rejection(
-    "no-key", 401, "this syncer asks for a key, and none was shown: give --keys DIR, keys=... in a script"
+    "no-key", 401, "this syncer requires a key, and the client sent none: give --keys DIR, or keys=... in a script"
 )
 
 
 def check_access(host: str, token: str | None, tls: ServerTls | None = None, plain_text: bool = False) -> None:
     """Raise ValueError if unauthenticated peers could connect or read the traffic."""
     if token is not None and len(token) < MIN_TOKEN_LENGTH:
-        raise ValueError("a token needs at least 8 letters: any client that reaches the port can try to guess it")
+        raise ValueError("a token needs at least 8 characters: any client that reaches the port can try to guess it")
     if plain_text and tls is not None:
         raise ValueError("--plain-text cannot be used with keys: they require TLS")
     if is_loopback(host):
@@ -244,7 +244,7 @@ class AccessControl:
         return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), self._bearer)
 
     def reject(self, rejection: Rejection, remote: str, subject: str, dedup_key: str = "") -> None:
-        """Count and log a rejection. Repeated lines are suppressed.
+        """Count and log a rejection. Repeated log lines are suppressed.
 
         `dedup_key` groups messages that differ, so that a peer cannot fill the log by varying them.
         """

@@ -45,7 +45,7 @@ class ByteBufferPool:
         return torch.empty(size, dtype=torch.uint8)
 
     def release(self, buffer: Tensor) -> None:
-        """Return a buffer to the pool. It must not be used any more."""
+        """Return a buffer to the pool. The caller must no longer use it."""
         if buffer.numel() < self.min_bytes:
             return
         assert not any(buffer is pooled for pooled in self._pooled), "the buffer is already in the pool"
@@ -131,7 +131,7 @@ class ByteSink(Protocol):
 
 
 class StreamingBuffer:
-    """A buffer that is sent while it is being written. `missing` are the bytes that are written and not sent yet.
+    """A buffer that is sent while it is being written. `missing` has the bytes that are written but not sent yet.
 
     Create it in the event loop. The writing thread calls `set_buffer`, `mark_written` and `finish`. Use everything else
     in the loop.
@@ -175,7 +175,7 @@ class StreamingBuffer:
         self._notify()
 
     def _notify(self) -> None:
-        """Wake all current waiters. Later ones wait for the next change."""
+        """Wake all current waiters. Later waiters wait for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
         if self._error is not None:

@@ -17,7 +17,7 @@ HTTP_SCHEME, HTTPS_SCHEME = "http://", "https://"
 
 
 class Endpoint(NamedTuple):
-    """`addresses`: host:port, several between commas. `tls` None: plain text."""
+    """Addresses of a syncer (host:port, separated by commas), and TLS settings; `tls` is None for plain text."""
 
     addresses: str
     tls: ClientTls | None
@@ -54,7 +54,7 @@ def parse_endpoint(syncer: str, keys: Path | None = None, ca: Path | None = None
 
 
 def parse_addresses(syncer: str) -> str:
-    """Check `host:port`, or several between commas: the syncer and its standbys, tried in this order."""
+    """Check one or several `host:port`, separated by commas: the syncer and its standbys, tried in this order."""
     found = [parse_address(each.strip()) for each in syncer.split(",") if each.strip()]
     if not found:
         raise ValueError("syncer is empty; give host:port, such as head:7400, or several, as head:7400,other:7400")
@@ -116,7 +116,7 @@ class SyncerAddress(NamedTuple):
 
 
 class RequestRefusedError(ValueError):
-    """The syncer refused the request. The message is the syncer's."""
+    """The syncer refused the request. The message is that of the syncer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -128,7 +128,7 @@ class NoAnswerError(ValueError):
 
 
 class TlsVerificationError(NoAnswerError):
-    """One side does not trust the key of the other. A retry would not help."""
+    """Failure to verify the key of the other side. A retry would not help."""
 
 
 def write_address_file(directory: Path, address: SyncerAddress) -> None:
@@ -137,7 +137,8 @@ def write_address_file(directory: Path, address: SyncerAddress) -> None:
     path = directory / ADDRESS_FILE
     keys = [str(path.absolute()) for path in written.keys[:2] if path is not None] if written.keys is not None else None
     text = json.dumps(written._asdict() | {"keys": keys}) + "\n"
-    write_text(path, text, durable=False, mode=0o600)  # of no use after the syncer's machine has stopped
+    # Not durable: the file is useless after the syncer's machine has stopped.
+    write_text(path, text, durable=False, mode=0o600)
 
 
 def remove_address_file(directory: Path, epoch: int) -> None:

@@ -82,7 +82,7 @@ class SyncerRefusedError(Exception):
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
         self.status = status
-        self.code = code  # for invalid bytes, one of `wire.CODES`
+        self.code = code  # one of `wire.CODES` if the syncer refused invalid bytes
 
 
 class LinkClosedError(OSError):
@@ -106,15 +106,15 @@ class LearnerLink:
         self.owner = owner
         self.address = address  # all addresses, between commas
         self._addresses = tuple(address.split(","))
-        self._address_index = 0  # of the current one
+        self._address_index = 0  # index of the current address
         self.bytes_up = 0
         self.bytes_down = 0
         self.log = log
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         self._session: aiohttp.ClientSession | None = None
-        self._connection: WebSocketConnection | None = None  # of the newest link, until it is hung up
-        self._closed = asyncio.Event()  # of the newest link
-        self._link_number = 0  # of the newest link
+        self._connection: WebSocketConnection | None = None  # connection of the newest link, until it is closed
+        self._closed = asyncio.Event()  # set when the newest link is closed
+        self._link_number = 0  # number of the newest link
         self._tls = tls
         self._keys: FileStamps = ()  # the files of the keys that are in use
 
@@ -147,7 +147,7 @@ class LearnerLink:
         return self._addresses[self._address_index]
 
     def rotate_address(self) -> None:
-        """Use the next address, because this one does not answer: a standby may have taken over."""
+        """Use the next address, because a standby may have taken over from the one that does not answer."""
         self._address_index = (self._address_index + 1) % len(self._addresses)
 
     async def close(self) -> None:
@@ -205,7 +205,7 @@ class LearnerLink:
         self.owner.handle_link_event(ConnectionClosed(number, cause))
 
     async def while_open(self, transfer: Coroutine[Any, Any, T]) -> T:
-        """Run a transfer until its link closes: later results would not be used.
+        """Run a transfer, and cancel it when its link closes: later results would not be used.
 
         A syncer may stall after another one has taken over. Without this method, transfers to the stalled syncer would
         block their fragments until the silent connection times out, which takes a minute or two.
@@ -323,7 +323,9 @@ class LearnerLink:
 
         def accept(head: FrameHead, header: bytes) -> Any:
             if head.payload_bytes > max_bytes:
-                raise WireError(f"inner state of {head.payload_bytes} bytes, the limit is {max_bytes}", "size")
+                raise WireError(
+                    f"optimizer state of {head.payload_bytes} bytes exceeds the limit of {max_bytes} bytes", "size"
+                )
             return allocate(head.payload_bytes)
 
         parser = FrameParser(FrameKind.OPTIMIZER_STATE, accept)
@@ -391,7 +393,7 @@ class ChunkedModel(Protocol):
 
 
 class ChunkedPayload:
-    """One payload of `size` bytes. `produce` calls its argument with every piece, in order, in the compute thread.
+    """Payload of `size` bytes. `produce` calls its argument with every piece, in order, in the compute thread.
 
     A piece is valid until that call returns.
     """
@@ -416,7 +418,7 @@ class ChunkedPayload:
             asyncio.run_coroutine_threadsafe(shown.put(piece), loop).result()
 
         def take(piece: Tensor) -> None:
-            if is_wanted:  # else the ranks show the rest in vain: they cannot be stopped in the middle
+            if is_wanted:  # otherwise discard the rest: the ranks cannot be stopped in the middle
                 put(bytes(as_bytes(piece)))
 
         def work() -> None:
@@ -445,7 +447,7 @@ RETRY_DELAY_S = 0.5
 
 
 class DownloadedFragment(NamedTuple):
-    """A fragment as received. `base` None: the whole value."""
+    """A received fragment: the whole value if `base` is None, otherwise an update."""
 
     header: FragmentHeader
     codec: int
@@ -457,7 +459,7 @@ class FragmentDownload:
 
     def __init__(self, version: Version, base: Version | None) -> None:
         self.requested = (version, base)
-        self.header: FragmentHeader | None = None  # of the first slice
+        self.header: FragmentHeader | None = None  # header of the first slice
         self.codec = 0
         self.data: Tensor | None = None
         self.missing = Spans()
@@ -497,7 +499,7 @@ class FragmentClient:
         self._shard_addresses: list[str | None] = []  # as reported by the syncer; empty: unknown
         self.up = TransferDirection(bytes_per_s, "up", streams)
         self.down = TransferDirection(bytes_per_s, "down", streams)
-        self._meters: dict[str, LinkMeter] = {}  # of the directions with an automatic codec
+        self._meters: dict[str, LinkMeter] = {}  # only for directions with an automatic codec
 
     def attach_meters(self, numerics: Numerics, largest: int) -> None:
         """Measure the directions with an automatic codec. `largest`: number of values of the largest fragment."""
@@ -701,7 +703,7 @@ class FragmentClient:
     async def put_frame(
         self, path: str, kind: FrameKind, codec: int, header: bytes, view: memoryview, address: str | None = None
     ) -> None:
-        """One frame."""
+        """Send one frame."""
         if view.nbytes <= MAX_INLINE_BYTES:
             whole = encode_frame_head(kind, codec, header, view) + header + bytes(view)
             await self.up.limiter.acquire(len(whole))

@@ -50,7 +50,7 @@ class KeyHolder(NamedTuple):
     learners: tuple[int, ...] = ()
     is_any_learner: bool = False
     is_operator: bool = False
-    hosts: tuple[str, ...] = ()  # of the syncer: names and addresses that clients use
+    hosts: tuple[str, ...] = ()  # names and addresses of the syncer that clients use
 
     def __str__(self) -> str:
         if self.hosts:
@@ -63,7 +63,7 @@ class KeyHolder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IssuedKey:
-    """One issued certificate. A renewed name has several."""
+    """Issued certificate. A renewed name has several."""
 
     name: str
     holder: KeyHolder
@@ -134,7 +134,7 @@ class Authority:
     ) -> IssuedKey:
         """Create a key for a learner or an operator. By default it is for the next learner without a key."""
         if not _NAME.fullmatch(name) or name in (SYNCER_KEY_NAME, "authority"):
-            raise ValueError(f"{name!r} is no name for a key: small letters, digits, and . _ - between them")
+            raise ValueError(f"{name!r} is not a valid key name: small letters, digits, and . _ - between them")
         if (self.directory / name).exists() or any(each.name == name for each in self._valid_keys()):
             raise ValueError(f"{name} has a key, and keys are never overwritten: atoll keys renew makes a new one")
         taken = {number: each.name for each in self._valid_keys() for number in each.holder.learners}
@@ -286,11 +286,11 @@ class Authority:
 
 def _check_hosts(given: Sequence[str]) -> tuple[str, ...]:
     """Return the names and addresses of the syncer, by default the name of this machine."""
-    wanted = [each.removeprefix("[").removesuffix("]") for each in given] or [socket.gethostname()]
-    for each in wanted:
+    hosts = [each.removeprefix("[").removesuffix("]") for each in given] or [socket.gethostname()]
+    for each in hosts:
         if not re.fullmatch(r"[A-Za-z0-9.:_-]+|\*\.[A-Za-z0-9.-]+", each):
-            raise ValueError(f"{each!r} is no name or address of a machine")
-    return tuple(dict.fromkeys([*wanted, *LOCAL_HOSTS]))
+            raise ValueError(f"{each!r} is not a host name or address")
+    return tuple(dict.fromkeys([*hosts, *LOCAL_HOSTS]))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 A connection is **pending** until its first request is accepted. A pending connection must be cheap: until its first
 byte it is only a socket, its handshake has a timeout, and the number of pending connections is limited. Beyond the
-limit, the oldest connection of the address with the most is closed. A client that opens thousands competes with itself.
+limit, the oldest connection of the address with the most pending connections is closed. So a client that opens
+thousands of connections displaces only its own.
 
-Silent and speaking connections are counted separately. A learner speaks as soon as it is connected. With one pool, a
-process at the same address that opens thousands of silent connections would displace the learner during its handshake.
+Pending connections with and without a first byte are counted separately. A learner sends its first byte as soon as it
+is connected. With one pool, a process at the same address that opens thousands of connections and sends nothing would
+displace the learner during its handshake.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ MAX_PENDING = 256
 BACKLOG = 512
 MAX_ACCEPTS_PER_ITERATION = 16
 """Connections that are accepted before other tasks run, far fewer than the limit. `sock_accept` does not yield while
-connections wait at the port: (1) a learner connects and speaks, (2) a client fills the backlog behind it, (3) all are
-accepted in one go, and the learner, by then the oldest, is dropped before its bytes are read. A client that connects
-faster than the syncer accepts would even stop the whole loop."""
+connections wait at the port: (1) a learner connects and sends its first bytes, (2) another client fills the backlog
+after it, (3) all are accepted without a pause, and the learner, now the oldest, is closed before its bytes are read.
+A client that connects faster than the syncer accepts would even block the whole event loop."""
 
 LINGER_S = 1.0
-"""Time for the client to read the last message. Closing a socket with unread input discards sent bytes too."""
+"""Time for the client to read the last message: closing a socket with unread input also discards sent bytes."""
 
 PENDING_POLL_INTERVAL_S = 0.5
 ACCEPT_RETRY_S = 0.5
@@ -50,12 +52,16 @@ TLS_HANDSHAKE_BYTE = 0x16
 """First byte of every TLS connection. No HTTP method begins with it."""
 
 PLAIN_TEXT_ON_TLS_PORT = Rejection(
-    "plain-text", 400, "this port speaks TLS, and plain text came: give --keys DIR or --ca FILE, or write https://"
+    "plain-text",
+    400,
+    "this port requires TLS, and the client sent plain text: give --keys DIR or --ca FILE, or write https://",
 )
-TLS_ON_PLAIN_TEXT_PORT = Rejection("tls-to-plain", 400, "TLS came, and this syncer has no keys: it speaks plain text")
-NOT_TLS = Rejection("handshake", 400, "what came is not TLS")
-TOO_MANY_PENDING = Rejection("unfinished", 408, "too many connections have not said who they are")
-AUTHENTICATION_TIMED_OUT = Rejection("unfinished", 408, "it has not said in time who it is")
+TLS_ON_PLAIN_TEXT_PORT = Rejection(
+    "tls-to-plain", 400, "the client started TLS, but this syncer has no keys and accepts plain text only"
+)
+NOT_TLS = Rejection("handshake", 400, "the first byte is not that of a TLS handshake")
+TOO_MANY_PENDING = Rejection("unfinished", 408, "too many connections without authentication")
+AUTHENTICATION_TIMED_OUT = Rejection("unfinished", 408, "authentication timed out")
 
 ConnectionKey = tuple[Any, Any]
 
@@ -67,7 +73,7 @@ class PendingConnection(NamedTuple):
 
 
 PendingPool = dict[ConnectionKey, PendingConnection]
-"""Oldest first."""
+"""Pending connections, oldest first."""
 
 
 class Listener:
@@ -79,8 +85,8 @@ class Listener:
         self._sock = sock
         self._make_protocol = make_protocol
         self._access = access
-        self._silent: PendingPool = {}
-        self._speaking: PendingPool = {}
+        self._without_first_byte: PendingPool = {}
+        self._with_first_byte: PendingPool = {}
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -89,7 +95,7 @@ class Listener:
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     async def stop(self) -> None:
-        tasks = [each.task for each in (*self._silent.values(), *self._speaking.values())]
+        tasks = [each.task for each in (*self._without_first_byte.values(), *self._with_first_byte.values())]
         if self._accepting is not None:
             tasks.append(self._accepting)
             self._accepting.cancel()
@@ -101,7 +107,7 @@ class Listener:
 
     def mark_authenticated(self, transport: asyncio.BaseTransport | None) -> None:
         """End the pending state of a connection: its first request was accepted."""
-        pending = self._speaking.pop(_key(transport), None) if transport is not None else None
+        pending = self._with_first_byte.pop(_key(transport), None) if transport is not None else None
         if pending is not None:
             pending.authenticated.set()
 
@@ -122,14 +128,14 @@ class Listener:
             authenticated = asyncio.Event()
             key = (sock.getsockname(), address)
             task = loop.create_task(self._handle_connection(sock, key, authenticated))
-            self._admit(self._silent, key, PendingConnection(address[0], task, authenticated))
+            self._admit(self._without_first_byte, key, PendingConnection(address[0], task, authenticated))
 
     def _admit(self, pool: PendingPool, key: ConnectionKey, connection: PendingConnection) -> None:
         if len(pool) >= MAX_PENDING:
-            most, _ = Counter(each.address for each in pool.values()).most_common(1)[0]
-            oldest = next(key for key, each in pool.items() if each.address == most)
+            address, _ = Counter(each.address for each in pool.values()).most_common(1)[0]
+            oldest = next(key for key, each in pool.items() if each.address == address)
             pool.pop(oldest).task.cancel()
-            self._access.reject(TOO_MANY_PENDING, most, "a connection")
+            self._access.reject(TOO_MANY_PENDING, address, "a connection")
         pool[key] = connection
 
     async def _handle_connection(self, sock: socket.socket, key: ConnectionKey, authenticated: asyncio.Event) -> None:
@@ -141,8 +147,8 @@ class Listener:
                     first = await _peek_first_byte(sock)
                 if first is None:
                     return
-                self._admit(self._speaking, key, self._silent.pop(key))
-                transport = await self._hand_over(sock, first, key[1][0])
+                self._admit(self._with_first_byte, key, self._without_first_byte.pop(key))
+                transport = await self._connect_protocol(sock, first, key[1][0])
                 while transport is not None and not authenticated.is_set() and not transport.is_closing():
                     with suppress(TimeoutError):
                         async with asyncio.timeout(PENDING_POLL_INTERVAL_S):
@@ -152,7 +158,7 @@ class Listener:
         except (ConnectionError, OSError):
             pass  # the client disconnected
         finally:
-            for pool in (self._silent, self._speaking):
+            for pool in (self._without_first_byte, self._with_first_byte):
                 # a later connection from the same port has the same key
                 if key in pool and pool[key].authenticated is authenticated:
                     del pool[key]
@@ -161,8 +167,8 @@ class Listener:
             elif not authenticated.is_set() and isinstance(transport, asyncio.WriteTransport):
                 transport.abort()
 
-    async def _hand_over(self, sock: socket.socket, first: int, remote: str) -> asyncio.BaseTransport | None:
-        """Hand the connection over to the HTTP protocol. None: it was rejected."""
+    async def _connect_protocol(self, sock: socket.socket, first: int, remote: str) -> asyncio.BaseTransport | None:
+        """Connect the socket to the HTTP protocol. Return None if the connection was rejected."""
         tls = self._access.tls
         if tls is None:
             if first == TLS_HANDSHAKE_BYTE:
@@ -181,7 +187,7 @@ class Listener:
     ) -> asyncio.BaseTransport | None:
         alerts: list[bytes] = []
         token = TLS_ALERT_HANDLER.set(alerts.append)
-        spare = sock.dup()  # asyncio closes the other one immediately
+        spare = sock.dup()  # to send the TLS alert: asyncio closes `sock` as soon as the handshake fails
         try:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.connect_accepted_socket(
@@ -191,7 +197,7 @@ class Listener:
         except ssl.SSLError as error:
             self._access.reject(_classify_tls_error(error), remote, "a handshake")
             await _send_and_drain(spare, b"".join(alerts))
-        except ConnectionAbortedError:  # asyncio's timeout of the handshake
+        except ConnectionAbortedError:  # asyncio raises this after the timeout of the handshake
             self._access.reject(AUTHENTICATION_TIMED_OUT, remote, "a handshake")
         except (ConnectionError, OSError) as error:
             rejection = Rejection("handshake", 400, f"connection lost{': ' if str(error) else ''}{error}")
@@ -249,17 +255,19 @@ def _classify_tls_error(error: ssl.SSLError) -> Rejection:
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         return Rejection(
-            "authority", 403, f"its key is not of an authority that is trusted here: {error.verify_message}"
+            "authority", 403, f"its key is not signed by an authority that is trusted here: {error.verify_message}"
         )
     if reason in ("UNSUPPORTED_PROTOCOL", "NO_PROTOCOLS_AVAILABLE", "WRONG_SSL_VERSION"):
-        return Rejection("tls-version", 400, "it does not speak TLS 1.3")
+        return Rejection("tls-version", 400, "it does not support TLS 1.3")
     if "ALERT" in reason:
-        return Rejection("handshake", 400, f"it hung up: {find_tls_problem(error) or reason.lower().replace('_', ' ')}")
+        return Rejection(
+            "handshake", 400, f"it closed the connection: {find_tls_problem(error) or reason.lower().replace('_', ' ')}"
+        )
     return Rejection("handshake", 400, f"its handshake is invalid: {reason.lower().replace('_', ' ') or error}")
 
 
 async def _peek_first_byte(sock: socket.socket) -> int | None:
-    """Return the first byte without consuming it. None: the connection is closed."""
+    """Return the first byte without consuming it, or None if the connection is closed."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(sock, lambda: None if readable.done() else readable.set_result(None))

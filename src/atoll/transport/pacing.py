@@ -40,17 +40,17 @@ class RateLimiter:
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_per_s = bytes_per_s
         self._clock = clock
-        self._due = 0.0  # when all bytes so far are sent at the limit
+        self._due = 0.0  # time at which all bytes so far have been sent at the limit
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes to send at a time, so that a paced transfer flows without bursts."""
+        """Bytes to send at a time, so that a rate-limited transfer has no bursts."""
         if self.bytes_per_s is None:
             return CHUNK_BYTES
         return max(MIN_PIECE_BYTES, min(CHUNK_BYTES, int(self.bytes_per_s * MAX_BURST_S / 2)))
 
     def reserve(self, size: int) -> float:
-        """Count these bytes as sent now, and return how long to wait before the next ones."""
+        """Count these bytes as sent now, and return the time to wait before sending more."""
         if self.bytes_per_s is None:
             return 0.0
         now = self._clock()
@@ -64,16 +64,16 @@ class RateLimiter:
 
 
 class TransferDirection:
-    """Values in one direction, for one learner."""
+    """Transfers of fragments in one direction, for one learner, and their measured rate."""
 
     def __init__(self, bytes_per_s: float | None, name: str, streams: int = DEFAULT_STREAMS) -> None:
         self.name = name
         self.limiter = RateLimiter(bytes_per_s)
         self.streams = streams
         self.moved_bytes = 0
-        self.moved_bytes_by_other_ranks = 0  # by the other ranks of this learner, which transfer their own rows
+        self.moved_bytes_by_other_ranks = 0  # bytes of the other ranks of this learner, which transfer their own rows
         self.idle_s = 0.0  # time in which transfers only waited for bytes that were not written yet
-        self._moving = 0
+        self._active = 0
         self._waiting = 0
         self._idle_since: float | None = None
         self._bytes_per_s = 0.0  # rate of the newest large transfer; 0 before the first
@@ -84,17 +84,17 @@ class TransferDirection:
         return int(min(max(self._bytes_per_s / self.streams * TARGET_SLICE_S, MIN_SLICE_BYTES), MAX_SLICE_BYTES))
 
     @contextmanager
-    def _busy(self, moving: int = 0, waiting: int = 0) -> Iterator[None]:
-        self._count(moving, waiting)
+    def _busy(self, active: int = 0, waiting: int = 0) -> Iterator[None]:
+        self._count(active, waiting)
         try:
             yield
         finally:
-            self._count(-moving, -waiting)
+            self._count(-active, -waiting)
 
-    def _count(self, moving: int, waiting: int) -> None:
-        self._moving += moving
+    def _count(self, active: int, waiting: int) -> None:
+        self._active += active
         self._waiting += waiting
-        is_idle = self._waiting > 0 and self._moving == 0
+        is_idle = self._waiting > 0 and self._active == 0
         if is_idle and self._idle_since is None:
             self._idle_since = time.monotonic()
         elif not is_idle and self._idle_since is not None:
@@ -104,10 +104,10 @@ class TransferDirection:
     async def transfer(
         self, missing: Spans, move: Callable[[int, int], Awaitable[None]], buffer: StreamingBuffer | None = None
     ) -> None:
-        """Move every missing span in slices, over several connections. A failed slice is added to `missing` again.
+        """Transfer every missing span in slices, over several connections. A failed slice is added to `missing` again.
 
         With `buffer`, more bytes are still being written, and `missing` belongs to the buffer. Slices have full size
-        until all is written. The time without bytes to send does not count in the measurements of the link.
+        until all bytes are written. The measured throughput excludes the time without bytes to send.
         """
         slice_bytes = self.slice_bytes()
         started_at, moved, idle_s = time.monotonic(), self.moved_bytes, self.idle_s
@@ -118,7 +118,7 @@ class TransferDirection:
                 span = missing.take(slice_bytes, 1 if is_complete else slice_bytes)
                 if span is not None:
                     try:
-                        with self._busy(moving=1):
+                        with self._busy(active=1):
                             await move(*span)
                     except BaseException:
                         missing.add(*span)

@@ -1,4 +1,4 @@
-"""TLS 1.3 for syncers and their clients. docs/security.md says what it protects, and what not.
+"""TLS 1.3 for syncers and their clients. docs/security.md describes what it protects, and what it does not.
 
 The files are those of `atoll keys`, or any PEM files. They are polled while a run is in progress: the next connection
 uses a renewed key, and no process needs a restart.
@@ -126,8 +126,8 @@ class ServerTls:
     def __init__(self, files: KeyFiles) -> None:
         self.files = files
         self._stamp = stamp_files(files)
-        self._refused: FileStamps = ()  # of files that could not be used
-        self._reload_at = float("inf")  # when an authority expires
+        self._refused: FileStamps = ()  # stamps of files that could not be loaded
+        self._reload_at = float("inf")  # time at which the first authority expires
         self.revoked: frozenset[str] = frozenset()
         self.context = self._load()
 
@@ -153,7 +153,7 @@ class ServerTls:
     def _load(self) -> ssl.SSLContext:
         context = _AlertingSslContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = 0  # a session that is resumed would not show its key again
+        context.num_tickets = 0  # no session resumption: a resumed session would not verify the client's key again
         context.set_alpn_protocols(["http/1.1"])
         _load_chain(context, self.files.certificate, self.files.key)
         revoked = read_revoked(self.files.revoked)
@@ -188,7 +188,7 @@ def _read_valid_authorities(path: Path) -> Iterator[tuple[str, float]]:
             probe.load_verify_locations(cadata=pem)
             until = ssl.cert_time_to_seconds(str(probe.get_ca_certs()[0]["notAfter"]))
         except (ssl.SSLError, IndexError, KeyError, ValueError):
-            raise ValueError(f"{path} holds something that is no certificate of an authority") from None
+            raise ValueError(f"{path} contains something other than authority certificates") from None
         if until > time.time():
             some = True
             yield pem, until
@@ -208,7 +208,7 @@ def read_revoked(path: Path | None) -> frozenset[str]:
 
 
 class ClientTls(NamedTuple):
-    """How a client verifies a syncer, and the key that it presents. Without fields: the system's authorities.
+    """Settings of a client: how it verifies a syncer, and its own key. Without fields: the system's authorities.
 
     `pinned`: accept exactly this certificate under any name, for commands on the syncer's machine.
     """
@@ -277,25 +277,27 @@ _VERIFY_PROBLEMS = {
 }
 """By error code of OpenSSL."""
 
-_PLAIN_TEXT_ANSWER = "what answers speaks plain text, not TLS: its syncer has no keys, or this is another port"
+_PLAIN_TEXT_ANSWER = (
+    "the server answers in plain text, not TLS: the syncer has no keys, or this is the port of another service"
+)
 _TLS_PROBLEMS = {
     "WRONG_VERSION_NUMBER": _PLAIN_TEXT_ANSWER,
     "PACKET_LENGTH_TOO_LONG": _PLAIN_TEXT_ANSWER,
-    "HTTP_REQUEST": "plain text came, expected TLS",
+    "HTTP_REQUEST": "received plain text, expected TLS",
     "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the authority of this key",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it says that this key has expired",
-    "SSLV3_ALERT_CERTIFICATE_REVOKED": "it says that this key is revoked",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it rejects this key as expired",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED": "it rejects this key as revoked",
     "SSLV3_ALERT_BAD_CERTIFICATE": "it does not accept this key",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "it does not accept a key of this kind",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it does not accept this key",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it asks for a key, and none was given: give --keys",
-    "TLSV1_ALERT_PROTOCOL_VERSION": "it does not speak TLS 1.3",
-    "UNSUPPORTED_PROTOCOL": "it does not speak TLS 1.3",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it requires a key, and this process has none: give --keys",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "it does not support TLS 1.3",
+    "UNSUPPORTED_PROTOCOL": "it does not support TLS 1.3",
 }
 
 
 def find_tls_problem(error: BaseException | None) -> str | None:
-    """Describe the TLS problem behind an error of a connection. None: it has another cause."""
+    """Describe the TLS problem that caused a connection error. Return None if the error has another cause."""
     seen = 0
     while error is not None and seen < 8:
         inner = getattr(error, "certificate_error", None) or getattr(error, "reason", None)

@@ -184,9 +184,9 @@ def decode_header(data: Buffer, fields: Mapping[str, type | tuple[type, ...]]) -
 
 
 class FragmentHeader(NamedTuple):
-    """The header of a `FRAGMENT` frame. `base` None: the payload is of the whole value.
+    """The header of a `FRAGMENT` frame. If `base` is None, the payload is the whole value, otherwise an update.
 
-    The payload is the bytes from `begin` on; the fragment has `total_bytes` of them.
+    The payload starts at byte `begin` of the `total_bytes` of the encoded fragment.
     """
 
     fragment: int
@@ -227,7 +227,7 @@ class SliceHeader(NamedTuple):
         raw = decode_header(data, _SLICE_FIELDS)
         numbers = raw["round"]
         if len(numbers) != 4 or any(type(number) is not int for number in numbers):
-            raise WireError(f"a round is 4 whole numbers, found {_abbreviate(numbers)}", "type")
+            raise WireError(f"a round must be 4 integers, got {_abbreviate(numbers)}", "type")
         _check_range(raw["begin"], raw["total_bytes"])
         return cls(**(raw | {"round": RoundId(*numbers)}))
 
@@ -245,11 +245,11 @@ _SLICE_FIELDS = {"learner": int, "incarnation": int, "session": int, "round": li
 
 def _check_range(begin: int, total_bytes: int) -> None:
     if not 0 <= begin <= total_bytes <= MAX_PAYLOAD_BYTES:
-        raise WireError(f"bytes from {begin} on of {total_bytes}: there are none", "size")
+        raise WireError(f"invalid range: it begins at byte {begin} of {total_bytes}", "size")
 
 
-def _refuse_constant(word: str) -> NoReturn:
-    raise WireError(f"bad JSON: {word} is no number in JSON", "json")
+def _refuse_constant(constant: str) -> NoReturn:
+    raise WireError(f"bad JSON: {constant} is not a JSON number", "json")
 
 
 def _parse_integer(digits: str) -> int:
@@ -267,7 +267,7 @@ def _refuse_lone_surrogates(raw: Any) -> None:
     try:
         json.dumps(raw, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise WireError("bad JSON: a string holds half a character (a lone surrogate)", "json") from None
+        raise WireError("bad JSON: a string contains a lone surrogate", "json") from None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -344,9 +344,9 @@ def as_bytes(buffer: Buffer) -> memoryview:
 class FrameParser:
     """Parse one frame from chunks of any size.
 
-    When head and header are in and every length in them is within its limit, `accept(head, header)` is called once: it
-    raises `WireError` where it does not want this frame, and otherwise returns writable memory of exactly
-    `head.payload_bytes`. No memory is taken before that except for the header, and that only as it arrives.
+    `accept(head, header)` is called once, after head and header have arrived and their lengths are within the limits.
+    It raises `WireError` to refuse the frame, and otherwise returns writable memory of exactly `head.payload_bytes`.
+    Before that, no memory is allocated except for the header, as it arrives.
 
     A body may hold several frames: then `several=True`, and what the last `feed` had beyond the frame is in `rest`.
     Without it, anything after the frame is an error.
@@ -357,7 +357,7 @@ class FrameParser:
         self._kind = kind
         self._accept = accept
         self._several = several
-        self._gathered = bytearray()  # of the head, then of the header
+        self._gathered = bytearray()  # bytes of the head, then of the header
         self._head: FrameHead | None = None
         self._header: bytes | None = None
         self._payload = memoryview(b"")
@@ -443,8 +443,8 @@ class FrameParser:
         self.is_done = not head.payload_bytes
         return view
 
-    def _gather(self, view: memoryview, wanted: int) -> memoryview:
-        missing = wanted - len(self._gathered)
+    def _gather(self, view: memoryview, size: int) -> memoryview:
+        missing = size - len(self._gathered)
         self._gathered += view[:missing]
         return view[missing:]
 
@@ -467,17 +467,17 @@ def _read_head(data: bytes, expected: FrameKind) -> FrameHead:
     _check_start(data, _FRAME_MAGIC, "a frame")
     _, _, kind, codec, flags, header_bytes, payload_bytes = _FIELDS.unpack_from(data)
     if flags:
-        raise WireError(f"a frame with the flags {flags:#04x}: this Atoll knows none", "version")
+        raise WireError(f"a frame has unknown flags {flags:#04x}; this version of Atoll uses none", "version")
     if kind not in FrameKind.__members__.values():
-        raise WireError(f"there is no frame of kind {kind}", "kind")
+        raise WireError(f"unknown frame kind {kind}", "kind")
     if kind != expected:
         raise WireError(
             f"a frame of kind {kind} ({FrameKind(kind).name}), expected {expected} ({expected.name})", "kind"
         )
     if codec not in CODEC_NUMBERS.values():
-        raise WireError(f"there is no codec {codec}", "codec")
+        raise WireError(f"unknown codec number {codec}", "codec")
     if codec and expected not in ENCODED_KINDS:
-        raise WireError(f"a frame of kind {kind} ({expected.name}) has the codec 0, found {codec}", "codec")
+        raise WireError(f"a frame of kind {kind} ({expected.name}) must have codec 0, got {codec}", "codec")
     if header_bytes > MAX_HEADER_BYTES:
         raise WireError(_too_large("a header", header_bytes, MAX_HEADER_BYTES), "size")
     if payload_bytes > MAX_PAYLOAD_BYTES:
@@ -489,7 +489,7 @@ def _check_start(head: bytes, magic: bytes, what: str) -> None:
     """Check the available bytes of the magic and the version."""
     start = head[: len(magic)]
     if start != magic[: len(start)]:
-        raise WireError(f"{what} begins with {magic!r}, found {start!r}: this is not Atoll", "magic")
+        raise WireError(f"{what} begins with {magic!r}, found {start!r}: the peer is not Atoll", "magic")
     if len(head) > len(magic) and head[len(magic)] != WIRE_VERSION:
         raise WireError(
             f"{what} of wire version {head[len(magic)]}, this Atoll speaks {WIRE_VERSION}:"

@@ -76,7 +76,7 @@ class Connection:
             return
         if state.hellos >= state.limits.max_hello_attempts:
             state.round_trip.add(now - state.last_seen_at)  # lower bound, so that the next timeout is longer
-            self._hang_up(now, Reason("hello-unanswered", (state.hellos,)))
+            self._close_link(now, Reason("hello-unanswered", (state.hellos,)))
         else:
             self._send_hello(now)
 
@@ -86,7 +86,7 @@ class Connection:
             return
         state.count_reason(body.reason)
         if not body.final:
-            self._hang_up(now, body.reason)
+            self._close_link(now, body.reason)
             return
         if body.reason.code in ("refused-incarnation", "refused-lost"):
             state.refused_incarnation = body.current_incarnation
@@ -132,14 +132,14 @@ class Connection:
 
     def watch_idle(self, now: float) -> None:
         """Start to watch the syncer for silence."""
-        self._watch_quiet_at(now + self._idle_limit())
+        self._arm_idle_timer(now + self._idle_limit())
 
-    def _watch_quiet_at(self, at: float) -> None:
+    def _arm_idle_timer(self, at: float) -> None:
         state = self._state
         state.idle_check_at = at
         state.arm_timer(at, "quiet", state.session)
 
-    def on_quiet_timer(self, now: float, session: int) -> None:
+    def on_idle_timer(self, now: float, session: int) -> None:
         """Ping a silent syncer. Close the connection if it does not answer."""
         state = self._state
         if (
@@ -153,24 +153,24 @@ class Connection:
         limit = self._idle_limit()
         if quiet_s < limit:
             # Never immediately: a sum that rounds down to `now` would fire forever.
-            self._watch_quiet_at(max(state.last_seen_at + limit, now + state.limits.min_wait_s))
+            self._arm_idle_timer(max(state.last_seen_at + limit, now + state.limits.min_wait_s))
         elif state.pings >= state.limits.max_ping_attempts:
             state.round_trip.add(now - state.ping_sent_at)
-            self._hang_up(now, Reason("ping-unanswered", (state.pings,)))
+            self._close_link(now, Reason("ping-unanswered", (state.pings,)))
         else:
             state.pings += 1
             state.ping_sent_at = now
             state.ping_serial += 1
             state.send(Ping(state.ping_serial))
             wait = retry_timeout(state.round_trip, 4, state.limits) * 2.0 ** (state.pings - 1)
-            self._watch_quiet_at(now + min(wait, state.limits.max_wait_s))
+            self._arm_idle_timer(now + min(wait, state.limits.max_wait_s))
 
     def on_pong(self, now: float, envelope: Envelope, body: Pong) -> None:
         state = self._state
         if body.serial == state.ping_serial:
             state.round_trip.add(now - state.ping_sent_at)
 
-    def _hang_up(self, now: float, reason: Reason) -> None:
+    def _close_link(self, now: float, reason: Reason) -> None:
         state = self._state
         state.reason = state.log(reason.code, *reason.args)
         state.effects.append(CloseConnection(state.id, state.incarnation, state.session, reason))

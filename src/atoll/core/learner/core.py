@@ -53,6 +53,8 @@ from atoll.core.types import NO_VERSION, FragmentId, Incarnation, LearnerId, Run
 
 
 class LearnerView(NamedTuple):
+    """Read-only view of a learner core, for checkers and tests."""
+
     learner: int
     incarnation: int
     mode: str
@@ -87,7 +89,7 @@ DEFAULT_COMPONENTS = LearnerComponents()
 
 
 class LearnerCore:
-    """One incarnation of one learner. Components share `state` and call only components that were built before them.
+    """Incarnation of one learner. Components share `state` and call only components that were built before them.
 
     >>> core = LearnerCore(RunConfig(fragments=2, every_steps=2), learner=1, incarnation=1)
     >>> core.handle(0.0, Started())
@@ -143,7 +145,7 @@ class LearnerCore:
         }
         self._timer_handlers: dict[str, Callable[[float, int], None]] = {
             "hello": connection.on_hello_timer,
-            "quiet": connection.on_quiet_timer,
+            "quiet": connection.on_idle_timer,
             "state": joining.on_state_timer,
             "lease": leases.on_timer,
             "leaving": leaving.on_timer,
@@ -245,7 +247,7 @@ class LearnerCore:
 
     @property
     def training(self) -> bool:
-        """Whether the driver takes inner steps. It starts none while `is_standing_by`, which is the only wait."""
+        """Return whether the driver takes inner steps. It starts none while `is_standing_by`."""
         state = self.state
         return state.mode is LearnerMode.TRAINING or (
             state.mode is LearnerMode.FINISHING and state.step > 0 and not self.shutdown.has_final_versions()
@@ -253,7 +255,7 @@ class LearnerCore:
 
     @property
     def has_boundary_work(self) -> bool:
-        """Whether there are pulls, versions, snapshots or state transfers to handle at a step boundary.
+        """Return whether there are pulls, versions, snapshots or state transfers to handle at a step boundary.
 
         A paused driver is at a step boundary: it reports zero steps whenever this becomes true.
         """

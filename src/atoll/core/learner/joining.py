@@ -50,7 +50,7 @@ class Joining:
         state.progress = max(state.progress, body.progress)
         if envelope.epoch > state.epoch:
             state.epoch = envelope.epoch
-            state.seen_tick = envelope.tick  # ticks count per process
+            state.seen_tick = envelope.tick  # ticks of the new syncer process start again at 1
             state.pause_serial = 0
             state.pulls.clear()  # open rounds end with the syncer that opened them
         self._connection.watch_idle(now)
@@ -151,7 +151,7 @@ class Joining:
             self.check_ready(now)
 
     def check_ready(self, now: float) -> None:
-        """Start training once all fragments, the source of the optimizer state and a lease are there.
+        """Start training once all fragments, the source of the optimizer state and a lease are known.
 
         Versions that arrived meanwhile are buffered, one per fragment, and adopted now.
         """

@@ -17,7 +17,7 @@ from atoll.core.types import FragmentId
 
 
 class Departure:
-    """Leave at once, or once everything that was trained is merged."""
+    """Leave immediately, or after all trained work is merged."""
 
     def __init__(self, state: LearnerState) -> None:
         self._state = state
@@ -31,7 +31,7 @@ class Departure:
         )
 
     def unmerged(self) -> tuple[FragmentId, ...]:
-        """Return the fragments with work that is in no version, as far as the learner knows."""
+        """Return the fragments with unmerged work, as far as the learner knows."""
         state = self._state
         return tuple(p for p in state.fragments if state.trained > state.settled[p])
 
@@ -47,7 +47,7 @@ class Departure:
         if not event.drain or state.mode in (
             LearnerMode.NEW,
             LearnerMode.JOINING,
-        ):  # joining: no work yet
+        ):  # a joining learner has no work yet
             if state.leaving:
                 self._leave("learner-left-early", event.cause, self.unmerged_tokens())
             else:

@@ -146,7 +146,7 @@ class LearnerRounds:
         state.effects.append(AdoptFragment(p, state.versions[p], mode, merged, merged_tokens, dropped_tokens, pending))
 
     def _was_merged(self, p: FragmentId, copy: ContributionCopy | None) -> bool:
-        """Return whether our copy is in the version that arrived, or in an earlier one that we missed."""
+        """Return whether the version that arrived, or an earlier one that we missed, includes our copy."""
         state = self._state
         last = state.merged_up_to[p]
         return (
@@ -180,7 +180,7 @@ class LearnerRounds:
         )
         if chosen.reason is not None:
             state.codec = chosen.codec
-            state.upload_rates = ()  # another codec is another load on the link
+            state.upload_rates = ()  # rates measured with another codec are not comparable
             state.log(chosen.reason.code, *chosen.reason.args)
 
     # ---------------------------------------------------------------------------------------------------- snapshots
@@ -231,7 +231,7 @@ class LearnerRounds:
                 state.send(state.part)
 
     def on_marker(self, now: float, envelope: Envelope, body: Marker) -> None:
-        """Send a saved part again, which may be lost. The envelope has already announced the snapshot."""
+        """Send the notice of a saved part again: the first may be lost. The envelope has announced the snapshot."""
         state = self._state
         if state.part is not None and state.part.snapshot == body.snapshot and state.part_saved:
             state.send(state.part)

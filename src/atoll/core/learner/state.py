@@ -36,7 +36,7 @@ class ContributionCopy(NamedTuple):
 
 class StateTransfer(NamedTuple):
     request: ProvideState
-    due: float  # when the joining learner stops waiting
+    due: float  # time at which the joining learner stops waiting
 
 
 class LearnerState(CoreState):
@@ -60,13 +60,17 @@ class LearnerState(CoreState):
         self.progress = 0.0
         ids = config.fragment_ids()
         self.fragments = ids
-        self.versions: dict[FragmentId, Version] = dict.fromkeys(ids, NO_VERSION)  # adopted: the anchor's version
-        self.received: dict[FragmentId, Version] = dict.fromkeys(ids, NO_VERSION)  # arrived, adopted or not
-        self.merged_up_to: dict[FragmentId, MergedUpTo | None] = dict.fromkeys(ids, None)  # with the newest arrival
-        self.arrivals: dict[FragmentId, None] = {}  # arrived and not adopted, in order of arrival
+        # Adopted version of each fragment, which is its anchor.
+        self.versions: dict[FragmentId, Version] = dict.fromkeys(ids, NO_VERSION)
+        # Newest version that has arrived, adopted or not.
+        self.received: dict[FragmentId, Version] = dict.fromkeys(ids, NO_VERSION)
+        # Last merged contribution of this learner, according to the newest version that has arrived.
+        self.merged_up_to: dict[FragmentId, MergedUpTo | None] = dict.fromkeys(ids, None)
+        # Versions that have arrived but are not adopted, in order of arrival.
+        self.arrivals: dict[FragmentId, None] = {}
         self.base_step: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # local step up to which all steps are settled
-        self.settled: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # tokens merged or dropped
-        self.dropped: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # of those, dropped
+        self.settled: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # tokens that are merged or dropped
+        self.dropped: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # dropped tokens of those
         self.pulls: dict[FragmentId, RoundId] = {}  # unanswered pulls
         self.copies: dict[FragmentId, ContributionCopy] = {}  # sent contributions, until the next adoption
         self.codec: str | None = None  # chosen for contributions; None: the first of `CODECS`
@@ -74,7 +78,7 @@ class LearnerState(CoreState):
         self.download_rates: tuple[float, ...] = ()  # newest measurements, in bytes per second
         self.step_time = Estimate()
         self.snapshot_due = 0  # snapshot to save at the next step boundary
-        self.part: SnapshotPart | None = None  # saved or being saved
+        self.part: SnapshotPart | None = None  # part that is saved or being saved
         self.part_saved = False  # the driver has finished saving
         self.state_transfers: dict[LearnerId, StateTransfer] = {}  # joining learners that wait for optimizer state
         self.required: tuple[Version, ...] = ()  # while joining: versions that must arrive before training starts
@@ -93,18 +97,18 @@ class LearnerState(CoreState):
         self.lease_first = 0  # number of the first lease in `leases`
         self.passed_samples = 0  # samples of earlier leases
         self.leased_samples = 0  # samples of all received leases
-        self.consumed_samples = 0  # of those, consumed
+        self.consumed_samples = 0  # samples that were consumed of those
         self.repeated = 0  # steps on repeated samples
         self.is_exhausted = False  # the last steps used repeated samples
         self.lease_attempts = 0  # requests since leases ran low; 0: no request is pending
         self.lease_requested_at = 0.0
-        self.lease_due = 0.0  # when the request is repeated
-        self.lease_time = Estimate()  # from a request to a lease
+        self.lease_due = 0.0  # time at which the lease request is repeated
+        self.lease_time = Estimate()  # time from a lease request to the lease
         self.paused = False  # the newest `SetPaused` of the syncer
-        self.pause_serial = 0  # its serial
+        self.pause_serial = 0  # serial of that request
         self.leaving = False  # draining: no more steps, leaves when everything is merged
         self.leave_cause = ""
-        self.drain_resend_at = 0.0  # when the drain request is repeated
+        self.drain_resend_at = 0.0  # time at which the drain request is repeated
         self.final: tuple[Version, ...] = ()
         self.final_merges = 0
         self.refused_incarnation: Incarnation | None = None  # newest incarnation, if ours was refused as outdated
@@ -114,14 +118,14 @@ class LearnerState(CoreState):
         self.ping_serial = 0
         self.ping_sent_at = 0.0
         self.last_seen_at = 0.0
-        self.idle_check_at = 0.0  # when to check next whether the syncer is silent
+        self.idle_check_at = 0.0  # time of the next check for a silent syncer
         self.message_gap = Estimate()
         self.round_trip = Estimate()
-        self.effects: list[LearnerEffect] = []  # of the event that is being handled
+        self.effects: list[LearnerEffect] = []  # effects of the event that is being handled
 
     @property
     def is_standing_by(self) -> bool:
-        """Whether the driver must not start a step: the run is paused, or this learner is draining."""
+        """Return whether the driver must not start a step: the run is paused, or this learner is draining."""
         return self.paused or self.leaving
 
     def send(self, body: Body) -> None:

@@ -22,7 +22,7 @@ GONE_STATES = (MemberState.LEFT, MemberState.LOST, MemberState.QUARANTINED)
 
 
 class Controls:
-    """Carry out operator requests."""
+    """Execute operator requests."""
 
     def __init__(self, state: SyncerState, rounds: Rounds) -> None:
         self._state = state
@@ -67,14 +67,14 @@ class Controls:
                 self._send_request(now, member)
 
     def end_pause(self, now: float) -> None:
-        """Resume a run that ends, because the last merges need steps."""
+        """Resume a run that is about to end, because the last merges need steps."""
         state = self._state
         if state.paused:
             state.log("run", 0, "control-pause-ended")
             self._send_pause(now, False)
 
     def _change_quorum(self, now: float, quorum: int, requested_by: str) -> None:
-        """Change the quorum, also of open rounds that have not reached theirs."""
+        """Change the quorum, also of open rounds that have not reached their quorum."""
         state = self._state
         before = state.config.quorum
         state.config = replace(state.config, quorum=quorum)
@@ -119,7 +119,7 @@ class Controls:
         state.arm_timer(member.control_resend_at, "control", member.id)
 
     def resend_request(self, now: float, member: Member) -> None:
-        """Send unanswered requests on a new connection: it is unknown what arrived on the old one."""
+        """Send unanswered requests again on a new connection, because the old one may have lost them."""
         member.acked_pause_serial = 0
         member.control_attempts = 0
         self._send_request(now, member)
@@ -181,7 +181,7 @@ class Finishing:
         state = self._state
         state.transition_run("finish-started")
         state.log("run", 0, reason.code, *reason.args)
-        if state.snapshot is not None and not state.snapshot.saving:
+        if state.snapshot is not None and not state.snapshot.is_saving:
             state.log("run", 0, "snapshot-abandoned", state.snapshot.id, "the run ends")
             state.snapshot = None
         self._controls.end_pause(now)
@@ -190,7 +190,7 @@ class Finishing:
         self._shutdown.check_end(now)
 
     def _arm_finals_timer(self, now: float) -> None:
-        """Limit the time of the last merges to that of a whole round, in case no quorum comes together."""
+        """Limit the time of the last merges to that of a whole round, in case the quorum is never reached."""
         state = self._state
         waits = [state.pull_timeout(m) for m in state.members.values()]
         tries = state.limits.max_pull_attempts

@@ -67,7 +67,7 @@ class FragmentView(NamedTuple):
     waiting_for: tuple[int, ...]
     last_contributors: tuple[int, ...]
     reason: str
-    unavailable: bool  # its shard is unavailable: nothing is merged, whatever the phase
+    unavailable: bool  # its shard is unavailable: nothing is merged, in any phase
 
 
 class MemberView(NamedTuple):
@@ -81,7 +81,7 @@ class MemberView(NamedTuple):
 
 
 class SyncerView(NamedTuple):
-    """State of the syncer for display. `alive`, `pulled` and `merged` are three different counts."""
+    """Read-only view of the syncer's state, for display. `alive`, `pulled` and `merged` are three different counts."""
 
     epoch: int
     stage: str

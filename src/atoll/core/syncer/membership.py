@@ -73,7 +73,7 @@ class Membership:
         member = state.members.get(envelope.learner)
         refusal = self._find_hello_refusal(envelope, body, member)
         if envelope.epoch > state.epoch and (refusal is None or refusal.code not in FOREIGN_RUN_CODES):
-            self._superseded(envelope.epoch)  # epochs of other runs are ignored
+            self._on_superseded(envelope.epoch)  # epochs of other runs are ignored
             return
         if refusal is not None:
             current = member.incarnation if member is not None else 0
@@ -117,7 +117,7 @@ class Membership:
         return f"{len(body.received)} fragments where the run has {len(state.fragments)}"
 
     def _admit(self, now: float, old: Member | None, envelope: Envelope, body: Hello) -> None:
-        """Admit a new incarnation once the record is durable. Its predecessor is out immediately.
+        """Admit a new incarnation once the record is durable. Its predecessor is removed immediately.
 
         Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, which was
         disconnected, sends a hello to the restarted syncer and counts as current, (4) both train as one learner.
@@ -161,7 +161,7 @@ class Membership:
         state = self._state
         member.unacked.clear()
         state.draining.pop(member.id, None)
-        self._snapshots.leave_out(now, member.id)
+        self._snapshots.exclude(now, member.id)
         for f in list(state.fragments.values()):
             if member.id in f.pulled and f.phase in (RoundPhase.PULLING, RoundPhase.GRACE):
                 if member.id not in f.contributions:
@@ -292,10 +292,10 @@ class Membership:
     # ---------------------------------------------------------------------------------------------------- messages
 
     def find_sender(self, envelope: Envelope) -> Member | None:
-        """Return the member that sent this message, or None if it is of another process, connection or epoch."""
+        """Return the member that sent this message, or None if it belongs to another process, connection or epoch."""
         state = self._state
         if envelope.epoch > state.epoch:
-            self._superseded(envelope.epoch)
+            self._on_superseded(envelope.epoch)
             return None
         member = state.members.get(envelope.learner)
         if member is None or not self._is_current(member, envelope):
@@ -352,7 +352,7 @@ class Membership:
         return max(limit, state.limits.initial_wait_s) if state.may_be_paused(member) else limit
 
     def _watch_silence(self, at: float, member: Member) -> None:
-        """Schedule a check of its silence, unless an earlier one is scheduled. A later one becomes stale."""
+        """Schedule a silence check of a member, unless an earlier one is scheduled. Ignore a later one."""
         if member.silence_check_at is None or at < member.silence_check_at:
             member.silence_check_at = at
             self._state.arm_timer(at, "silence", member.id)
@@ -380,11 +380,11 @@ class Membership:
                 return
         due = member.last_seen_at + limit if silent_s < limit else now + limit
         if member.state is MemberState.JOINING:
-            due = min(due, now + state.limits.initial_wait_s)  # it may start to train at any moment, with another limit
+            due = min(due, now + state.limits.initial_wait_s)  # when it starts to train, a shorter limit applies
         self._watch_silence(max(due, now + state.limits.min_wait_s), member)
 
     def _stop_waiting_for(self, now: float, member: Member) -> None:
-        """Stop rounds from waiting for a learner that is not live. It stays pulled, in case it recovers in time."""
+        """Stop rounds from waiting for a learner that is not live. Its contribution counts if it arrives in time."""
         for f in list(self._state.fragments.values()):
             if member.id in f.pulled and f.phase in (RoundPhase.PULLING, RoundPhase.GRACE):
                 self._rounds.check_round(now, f)
@@ -428,7 +428,7 @@ class Membership:
         member.disconnected_at = now
         self._watch_absence(now, member)
         member.unacked.clear()
-        self._snapshots.leave_out(now, member.id)
+        self._snapshots.exclude(now, member.id)
         self._stop_waiting_for(now, member)
         self._shutdown.check_end(now)
 
@@ -454,7 +454,7 @@ class Membership:
             state.effects.append(CloseConnection(member.id, member.incarnation, member.session, reason))
 
     def _watch_absence(self, now: float, member: Member) -> None:
-        """Watch for how long a member is disconnected. There is one timer per id."""
+        """Arm a timer that detects how long a member is disconnected. There is one timer per learner id."""
         state = self._state
         member.absent_since = now
         if not member.absence_timer_armed:
@@ -462,7 +462,7 @@ class Membership:
             state.arm_timer(now + state.limits.lost_after_s, "gone", member.id)
 
     def watch_absences(self, now: float) -> None:
-        """Watch all disconnected members from now on: a restarted syncer does not know since when they are."""
+        """Watch all disconnected members from now on: a restarted syncer does not know when they disconnected."""
         for member in self._state.members.values():
             if member.state is MemberState.DISCONNECTED:
                 self._watch_absence(now, member)
@@ -489,7 +489,7 @@ class Membership:
     def _expire(self, now: float, member: Member, disconnected_s: float) -> None:
         """Mark an incarnation as lost, close its account, and return its leases once the record is durable.
 
-        The incarnation must not come back:
+        The incarnation must not rejoin:
 
         1. Learner 1 is frozen. Its samples are leased to learner 2 and merged.
         2. Learner 1 wakes up and continues as the same incarnation.
@@ -508,7 +508,7 @@ class Membership:
     def _is_durably_lost(self, member: Member) -> bool:
         return member.members_record_serial <= self._state.members_durable
 
-    def _superseded(self, epoch: int) -> None:
+    def _on_superseded(self, epoch: int) -> None:
         """Stop this process: a syncer of a later epoch has taken over, so it must not write another version."""
         state = self._state
         if state.stage is not RunStage.SUPERSEDED:
@@ -521,7 +521,7 @@ class Membership:
             state.effects.append(Halt(reason))
 
     def on_fenced(self, now: float, event: StoreFenced) -> None:
-        self._superseded(event.epoch)
+        self._on_superseded(event.epoch)
 
     # ---------------------------------------------------------------------------------------------------- training
 
@@ -603,7 +603,7 @@ class Membership:
         state.send(peer, ProvideState(member.id, member.incarnation, state.versions()))
 
     def _choose_peer(self, member: Member, tried: tuple[LearnerId, ...]) -> Member | None:
-        """Choose a live learner that trains: preferably one that is not draining, then with the fewest outdated
+        """Choose a live learner that is training: preferably one that is not draining, then with the fewest outdated
         fragments, then with the lowest id."""
         candidates = [m for m in self._state.live.values() if m.id != member.id and m.id not in tried and m.step > 0]
         return min(candidates, key=self._lag, default=None)

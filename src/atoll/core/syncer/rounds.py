@@ -178,7 +178,7 @@ class DrainingLearners:
         self._state = state
 
     def record(self, member: Member, named: tuple[FragmentId, ...]) -> None:
-        """Record the fragments that a draining learner lists, except those that are already merged."""
+        """Record the fragments that a draining learner reports, except those that are already merged."""
         state = self._state
         fragments = (state.fragments[p] for p in named if p in state.fragments)
         member.unmerged = {f.id: None for f in fragments if not self._holds(f, member)}
@@ -265,7 +265,7 @@ class Rounds:
                 self._open(now, f, is_scheduled=f.id in state.retrying)
 
     def _open_final(self, now: float) -> None:
-        """Open the last rounds of all fragments at the same time: no later rounds need the links."""
+        """Open the last rounds of all fragments at the same time, because no later rounds need the bandwidth."""
         for f in self._state.fragments.values():
             if f.phase is RoundPhase.IDLE and not f.final:
                 f.required_steps = 1
@@ -273,7 +273,7 @@ class Rounds:
                     self._open(now, f, final=True)
 
     def _oldest_idle_fragment(self) -> Fragment | None:
-        """Return the idle fragment that opened longest ago, without those whose shard is unavailable."""
+        """Return the idle fragment whose last round opened longest ago, unless its shard is unavailable."""
         state = self._state
         for f in state.by_opening.values():
             if f.phase is RoundPhase.IDLE and f.id not in state.retrying and not f.unavailable:
@@ -305,7 +305,7 @@ class Rounds:
         return [m for m in self._state.live.values() if self._has_new_steps(f, m)]
 
     def _has_new_steps(self, f: Fragment, member: Member) -> bool:
-        """Return whether the learner has unmerged steps. A draining learner lists its fragments itself."""
+        """Return whether the learner has unmerged steps. A draining learner reports its fragments."""
         return f.id in member.unmerged if member.is_draining else member.step > self._state.baseline(f, member)
 
     def _open(self, now: float, f: Fragment, final: bool = False, is_scheduled: bool = True) -> bool:
@@ -357,7 +357,7 @@ class Rounds:
         state.by_opening[f.id] = f
 
     def _arm_pull(self, now: float, f: Fragment) -> None:
-        """Set the pull timeout to that of the learner that completes the quorum. Slower ones do not delay it."""
+        """Arm the pull timeout of the learner that completes the quorum. Slower learners do not delay it."""
         state = self._state
         waits = sorted(state.pull_timeout(m) for m in self.waiting(f))
         missing = max(1, state.config.quorum - len(f.contributions))
@@ -387,8 +387,8 @@ class Rounds:
         if f.pull_attempts >= state.limits.max_pull_attempts:
             code, spent = "round-abandoned", now - f.opened_at
             for m in () if state.paused else self.waiting(f):
-                # The wait is a lower bound of the answer time. Without this sample a timeout that was once measured too
-                # short would abandon every round before its contributions arrive, and would never be corrected.
+                # The wait is a lower bound of the answer time. Without this sample, a timeout that is too short would
+                # abandon every round before its contributions arrive, and would never be corrected.
                 m.answer_time.add(spent)
             self.abandon(now, f, Reason(code, (spent, len(f.contributions), state.config.quorum)))
             return
@@ -402,7 +402,7 @@ class Rounds:
             state.send(m, Pull(f.round))
         self._arm_pull(now, f)
         if f.round_is_final or state.draining:
-            self.check_round(now, f)  # after the last pull attempt a quorum is enough
+            self.check_round(now, f)  # after the last pull attempt, the round stops waiting for more than a quorum
 
     def abandon(self, now: float, f: Fragment, reason: Reason, trigger: str = "") -> None:
         """Abandon a round. Nothing is merged, and every learner keeps its progress.
@@ -455,7 +455,7 @@ class Rounds:
             state.send(member, RefuseContribution(body.round, state.count_reason(refusal)))
             is_fault = refusal.code in ("contribution-implausible", "contribution-invalid")
             return LearnerFault(member, refusal) if is_fault else None
-        accepted = self._accepted(member, body)
+        accepted = self._to_accepted(member, body)
         f.contributions[member.id] = accepted
         state.ledger.record_trained(member.id, body.trained)  # the report of the same step may arrive later
         state.effects.append(Accumulate(body.round, accepted))
@@ -474,7 +474,7 @@ class Rounds:
     def _is_duplicate(self, f: Fragment, member: Member, body: Contribution) -> bool:
         return f.round == body.round and member.id in f.contributions
 
-    def _accepted(self, member: Member, body: Contribution) -> AcceptedContribution:
+    def _to_accepted(self, member: Member, body: Contribution) -> AcceptedContribution:
         weight = contribution_weight(body.tokens, body.steps)
         return AcceptedContribution(
             member.id,
@@ -515,7 +515,7 @@ class Rounds:
         return None
 
     def check_round(self, now: float, f: Fragment) -> None:
-        """Move the round on if it has its quorum, if its grace window is over, or if no learner is left to wait for."""
+        """Advance the round if it has its quorum, if its grace window is over, or if no learner is left to wait for."""
         if f.phase is RoundPhase.PULLING:
             if self._has_quorum(f):
                 self._enter_grace(now, f)
@@ -591,7 +591,7 @@ class Rounds:
         state.effects.append(MergeRound(f.round, contributions, reason, state.codec))
 
     def _choose_codec(self) -> None:
-        """Choose the codec of updates. All learners get the same bytes, because all must hold the same bits."""
+        """Choose the codec of updates. All learners receive the same bytes and hold the same bits."""
         state = self._state
         known = [member.download_s for member in state.live.values()]
         chosen = choose_update_codec(state.config, state.codec or CODECS[0], known, state.step_s())

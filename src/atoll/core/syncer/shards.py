@@ -52,7 +52,7 @@ class SyncerShards:
                 self._rounds.abandon(now, f, Reason("shard-round-lost", args), "shard-lost")
             f.reason = state.log("fragment", f.id, "shard-lost", event.cause)
         self._snapshots.check_progress(now)  # contributions in flight to it do not arrive
-        self._rounds.open_due_rounds(now)  # abandoned rounds have made room for others
+        self._rounds.open_due_rounds(now)  # the abandoned rounds no longer count towards the limit
         self._shutdown.check_end(now)
 
     def on_back(self, now: float, event: ShardReconnected) -> None:
@@ -78,7 +78,7 @@ class SyncerShards:
         state.log("fragment", f.id, "shard-recovered" if saved else "shard-reconnected", version)
         if saved:
             self._rounds.on_version_saved(now, f)
-            f.published_at = -1.0  # do not measure sync times with it
+            f.published_at = -1.0  # exclude this version from the measurement of sync times
             return
         if durability_unknown:
             self._rounds.abandon(now, f, Reason("shard-version-lost", (f.version + 1,)), "shard-lost")

@@ -27,7 +27,7 @@ class Shutdown:
         f.reason = self._state.log("fragment", f.id, "final-skipped", f.id, cause)
 
     def check_end(self, now: float) -> None:
-        """Save the manifest once all fragments are final. A version at an unavailable shard is not waited for."""
+        """Save the manifest once all fragments are final. Do not wait for versions at unavailable shards."""
         state = self._state
         if (
             state.stage is RunStage.FINISHING
@@ -99,7 +99,7 @@ class Shutdown:
         self.check_acks()
 
     def learners_without_finish(self) -> list[LearnerId]:
-        """Return the learners that may come back and have not acknowledged the end.
+        """Return the learners that may reconnect and have not acknowledged the end.
 
         Lost and quarantined learners are not listed: they are refused when they return.
         """

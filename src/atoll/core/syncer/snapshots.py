@@ -46,7 +46,7 @@ class Snapshots:
         if state.snapshot is not None:
             state.log("run", 0, "snapshot-in-progress")
         elif state.stage is RunStage.RUNNING:
-            self._cut(now, event.requested_by)
+            self._start(now, event.requested_by)
 
     def start_if_due(self, now: float) -> None:
         state = self._state
@@ -57,9 +57,9 @@ class Snapshots:
             and state.stage is RunStage.RUNNING
             and state.merges - state.merges_at_snapshot >= every
         ):
-            self._cut(now)
+            self._start(now)
 
-    def _cut(self, now: float, requested_by: str = "") -> None:
+    def _start(self, now: float, requested_by: str = "") -> None:
         state = self._state
         state.merges_at_snapshot = state.merges
         state.marker += 1
@@ -80,23 +80,23 @@ class Snapshots:
         self.check_progress(now)
 
     def _part_timeout(self, member: Member) -> float:
-        """Return the timeout of a part, generous because saving a model takes longer than a message."""
+        """Return the timeout of a part. It is long, because saving a model takes longer than sending a message."""
         state = self._state
         return min(16 * retry_timeout(member.message_gap, 4, state.limits), state.limits.max_wait_s)
 
     def record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
         state = self._state
         cut = state.snapshot
-        if cut is None or cut.saving or envelope.marker >= cut.id or member.id in cut.left_out:
+        if cut is None or cut.is_saving or envelope.marker >= cut.id or member.id in cut.left_out:
             return
         entry = (member.id, body.round)
-        if body.round.epoch != state.epoch or entry in cut.in_flight or self._floods(cut, member):
+        if body.round.epoch != state.epoch or entry in cut.in_flight or self._exceeds_in_flight_limit(cut, member):
             return
         if member.id in cut.pending or member.id in cut.parts:
             cut.in_flight[entry] = None
             state.effects.append(RecordInFlight(cut.id, member.id, body.round))
 
-    def _floods(self, cut: SnapshotInProgress, member: Member) -> bool:
+    def _exceeds_in_flight_limit(self, cut: SnapshotInProgress, member: Member) -> bool:
         """Return whether the learner has sent more contributions than a correct learner can have in flight."""
         state = self._state
         if len(cut.in_flight) < MAX_IN_FLIGHT_PER_FRAGMENT * len(state.fragments):
@@ -108,11 +108,11 @@ class Snapshots:
     def on_part(self, now: float, member: Member, envelope: Envelope, body: SnapshotPart) -> None:
         state = self._state
         cut = state.snapshot
-        if cut is None or cut.saving or body.snapshot != cut.id or member.id not in cut.pending:
+        if cut is None or cut.is_saving or body.snapshot != cut.id or member.id not in cut.pending:
             state.ignore("snapshot-part-unexpected")
             return
         if body.problem is not None and body.problem != NO_RUN_DIRECTORY:
-            self.leave_out(now, member.id, Reason("snapshot-part-failed", (body.problem,)))
+            self.exclude(now, member.id, Reason("snapshot-part-failed", (body.problem,)))
             return
         cut.parts[member.id] = body
         self.check_progress(now)
@@ -120,7 +120,7 @@ class Snapshots:
     def _is_complete(self, member: Member, part: SnapshotPart) -> bool:
         """Return whether all contributions that were outstanding at the learner's cut have arrived or are lost.
 
-        One is lost if a later one of the same fragment has arrived, or if its shard is unavailable.
+        A contribution is lost if a later one to the same fragment has arrived, or if its shard is unavailable.
         """
         newest = member.newest_rounds
         unavailable = {f.id for f in self._state.fragments.values() if f.unavailable}
@@ -129,7 +129,7 @@ class Snapshots:
     def check_progress(self, now: float) -> None:
         state = self._state
         cut = state.snapshot
-        if cut is None or cut.saving:
+        if cut is None or cut.is_saving:
             return
         for learner in sorted(cut.pending):
             part = cut.parts.get(learner)
@@ -141,18 +141,18 @@ class Snapshots:
             state.log("run", 0, "snapshot-abandoned", cut.id, "no learner has saved its part")
             state.snapshot = None
             return
-        cut.saving = True
+        cut.is_saving = True
         parts = tuple(sorted(cut.parts.items()))
         in_flight = tuple(sorted(cut.in_flight, key=lambda each: (each[0], astuple(each[1]))))
         left_out = tuple(sorted(cut.left_out))
         record = SnapshotRecord(cut.id, cut.versions, parts, in_flight, left_out, cut.next_sample, cut.unmerged)
         state.effects.append(Persist(record))
 
-    def leave_out(self, now: float, learner: LearnerId, reason: Reason = GONE) -> None:
-        """Leave a learner out of the snapshot. After a restore it joins again."""
+    def exclude(self, now: float, learner: LearnerId, reason: Reason = GONE) -> None:
+        """Exclude a learner from the snapshot. After a restore it joins again."""
         state = self._state
         cut = state.snapshot
-        if cut is None or cut.saving or learner not in cut.pending:
+        if cut is None or cut.is_saving or learner not in cut.pending:
             return
         cut.pending.discard(learner)
         cut.parts.pop(learner, None)
@@ -164,11 +164,11 @@ class Snapshots:
     def on_timer(self, now: float, snapshot: int) -> None:
         state = self._state
         cut = state.snapshot
-        if cut is None or cut.id != snapshot or cut.saving:
+        if cut is None or cut.id != snapshot or cut.is_saving:
             return
         for learner in sorted(cut.pending):
             if now >= cut.deadline:
-                self.leave_out(now, learner, Reason("snapshot-part-timeout"))
+                self.exclude(now, learner, Reason("snapshot-part-timeout"))
             elif learner not in cut.parts:
                 state.send(state.members[learner], Marker(cut.id))  # the marker or the part may have been lost
 

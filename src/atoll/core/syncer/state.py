@@ -77,7 +77,9 @@ class Fragment:
     """State of one fragment at the syncer."""
 
     id: FragmentId
-    required_steps: int  # steps after which it is due: first its offset, then H, fewer after an abandoned round
+    required_steps: (
+        int  # steps after which the next round is due: first the offset, then H, fewer after an abandoned round
+    )
     version: Version = 0  # newest durable version
     phase: RoundPhase = RoundPhase.IDLE
     unavailable: bool = False  # its shard is disconnected
@@ -87,26 +89,24 @@ class Fragment:
     opened_at: float = 0.0
     scheduled_at: float = -math.inf  # opening of the last scheduled round: the step count starts there
     is_scheduled: bool = True  # the last opened round was scheduled; a round for a draining learner is not
-    baseline_steps: dict[LearnerId, int] = field(
-        default_factory=dict
-    )  # local step of each live or suspected learner at the last opening
+    # Local step of each live or suspected learner at the last opening.
+    baseline_steps: dict[LearnerId, int] = field(default_factory=dict)
     pulled: dict[LearnerId, float] = field(default_factory=dict)  # learners of the open round, and when first pulled
     contributions: dict[LearnerId, AcceptedContribution] = field(default_factory=dict)  # accepted in the open round
-    missed_last_merge: dict[LearnerId, float] = field(
-        default_factory=dict
-    )  # pulled learners without a contribution in the last merge, and when first pulled
+    # Pulled learners without a contribution in the last merge, with the time of their first pull.
+    missed_last_merge: dict[LearnerId, float] = field(default_factory=dict)
     pull_attempts: int = 0
     next_pull_at: float = 0.0
     grace_until: float = 0.0
     quorum: int = 0  # K when the open round reached its quorum; an operator may change it later
-    sealed_at: float = 0.0  # when the open round was sealed
-    merge_s: float = 0.0  # from the seal of the newest version to its publication
-    published_at: float = -1.0  # of the newest version, in this epoch
+    sealed_at: float = 0.0  # time at which the open round was sealed
+    merge_s: float = 0.0  # time from the seal of the newest version to its publication
+    published_at: float = -1.0  # time at which this epoch published the newest version
     save_attempts: int = 0
     merged: bool = False  # the outer step of the open round is done
     merged_up_to: dict[LearnerId, MergedUpTo] = field(default_factory=dict)  # last merged contribution of every learner
     last_contributors: tuple[LearnerId, ...] = ()
-    final: bool = False  # its last merge is done or skipped
+    final: bool = False  # the last merge of the fragment is done or skipped
     round_is_final: bool = False  # the open round was opened after the budget was reached
     final_attempts: int = 0
     reason: Reason | None = None
@@ -122,9 +122,9 @@ class Member:
     state: MemberState = MemberState.UNKNOWN
     step: int = 0  # newest reported local step
     first_step: int = 0  # local step when it joined: baseline for fragments that were not opened since
-    was_welcomed: bool = False  # in this epoch
+    was_welcomed: bool = False  # welcomed in this epoch
     disconnected_at: float = 0.0  # last loss of its connection
-    absent_since: float = 0.0  # the same, later by the time for which the syncer itself stalled since
+    absent_since: float = 0.0  # the same, plus the time for which the syncer itself has stalled since then
     reconnected_at: float = 0.0  # last welcome, or first message after a silence
     reported_at: float = -1.0  # time of the newest report
     min_step_s: float = 0.0  # low estimate of its step time: one long step hardly raises it
@@ -132,35 +132,34 @@ class Member:
     download_s: float = 0.0  # reported time to download the largest fragment in bf16; 0: unknown
     last_seen_at: float = 0.0
     received: dict[FragmentId, Version] = field(default_factory=dict)  # newest version that it has acknowledged
-    unacked: dict[FragmentId, UnackedPublish] = field(default_factory=dict)  # sent and not acknowledged
-    newest_rounds: dict[FragmentId, RoundId] = field(
-        default_factory=dict
-    )  # of the newest contribution, accepted or not
+    # Versions that were sent but not acknowledged.
+    unacked: dict[FragmentId, UnackedPublish] = field(default_factory=dict)
+    # Round of the newest contribution, accepted or not.
+    newest_rounds: dict[FragmentId, RoundId] = field(default_factory=dict)
     hello: Hello | None = None  # hello that waits for a durable admission
     members_record_serial: int = 0  # serial of the members record with its admission or its loss
-    message_gap: Estimate = field(default_factory=Estimate)  # between two of its messages
+    message_gap: Estimate = field(default_factory=Estimate)  # time between two messages of the learner
     step_time: Estimate = field(default_factory=Estimate)
-    answer_time: Estimate = field(default_factory=Estimate)  # from a pull to its contribution
-    min_answer_s: float = 0.0  # low estimate of the same
-    ack_time: Estimate = field(default_factory=Estimate)  # from sending a version to its acknowledgement
-    sync_time: Estimate = field(
-        default_factory=Estimate
-    )  # from the seal of a round to its acknowledgement of the version
+    answer_time: Estimate = field(default_factory=Estimate)  # time from a pull to the contribution
+    min_answer_s: float = 0.0  # low estimate of the answer time
+    ack_time: Estimate = field(default_factory=Estimate)  # time from sending a version to its acknowledgement
+    # Time from the seal of a round to the learner's acknowledgement of the version.
+    sync_time: Estimate = field(default_factory=Estimate)
     strikes: int = 0
     reason: Reason | None = None  # why it is disconnected, out or in quarantine
     finish_acked: bool = False
-    finish_attempts: int = 0  # on this connection
-    finish_resend_at: float = 0.0  # when `Finish` is sent again
+    finish_attempts: int = 0  # transmissions of `Finish` on this connection
+    finish_resend_at: float = 0.0  # time at which `Finish` is sent again
     acked_pause_serial: int = 0  # newest `SetPaused` that it acknowledged on this connection
     drained_by: str = ""  # operator who requested its drain
     control_attempts: int = 0  # transmissions of the unacknowledged control request
-    control_resend_at: float = 0.0  # when the control request is sent again
+    control_resend_at: float = 0.0  # time at which the control request is sent again
     is_draining: bool = False  # it takes no more steps and leaves when all its work is merged
     drain_tick: int = 0  # tick of its newest drain request
     unmerged: dict[FragmentId, None] = field(default_factory=dict)  # fragments with unmerged work while it drains
-    drain_rounds: dict[FragmentId, int] = field(default_factory=dict)  # rounds opened for that work
+    drain_rounds: dict[FragmentId, int] = field(default_factory=dict)  # number of rounds opened for that work
     seen_tick: int = 0  # newest tick received from it
-    silence_check_at: float | None = None  # when to check next whether it is silent
+    silence_check_at: float | None = None  # time of the next silence check
     publish_timer_armed: bool = False
     absence_timer_armed: bool = False
 
@@ -178,7 +177,7 @@ class SnapshotInProgress:
     """Snapshot in progress. Versions and samples are those at the syncer's cut."""
 
     id: int
-    versions: tuple[Version, ...]  # of every owned fragment
+    versions: tuple[Version, ...]  # version of every owned fragment
     next_sample: int
     unmerged: tuple[Interval, ...]
     pending: set[LearnerId]  # learners whose part is not complete
@@ -187,7 +186,7 @@ class SnapshotInProgress:
     # contributions that arrived after the syncer's cut and were sent before the learner's
     in_flight: dict[tuple[LearnerId, RoundId], None] = field(default_factory=dict)
     left_out: list[LearnerId] = field(default_factory=list)
-    saving: bool = False
+    is_saving: bool = False
 
 
 class SyncerState(CoreState):
@@ -202,11 +201,12 @@ class SyncerState(CoreState):
         # Fragments by their last opening. Step counts only rise, so the one that opened longest ago is due first:
         # checking the front is enough.
         self.by_opening: dict[FragmentId, Fragment] = dict(self.fragments)
-        self.retrying: dict[FragmentId, Fragment] = {}  # after an abandoned round; due again after a few steps
+        # Fragments whose round was abandoned; due again after a few steps.
+        self.retrying: dict[FragmentId, Fragment] = {}
         self.in_flight = 0  # fragments that are not IDLE
         self.unsaved: dict[FragmentId, None] = {}  # merged fragments whose failed write will be retried
         self.durability_unknown: dict[FragmentId, None] = {}  # merged fragments whose shard was lost while it saved
-        self.pulling: dict[FragmentId, Fragment] = {}  # of those in flight, PULLING
+        self.pulling: dict[FragmentId, Fragment] = {}  # fragments in flight that are PULLING
         self.members: dict[LearnerId, Member] = {}
         self.live: dict[LearnerId, Member] = {}  # members in state LIVE, sorted by id
         self.draining: dict[LearnerId, Member] = {}  # draining members with unmerged work
@@ -219,8 +219,8 @@ class SyncerState(CoreState):
         self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
         self.snapshot: SnapshotInProgress | None = None
         self.merges_at_snapshot = 0
-        self.paused = False  # by an operator
-        self.pause_serial = 0  # of the newest `SetPaused`; 0: the run was never paused
+        self.paused = False  # an operator has paused the run
+        self.pause_serial = 0  # serial of the newest `SetPaused`; 0: the run was never paused
         self.leases = LeaseLedger()
         self.lease_requests: dict[HolderKey, int] = {}  # pending requests, with the samples consumed
         self.lease_closing: dict[HolderKey, int] = {}  # ended, unsettled incarnations and their members record
@@ -239,7 +239,7 @@ class SyncerState(CoreState):
         self.halted = False
         self._progress_tick = -1
         self._progress_now = 0.0
-        self.effects: list[SyncerEffect] = []  # of the event that is being handled
+        self.effects: list[SyncerEffect] = []  # effects of the event that is being handled
         if restored is not None:
             self._restore(restored)
 

@@ -99,7 +99,7 @@ class RemoteFragment(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ShardLink:
-    """One connection from one shard."""
+    """Connection from one shard."""
 
     number: int
     address: str
@@ -125,11 +125,11 @@ class ShardCoordinator:
         self._pending_links: dict[int, ShardLink] = {}  # shards that have not sent it yet
         self.fragments: dict[FragmentId, RemoteFragment] = {}
         self._initial: dict[FragmentId, Tensor] = {}  # while the run is being created
-        self._founding_at = 0.0  # of the model of the current attempt to create the run
+        self._founding_at = 0.0  # `founded_at` of the current attempt to create the run
         # a snapshot, and the shards whose part of it is not durable yet
         self._pending_snapshot: tuple[SnapshotRecord, set[int]] | None = None
         self._changed = asyncio.Condition()
-        self._traffic_before = ShardTraffic(0, 0)  # of closed links
+        self._traffic_before = ShardTraffic(0, 0)  # traffic of closed links
 
     def __iter__(self) -> Iterator[ShardLink]:
         return iter([*self.links.values(), *self._pending_links.values()])
@@ -262,7 +262,7 @@ class ShardCoordinator:
 
     def _handle_hello(self, hello: Any, connection: WebSocketConnection) -> ShardLink:
         if type(hello) is not ShardHello:
-            raise WireError(f"the first message of a shard is ShardHello, found {type(hello).__name__}", "type")
+            raise WireError(f"the first message of a shard must be ShardHello, got {type(hello).__name__}", "type")
         self._check(hello)
         older = self._pending_links.get(hello.shard)
         if older is not None:
@@ -418,7 +418,7 @@ class ShardCoordinator:
     # ---------------------------------------------------------------------------------------------------- snapshots
 
     def _save_snapshot(self, record: SnapshotRecord) -> None:
-        """Have every shard make its versions durable. The syncer's record, written last, completes the snapshot."""
+        """Make all shards save their versions. The syncer's record, written last, completes the snapshot."""
         self._pending_snapshot = (record, set(range(self.count)))
         if len(self.links) < self.count:
             self._fail_snapshot(self._describe_missing())
@@ -427,7 +427,7 @@ class ShardCoordinator:
 
     def _handle_part_persisted(self, shard: int, message: Persisted | PersistFailed) -> None:
         if self._pending_snapshot is None or self._pending_snapshot[0].key() != message.key:
-            return  # an earlier snapshot, abandoned since
+            return  # an earlier snapshot, which was abandoned
         record, missing = self._pending_snapshot
         if type(message) is PersistFailed:
             self._fail_snapshot(f"shard {shard}: {message.cause}")

@@ -127,7 +127,7 @@ class ShardProcess:
         self._token = token
         self._client_tls = client_tls
         last = self.store.read_last_syncer() or {"epoch": 0, "run_id": ""}
-        self._epoch: int = last["epoch"]  # of the newest syncer that was ever served with this directory
+        self._epoch: int = last["epoch"]  # epoch of the newest syncer that has used this directory
         self._run_id: str = last["run_id"]  # the run for which that syncer has a record
         self._connection: WebSocketConnection | None = None
         # announced to the syncer, without a decision yet
@@ -446,7 +446,7 @@ async def _serve(
                 tasks.append(loop.create_task(shard.access.watch_keys(tuple)))
             await wait_for_first(stopped.wait(), shard.directory_lost.wait(), tasks[0])
             if tasks[0].done() and not tasks[0].cancelled():
-                tasks[0].result()  # raises: the task ends only with a bug
+                tasks[0].result()  # raises the error: the task ends only after an internal error
             if shard.superseded_by:
                 raise SupersededError(shard.superseded_by)
         finally:
