@@ -73,7 +73,7 @@ def test_loader_without_position_or_unknown_value_raises_value_error() -> None:
         loader_position(DataLoader(Rows()))
     with pytest.raises(ValueError, match=r"the position\['deep'\]\[1\] is a object"):
         encode_state({"deep": [1, object()]}, "the position")
-    with pytest.raises(ValueError, match="was not written by loader_position"):
+    with pytest.raises(ValueError, match="is not the position of a loader"):
         decode_state(["what", 1])
 
 
@@ -117,7 +117,7 @@ def test_orders_differ_by_seed_and_epoch_and_need_no_table() -> None:
     found = {shuffled_index(place, 10**15, 0, 0) for place in range(1000)}
     assert len(found) == 1000
     assert max(found) > 9 * 10**14
-    with pytest.raises(ValueError, match="position 50 is not one of 50"):
+    with pytest.raises(ValueError, match="position 50 is not in the range from 0 to 49"):
         shuffled_index(50, 50, 0, 0)
 
 

@@ -405,7 +405,7 @@ def test_only_the_command_sees_a_secret(nodes, launcher, tmp_path):
         ({"resources": {"left": 0}}, "amounts above 0"),
         ({"resources": {"GPU": 1}}, "use cpus and devices"),
         ({"runtime_env": "job"}, "runtime_env is a table"),
-        ({"address": "head"}, "they look like head:6379"),
+        ({"address": "head"}, "use one such as head:6379"),
         ({"address": "127.0.0.1:9"}, "no Ray cluster answers at 127.0.0.1:9: start it with `ray start --head`"),
     ],
 )

@@ -106,7 +106,7 @@ def test_snapshot_list_has_versions_and_parts(stopped, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["snapshot"], "which run?"),
+        (["snapshot"], "no run is given"),
         (["snapshot", "--list"], "--list needs the directory of a run"),
         (["snapshot", "RUN"], "runs on this machine: take snapshots while it runs"),
         (["snapshot", "RUN", "--syncer", "a:1"], "not both"),
@@ -114,7 +114,7 @@ def test_snapshot_list_has_versions_and_parts(stopped, capsys):
         (["snapshot", "--syncer", "127.0.0.1:9"], "no syncer answers at 127.0.0.1:9"),
         (["snapshot", "nowhere"], "is not the directory of a run"),
         (["snapshot", "DATA", "--list"], "has no store"),
-        (["train", "--out", "NEW", "--restore", "nowhere"], "no run of atoll train"),
+        (["train", "--out", "NEW", "--restore", "nowhere"], "not a run of atoll train"),
         (["train", "--out", "NEW", "--restore", "RUN@77"], "has no snapshot 77; it has"),
         (["train", "--out", "NEW", "--restore", "RUN@x"], "the @ needs a snapshot number"),
         (["train", "--out", "NEW", "--restore", "RUN", "--model", "1m"], "--model has no effect with --restore"),

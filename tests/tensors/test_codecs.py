@@ -148,7 +148,7 @@ def test_tensors_that_are_not_flat_f32_are_refused(codec, x):
 
 
 def test_unknown_codec_error_lists_the_codecs():
-    with pytest.raises(ValueError, match="'fp8'; there are f32, bf16, int8, int4"):
+    with pytest.raises(ValueError, match="unknown codec 'fp8'; give one of f32, bf16, int8, int4"):
         get_codec("fp8")
     assert [codec.wire_id for codec in CODECS] == [0, 1, 2, 3]
     assert all(get_codec(codec.name) is codec for codec in CODECS)
