@@ -20,20 +20,92 @@ def data_parallel(**given: Any) -> Setting:
     return make("data-parallel", **given)
 
 
+TUNING: dict[str, Any] = {"text": "library", "seeds": "0,1"}
+REPORTING: dict[str, Any] = {"text": "packages", "seeds": "0,1,2"}
+
+
 def tune_100k() -> list[Setting]:
-    few: dict[str, Any] = {"text": "library", "seeds": "0,1"}
     return [
-        data_parallel(lr=0.006, **few),
-        make(lr=0.004, **few),
-        both(lr=0.004, **few),
-        both(lr=0.006, **few),
-        data_parallel(lr=0.009, **few),
-        make(lr=0.006, **few),
-        both(lr=0.009, **few),
-        data_parallel(lr=0.004, **few),
+        data_parallel(lr=0.006, **TUNING),
+        make(lr=0.004, **TUNING),
+        both(lr=0.004, **TUNING),
+        both(lr=0.006, **TUNING),
+        data_parallel(lr=0.009, **TUNING),
     ]
 
 
-SUITES: dict[str, Callable[[], list[Setting]]] = {"tune-100k": tune_100k}
+def tune_100k_more() -> list[Setting]:
+    return [data_parallel(lr=0.004, **TUNING), make(lr=0.006, **TUNING), both(lr=0.009, **TUNING)]
 
-__all__ = ["PARAMETERS", "SUITES"]
+
+def report_100k() -> list[Setting]:
+    return [
+        data_parallel(lr=0.006, **REPORTING),
+        both(lr=0.004, **REPORTING),
+        make(lr=0.004, **REPORTING),
+    ]
+
+
+def levers_moments() -> list[Setting]:
+    """Moments, each variant alone, against `both` of `tune-100k`."""
+    int4: dict[str, Any] = {"moments_codec": "int4", "up": "int4", "down": "int4"}
+    return [
+        both(moments_every=3, **TUNING),
+        both(**int4, **TUNING),
+        both(moments_every=2, **TUNING),
+        make(h=12, up="int4", down="int4", **TUNING),
+        both(moments="second", **TUNING),
+        both(moments="first", **TUNING),
+        both(speeds="1:1:0.5:0.5", **TUNING),
+    ]
+
+
+def report_360k() -> list[Setting]:
+    larger: dict[str, Any] = {"size": "360k", "text": "packages", **LARGER}
+    return [
+        run(lr=lr, seeds=seed, **larger)
+        for seed in ("0", "1")
+        for run, lr in ((data_parallel, 0.005), (both, 0.0035), (make, 0.0035))
+    ]
+
+
+def report_1m() -> list[Setting]:
+    larger: dict[str, Any] = {"size": "1m", "text": "packages", "seeds": "0", "tokens": 4 * PARAMETERS["1m"], **LARGER}
+    return [run(lr=0.003, **larger) for run in (data_parallel, both, make)]
+
+
+def learners_100k() -> list[Setting]:
+    """M = 8, 2 and 1 with the same global batch, one seed."""
+    one: dict[str, Any] = {"text": "packages", "seeds": "0"}
+    return [run(learners=m, **one) for m in (8, 2, 1) for run in (both, make)]
+
+
+def outer_360k() -> list[Setting]:
+    """Outer steps that must not diverge: 2 tokens per parameter, M = 4 and 8, H = 12 to 96, high inner rates."""
+    short: dict[str, Any] = {
+        "size": "360k", "text": "library", "seeds": "0", "tokens": 2 * PARAMETERS["360k"], "lr": 0.0035, **LARGER
+    }  # fmt: skip
+    variants: list[dict[str, Any]] = [
+        {},
+        {"outer_cap": 1.0},
+        {"gain": 1.6},
+        {"gain": 1.6, "outer_cap": 1.0},
+        {"gain": 1.6, "outer_cap": 1.0, "clock": True},
+    ]
+    return [
+        make(**short, **place, **variant)
+        for place in ({"h": 24}, {"h": 96}, {"h": 8}, {"h": 24, "learners": 8})
+        for variant in variants
+    ]
+
+
+SUITES: dict[str, Callable[[], list[Setting]]] = {
+    "tune-100k": tune_100k,
+    "tune-100k-more": tune_100k_more,
+    "report-100k": report_100k,
+    "report-360k": report_360k,
+    "report-1m": report_1m,
+    "levers-moments": levers_moments,
+    "learners-100k": learners_100k,
+    "outer-360k": outer_360k,
+}
