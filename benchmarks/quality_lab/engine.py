@@ -121,7 +121,6 @@ class OuterState:
         self.rho = torch.zeros(rows, 1)
         self.size = torch.zeros(rows, 1)  # of recent outer steps
         self.moment_residuals: dict[int, Tensor] = {}
-        self.gains: list[float] = []
 
 
 class Run:
@@ -142,6 +141,7 @@ class Run:
         self.tail = torch.zeros_like(self.initial, dtype=torch.float64)
         self.tail_counts = torch.zeros(self.layout.numel)
         self.train_losses: list[float] = []
+        self.cosines: list[list[float]] = [[] for _ in range(5)]  # of successive merged deltas, by fifths of the run
         self.max_ratio = 0.0  # largest outer step by mean norm of contributions, over the run
 
     # -------------------------------------------------------------------------------------------------- inner steps
@@ -241,6 +241,7 @@ class Run:
             "merges": program.merges,
             "contributions_per_merge": program.contributions / program.merges,
             "bytes_per_token": self.bytes / program.tokens,
+            "cosines": [round(sum(each) / len(each), 4) if each else None for each in self.cosines],
             "max_step_ratio": round(self.max_ratio, 3),
         }
 
@@ -414,12 +415,13 @@ class Run:
         share = min(1.0, state.steps / s.outer_ramp) if s.outer_ramp else 1.0
         mu = s.outer_momentum * share
         eta: Tensor | float = 1.0 + (s.outer_lr - 1.0) * share
+        if state.last is not None:
+            cosine = torch.nn.functional.cosine_similarity(merged, state.last, dim=1)[:, None]
+            state.rho = s.rho_decay * state.rho + (1 - s.rho_decay) * cosine
+            self.cosines[min(int(self.progress * len(self.cosines)), len(self.cosines) - 1)].append(float(cosine.mean()))
+        state.last = merged
         if s.gain:
-            if state.last is not None:
-                cosine = torch.nn.functional.cosine_similarity(merged, state.last, dim=1)[:, None]
-                state.rho = s.rho_decay * state.rho + (1 - s.rho_decay) * cosine
-            state.last = merged
-            rho = state.rho / (1 - s.rho_decay**state.steps) if state.steps > 1 else state.rho
+            rho = state.rho / (1 - s.rho_decay ** (state.steps - 1)) if state.steps > 1 else state.rho
             amplified = 1.0 + mu / (1.0 - mu * rho.clamp(0.0, 0.99))
             target = 1.0 + (s.gain - 1.0) * share
             eta = target / amplified

@@ -52,11 +52,16 @@ def levers_moments() -> list[Setting]:
     return [
         both(moments_every=3, **TUNING),
         both(**int4, **TUNING),
-        both(moments_every=2, **TUNING),
         make(h=12, up="int4", down="int4", **TUNING),
+        both(speeds="1:1:0.5:0.5", **TUNING),
+    ]
+
+
+def levers_moments_more() -> list[Setting]:
+    return [
+        both(moments_every=2, **TUNING),
         both(moments="second", **TUNING),
         both(moments="first", **TUNING),
-        both(speeds="1:1:0.5:0.5", **TUNING),
     ]
 
 
@@ -64,7 +69,7 @@ def report_360k() -> list[Setting]:
     larger: dict[str, Any] = {"size": "360k", "text": "packages", **LARGER}
     return [
         run(lr=lr, seeds=seed, **larger)
-        for seed in ("0", "1")
+        for seed in ("0", "1", "2")
         for run, lr in ((data_parallel, 0.005), (both, 0.0035), (make, 0.0035))
     ]
 
@@ -80,23 +85,22 @@ def learners_100k() -> list[Setting]:
     return [run(learners=m, **one) for m in (8, 2, 1) for run in (both, make)]
 
 
+GAINS: tuple[dict[str, Any], ...] = ({}, {"gain": 1.0, "outer_cap": 1.0})
+"""The fixed outer step, and one whose effective gain is held and whose size is capped."""
+
+
 def outer_360k() -> list[Setting]:
-    """Outer steps that must not diverge: 2 tokens per parameter, M = 4 and 8, H = 12 to 96, high inner rates."""
+    """Outer steps at 2 tokens per parameter, with long rounds and with eight learners."""
     short: dict[str, Any] = {
         "size": "360k", "text": "library", "seeds": "0", "tokens": 2 * PARAMETERS["360k"], "lr": 0.0035, **LARGER
     }  # fmt: skip
-    variants: list[dict[str, Any]] = [
-        {},
-        {"outer_cap": 1.0},
-        {"gain": 1.6},
-        {"gain": 1.6, "outer_cap": 1.0},
-        {"gain": 1.6, "outer_cap": 1.0, "clock": True},
-    ]
-    return [
-        make(**short, **place, **variant)
-        for place in ({"h": 24}, {"h": 96}, {"h": 8}, {"h": 24, "learners": 8})
-        for variant in variants
-    ]
+    return [make(**short, **place, **gain) for place in ({"h": 24}, {"h": 96}, {"learners": 8}) for gain in GAINS]
+
+
+def outer_5m() -> list[Setting]:
+    """The size at which the fixed outer step is known to diverge, a fifth of a token per parameter."""
+    short: dict[str, Any] = {"size": "5m", "text": "library", "seeds": "0", "tokens": 1_000_000, "lr": 0.002, **LARGER}
+    return [data_parallel(**short), *(make(**short, **gain) for gain in GAINS)]
 
 
 SUITES: dict[str, Callable[[], list[Setting]]] = {
@@ -106,6 +110,8 @@ SUITES: dict[str, Callable[[], list[Setting]]] = {
     "report-360k": report_360k,
     "report-1m": report_1m,
     "levers-moments": levers_moments,
+    "levers-moments-more": levers_moments_more,
+    "outer-5m": outer_5m,
     "learners-100k": learners_100k,
     "outer-360k": outer_360k,
 }
