@@ -1,1 +1,1 @@
-"""The quality laboratory: the real cores' schedule on stacked tensors. `benchmarks/quality_protocol.md` has the rules."""
+"""The quality laboratory: the schedule of the real cores on stacked tensors. See `benchmarks/quality_protocol.md`."""

@@ -200,7 +200,7 @@ class Run:
         )
 
     def protocol(self) -> dict[str, Any]:
-        s, rows, learners = self.setting, self.rows, self.setting.learners
+        s, learners = self.setting, self.setting.learners
         started, first_step = self.data_parallel(s.start) if s.start else (None, 0)
         initial = self.initial if started is None else started.values
         self.tail.zero_()
@@ -259,9 +259,7 @@ class Run:
     def _steps(self, steps: tuple[LearnerStep, ...], stack: Stack, optimizer: AdamW, first_step: int) -> None:
         s = self.setting
         steps = tuple(sorted(steps, key=lambda step: step.learner))
-        numbers = [
-            dealt(first_step + step.number, step.learner, s.learners, s.windows) for step in steps
-        ]
+        numbers = [dealt(first_step + step.number, step.learner, s.learners, s.windows) for step in steps]
         x, y = self.batches.of(numbers)
         found, gradient = stack.gradients([self._range(step.learner) for step in steps], x, y, s.clip)
         for place, step in enumerate(steps):
@@ -290,7 +288,8 @@ class Run:
 
     def _contribute(self, op: Contribute) -> None:
         s, held = self.setting, self.held[op.learner][op.round.fragment]
-        assert held.anchor is not None and held.copy is not None
+        assert held.anchor is not None
+        assert held.copy is not None
         delta = held.anchor - held.copy
         if s.up != "f32":
             wanted = delta if held.residual is None else delta + held.residual
@@ -398,9 +397,7 @@ class Run:
             self.tail[:, begin:end] += state.published
             self.tail_counts[begin:end] += 1
 
-    def _merge_moments(
-        self, state: OuterState, key: tuple[int, int], found: list[Contribution], share: Tensor
-    ) -> None:
+    def _merge_moments(self, state: OuterState, key: tuple[int, int], found: list[Contribution], share: Tensor) -> None:
         averages = []
         for place in range(2):
             each = torch.stack([c.moments[place] for c in found if c.moments is not None])
@@ -418,7 +415,9 @@ class Run:
         if state.last is not None:
             cosine = torch.nn.functional.cosine_similarity(merged, state.last, dim=1)[:, None]
             state.rho = s.rho_decay * state.rho + (1 - s.rho_decay) * cosine
-            self.cosines[min(int(self.progress * len(self.cosines)), len(self.cosines) - 1)].append(float(cosine.mean()))
+            self.cosines[min(int(self.progress * len(self.cosines)), len(self.cosines) - 1)].append(
+                float(cosine.mean())
+            )
         state.last = merged
         if s.gain:
             rho = state.rho / (1 - s.rho_decay ** (state.steps - 1)) if state.steps > 1 else state.rho

@@ -107,7 +107,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What defines a method, unless a suite says otherwise."""
 
-PARAMETERS = {"100k": 119_104, "360k": 363_168, "1m": 1_025_408, "moe": 876_160}
+PARAMETERS = {"100k": 119_104, "360k": 363_168, "1m": 1_025_408, "5m": 4_803_840, "10m": 10_744_704, "moe": 1_354_880}
 
 
 def make(method: str = "decoupled", **given: Any) -> Setting:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from atoll.reference.models import BALANCE, GPT, GPTConfig, NEWTON_SCHULZ_STEPS
+from atoll.reference.models import BALANCE, GPT, NEWTON_SCHULZ_STEPS, GPTConfig
 from atoll.tensors.plan import FragmentPlan
 
 Tensors = dict[str, Tensor]
@@ -142,7 +142,9 @@ def _experts(config: GPTConfig, values: Tensors, at: str, x: Tensor, mixed: bool
     return y, config.experts * (tokens * scores.mean(1)).sum(-1)
 
 
-def losses(config: GPTConfig, values: Tensors, tokens: Tensor, targets: Tensor, training: bool = True, mixed: bool = False) -> Tensor:
+def losses(
+    config: GPTConfig, values: Tensors, tokens: Tensor, targets: Tensor, training: bool = True, mixed: bool = False
+) -> Tensor:
     """tokens, targets [R, B, T] -> the loss of each row [R]."""
     rows, batch, context = tokens.shape
     width, heads, count = config.width, config.heads, batch * context
@@ -249,7 +251,13 @@ class AdamW:
         self._fused([values], [gradient], [stack.first[begin:end]], [stack.second[begin:end]], number, lr)
 
     def _fused(
-        self, values: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], number: int, lr: float
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor],
+        first: list[Tensor],
+        second: list[Tensor],
+        number: int,
+        lr: float,
     ) -> None:
         torch._fused_adamw_(
             values,
@@ -271,7 +279,9 @@ class AdamW:
 class Muon(AdamW):
     """Muon for matrices inside blocks, AdamW with a learning rate of its own for the rest."""
 
-    def __init__(self, stack: Stack, beta1: float, beta2: float, weight_decay: float, momentum: float, ratio: float) -> None:
+    def __init__(
+        self, stack: Stack, beta1: float, beta2: float, weight_decay: float, momentum: float, ratio: float
+    ) -> None:
         super().__init__(stack, beta1, beta2, weight_decay)
         self.momentum, self.ratio = momentum, ratio  # ratio: learning rate of AdamW by that of Muon
         layout = stack.layout

@@ -85,7 +85,7 @@ def learners_100k() -> list[Setting]:
     return [run(learners=m, **one) for m in (8, 2, 1) for run in (both, make)]
 
 
-GAINS: tuple[dict[str, Any], ...] = ({}, {"gain": 1.0, "outer_cap": 1.0})
+GAINS: tuple[dict[str, Any], ...] = ({}, {"gain": 1.0, "outer_cap": 1.5})
 """The fixed outer step, and one whose effective gain is held and whose size is capped."""
 
 

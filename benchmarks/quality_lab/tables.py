@@ -74,7 +74,9 @@ def table(path: Path, wanted: Sequence[Setting] = (), key: str = "losses") -> st
     for group, settings in groups.items():
         size, text, tokens, windows, inner, mixed = group
         precision = "bf16 products" if mixed else "f32"
-        out.append(f"\n{size}, {text}, {float(str(tokens)) / 1e6:.2f}M tokens, {windows} windows, {inner}, {precision}\n")
+        out.append(
+            f"\n{size}, {text}, {float(str(tokens)) / 1e6:.2f}M tokens, {windows} windows, {inner}, {precision}\n"
+        )
         out += ["| method | differs in | seeds | loss | against data-parallel, % |", "|---|---|---|---|---|"]
         for setting in sorted(settings, key=lambda s: mean(found[s].values())):
             losses = found[setting]

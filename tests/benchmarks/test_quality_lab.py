@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from atoll.reference.data import Text
+from atoll.reference.models import GPTConfig, build
 from atoll.tensors.codecs import codec
+from atoll.tensors.plan import make_plan, tensors_of
 from benchmarks import quality
 from benchmarks.quality_lab.engine import Run, round_trip
 from benchmarks.quality_lab.setting import make
+from benchmarks.quality_lab.stacked import Layout, Stack
 from benchmarks.quality_lab.tables import interval, paired
 
 pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey")  # both are columns of one matrix
@@ -20,8 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey")  # 
 TOKENS = 16_000
 
 SHARED: dict[str, Any] = {
-    "tokens": TOKENS, "k": 4, "h": 8, "outer_lr": 0.4, "outer_momentum": 0.85, "outer_ramp": 2, "up": "f32", "down": "f32"
-}  # fmt: skip
+    "tokens": TOKENS,
+    "k": 4,
+    "h": 8,
+    "outer_lr": 0.4,
+    "outer_momentum": 0.85,
+    "outer_ramp": 2,
+    "up": "f32",
+    "down": "f32",
+}
 """Every learner is in every merge, and nothing is rounded."""
 
 
@@ -54,6 +64,24 @@ def test_laboratory_gives_loss_of_data_parallel_training() -> None:
     real = quality.run_plain(quality.Setting(method="ddp", tokens=TOKENS, beta2=0.99, windows=256), Text.load())
     found = Run(make("data-parallel", tokens=TOKENS, seeds="0")).execute(windows=256)
     assert found["losses"][0] == pytest.approx(real["loss"], rel=2e-5)
+
+
+def test_stacked_mixture_of_experts_has_loss_and_gradients_of_reference_model() -> None:
+    config = GPTConfig(layers=2, heads=2, width=16, context=8, experts=4, mlp_ratio=2)
+    model = build(config, 0)
+    layout = Layout(model, make_plan(tensors_of(model), 4, "balanced"))
+    stack = Stack(config, layout, layout.row_of(model).repeat(2, 1))
+    x, y = torch.randint(0, 256, (2, 2, 3, 8), generator=torch.Generator().manual_seed(0))
+    losses, gradient = stack.gradients([(0, 2)], x, y, clip=0.0)
+    for row in range(2):
+        model.zero_grad()
+        loss = model(x[row], y[row])
+        loss.backward()
+        assert float(losses[row]) == pytest.approx(loss.item(), rel=1e-6)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found = layout.views(gradient)[name][row]
+                torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_seeds_do_not_depend_on_those_beside_them() -> None:
