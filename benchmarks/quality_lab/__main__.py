@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
@@ -33,7 +32,7 @@ from benchmarks.quality_lab.setting import Setting, describe
 from benchmarks.quality_lab.suites import SUITES
 from benchmarks.quality_lab.tables import table
 
-RESULTS = ROOT / "benchmarks/results/quality_lab.jsonl"
+RESULTS = Path(__file__).resolve().parents[1] / "results/quality_lab.jsonl"
 
 
 def run_one(setting: Setting) -> dict[str, Any]:

@@ -41,9 +41,13 @@ def tune_100k_more() -> list[Setting]:
 def report_100k() -> list[Setting]:
     return [
         data_parallel(lr=0.006, **REPORTING),
-        both(lr=0.004, **REPORTING),
         make(lr=0.004, **REPORTING),
+        both(lr=0.004, **REPORTING),
     ]
+
+
+def levers_adopt() -> list[Setting]:
+    return [both(moments_adopt="overwrite", **TUNING)]
 
 
 def levers_moments() -> list[Setting]:
@@ -109,6 +113,7 @@ SUITES: dict[str, Callable[[], list[Setting]]] = {
     "report-100k": report_100k,
     "report-360k": report_360k,
     "report-1m": report_1m,
+    "levers-adopt": levers_adopt,
     "levers-moments": levers_moments,
     "levers-moments-more": levers_moments_more,
     "outer-5m": outer_5m,
