@@ -12,8 +12,8 @@ LARGER: dict[str, Any] = {"mixed": True}
 
 
 def both(**given: Any) -> Setting:
-    """Return decoupled with both moments averaged at every merge."""
-    return make(**{"moments": "both", "moments_codec": "bf16", **given})
+    """Return decoupled with both moments averaged at every merge and taken over as they are."""
+    return make(**{"moments": "both", "moments_codec": "bf16", "moments_adopt": "overwrite", **given})
 
 
 def data_parallel(**given: Any) -> Setting:
@@ -28,14 +28,14 @@ def tune_100k() -> list[Setting]:
     return [
         data_parallel(lr=0.006, **TUNING),
         make(lr=0.004, **TUNING),
-        both(lr=0.004, **TUNING),
-        both(lr=0.006, **TUNING),
+        both(lr=0.004, moments_adopt="carry", **TUNING),
+        both(lr=0.006, moments_adopt="carry", **TUNING),
         data_parallel(lr=0.009, **TUNING),
     ]
 
 
 def tune_100k_more() -> list[Setting]:
-    return [data_parallel(lr=0.004, **TUNING), make(lr=0.006, **TUNING), both(lr=0.009, **TUNING)]
+    return [data_parallel(lr=0.004, **TUNING), make(lr=0.006, **TUNING), both(lr=0.006, **TUNING)]
 
 
 def report_100k() -> list[Setting]:
@@ -47,7 +47,8 @@ def report_100k() -> list[Setting]:
 
 
 def levers_adopt() -> list[Setting]:
-    return [both(moments_adopt="overwrite", **TUNING)]
+    """Overwrite instead of carry, against `tune-100k`."""
+    return [both(**TUNING)]
 
 
 def levers_moments() -> list[Setting]:
