@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,11 @@ def report_100k() -> list[Setting]:
         make(lr=0.004, **REPORTING),
         both(lr=0.004, **REPORTING),
     ]
+
+
+def headline() -> list[Setting]:
+    """The runs of `report-100k` with five seeds."""
+    return [*report_100k(), *(dataclasses.replace(setting, seeds="3,4") for setting in report_100k())]
 
 
 def levers_adopt() -> list[Setting]:
@@ -112,6 +118,7 @@ SUITES: dict[str, Callable[[], list[Setting]]] = {
     "tune-100k": tune_100k,
     "tune-100k-more": tune_100k_more,
     "report-100k": report_100k,
+    "headline": headline,
     "report-360k": report_360k,
     "report-1m": report_1m,
     "levers-adopt": levers_adopt,
