@@ -1,4 +1,7 @@
-"""Tables of results: means over seeds, and paired differences to tuned data-parallel training with intervals."""
+"""Tables of results: means over seeds, and paired differences with intervals.
+
+Differences are to tuned data-parallel training and to decoupled training with the default settings.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,16 @@ def _group(setting: Setting) -> tuple[object, ...]:
     return setting.size, setting.text, setting.tokens, setting.learners * setting.batch, setting.inner, setting.mixed
 
 
+def baselines(found: Mapping[Setting, Losses]) -> dict[tuple[object, ...], Losses]:
+    """Return the decoupled run of each group that differs from the defaults in its inner learning rate only."""
+    made: dict[tuple[object, ...], Losses] = {}
+    for setting, losses in found.items():
+        extra = [part for part in describe(setting).split() if part.split("=")[0] not in ("lr", "mixed")]
+        if setting.method == "decoupled" and not extra and setting.lr <= 0.004:
+            made[_group(setting)] = losses
+    return made
+
+
 def references(found: Mapping[Setting, Losses]) -> dict[tuple[object, ...], tuple[Setting, Losses]]:
     """Return the best data-parallel setting of each group, by the mean over seeds."""
     best: dict[tuple[object, ...], tuple[Setting, Losses]] = {}
@@ -62,10 +75,19 @@ def paired(losses: Losses, reference: Losses) -> list[float]:
     return [100 * (losses[seed] / reference[seed] - 1) for seed in sorted(losses.keys() & reference.keys())]
 
 
+def _difference(losses: Losses, reference: Losses) -> str:
+    gaps = paired(losses, reference)
+    if not gaps or losses is reference:
+        return "-"
+    shown = f"{mean(gaps):+.2f}" + (f" ± {interval(gaps):.2f}" if len(gaps) > 1 else "")
+    return shown + (f" ({len(gaps)} seeds)" if len(gaps) != len(losses) else "")
+
+
 def table(path: Path, wanted: Sequence[Setting] = (), key: str = "losses") -> str:
     found = by_setting(path, key)
     keys = {dataclasses.replace(setting, seeds="") for setting in wanted}
     best = references(found)
+    plain = baselines(found)
     out = []
     groups: dict[tuple[object, ...], list[Setting]] = defaultdict(list)
     for setting in found:
@@ -77,17 +99,15 @@ def table(path: Path, wanted: Sequence[Setting] = (), key: str = "losses") -> st
         out.append(
             f"\n{size}, {text}, {float(str(tokens)) / 1e6:.2f}M tokens, {windows} windows, {inner}, {precision}\n"
         )
-        out += ["| method | differs in | seeds | loss | against data-parallel, % |", "|---|---|---|---|---|"]
+        head = "| method | differs in | seeds | loss | against data-parallel, % | against decoupled, % |"
+        out += [head, "|---|---|---|---|---|---|"]
         for setting in sorted(settings, key=lambda s: mean(found[s].values())):
             losses = found[setting]
-            shown = "-"
-            if group in best:
-                gaps = paired(losses, best[group][1])
-                if gaps:
-                    shown = f"{mean(gaps):+.2f}" + (f" ± {interval(gaps):.2f}" if len(gaps) > 1 else "")
-                    shown += f" ({len(gaps)})" if len(gaps) != len(losses) else ""
+            to_best = _difference(losses, best[group][1]) if group in best else "-"
+            to_plain = _difference(losses, plain[group]) if group in plain and setting.method == "decoupled" else "-"
             seeds = ",".join(map(str, sorted(losses)))
             out.append(
-                f"| {setting.method} | {describe(setting) or '-'} | {seeds} | {mean(losses.values()):.4f} | {shown} |"
+                f"| {setting.method} | {describe(setting) or '-'} | {seeds} | {mean(losses.values()):.4f} | {to_best} "
+                f"| {to_plain} |"
             )
     return "\n".join(out)
