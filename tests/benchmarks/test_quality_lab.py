@@ -20,7 +20,7 @@ from benchmarks.quality_lab.tables import interval, paired
 
 pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey")  # both are columns of one matrix
 
-TOKENS = 16_000
+TOKENS = 8_000
 
 SHARED: dict[str, Any] = {
     "tokens": TOKENS,
