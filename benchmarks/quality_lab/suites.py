@@ -61,8 +61,8 @@ def levers_moments() -> list[Setting]:
     """Moments, each variant alone, against `both` of `tune-100k`."""
     int4: dict[str, Any] = {"moments_codec": "int4", "up": "int4", "down": "int4"}
     return [
-        both(moments_every=3, **TUNING),
         both(**int4, **TUNING),
+        both(moments_every=3, **TUNING),
         make(h=12, up="int4", down="int4", **TUNING),
         both(speeds="1:1:0.5:0.5", **TUNING),
     ]
@@ -111,7 +111,7 @@ def outer_360k() -> list[Setting]:
 def outer_5m() -> list[Setting]:
     """The size at which the fixed outer step is known to diverge, a fifth of a token per parameter."""
     short: dict[str, Any] = {"size": "5m", "text": "library", "seeds": "0", "tokens": 1_000_000, "lr": 0.002, **LARGER}
-    return [data_parallel(**short), *(make(**short, **gain) for gain in GAINS)]
+    return [*(make(**short, **gain) for gain in GAINS), data_parallel(**short)]
 
 
 SUITES: dict[str, Callable[[], list[Setting]]] = {
