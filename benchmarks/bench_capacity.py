@@ -28,14 +28,22 @@ import torch
 
 from atoll.core.types import RunConfig
 from atoll.store.run_settings import RunSettings
-from atoll.tensors.codecs import codec
-from benchmarks.light_learner import LightLearner, even_plan
-from benchmarks.measuring import Syncer, as_json, begin, cpu_s, describe, resident_mib, syncer
+from atoll.tensors.codecs import get_codec
+from benchmarks.light_learner import SimulatedLearner, even_plan
+from benchmarks.measurement import (
+    SyncerProcess,
+    collect_machine,
+    cpu_s,
+    machine_line,
+    resident_mib,
+    run_syncer,
+    to_json_line,
+)
 
 FRAGMENTS = EVERY_STEPS = 24
 
 
-class Counts(NamedTuple):
+class CapacityCounts(NamedTuple):
     """What has happened up to a moment."""
 
     at_s: float
@@ -49,14 +57,14 @@ class Counts(NamedTuple):
     learners_cpu_s: float
 
 
-async def counts(served: Syncer, learners: list[LightLearner]) -> Counts:
-    status = await learners[0].link.ask("GET", "/v1/status")
-    return Counts(
+async def read_counts(served: SyncerProcess, learners: list[SimulatedLearner]) -> CapacityCounts:
+    status = await learners[0].link.request("GET", "/v1/status")
+    return CapacityCounts(
         time.monotonic(),
         status["merges"],
         status["merges"] * status["contributions_per_merge"],
-        sum(each.sent + each.heard for each in learners),
-        sum(each.put + each.got for each in learners),
+        sum(each.sent + each.received for each in learners),
+        sum(each.uploaded + each.downloaded for each in learners),
         sum(each.link.bytes_up + each.link.bytes_down for each in learners),
         sum(each.core.state.step for each in learners),
         cpu_s(served.pid),
@@ -65,27 +73,27 @@ async def counts(served: Syncer, learners: list[LightLearner]) -> Counts:
 
 
 async def measure(
-    served: Syncer, settings: RunSettings, count: int, kib: int, pace_s: float, seconds: float
+    served: SyncerProcess, settings: RunSettings, count: int, kib: int, pace_s: float, seconds: float
 ) -> dict[str, Any]:
     numel = kib * 1024 // 4
     plan = even_plan(FRAGMENTS, numel)
-    payload = codec(settings.numerics.ups[0]).encode(
+    payload = get_codec(settings.numerics.upload_codecs[0]).encode(
         1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0))
     )
-    learners = [LightLearner(served.address, n + 1, settings, plan, payload) for n in range(count)]
+    learners = [SimulatedLearner(served.address, n + 1, settings, plan, payload) for n in range(count)]
     empty_mib = resident_mib(served.pid)
     tasks = []
     try:
         for each in learners:
             await each.link.start()
-        await learners[0].found()
+        await learners[0].provide_model()
         await asyncio.gather(*(each.join() for each in learners))
         await asyncio.gather(*(each.training.wait() for each in learners))
         tasks += [asyncio.ensure_future(each.train(pace_s)) for each in learners]
         await asyncio.sleep(max(3.0, EVERY_STEPS * pace_s))
-        before = await counts(served, learners)
+        before = await read_counts(served, learners)
         await asyncio.sleep(seconds)
-        after = await counts(served, learners)
+        after = await read_counts(served, learners)
         memory_mib = resident_mib(served.pid)
     finally:
         for task in tasks:
@@ -136,16 +144,16 @@ def main() -> int:
     parser.add_argument("--kib", type=int, default=64, help="size of a fragment in f32")
     parser.add_argument("--profile", help="write a profile of the syncer's event loop to this file (last row)")
     options = parser.parse_args()
-    where, rows = begin(), []
+    where, rows = collect_machine(), []
     for pace_s in map(float, options.pace.split(",")):
         for count in map(int, options.learners.split(",")):
             settings = RunSettings(RunConfig("capacity", FRAGMENTS, EVERY_STEPS))
-            with syncer(settings, profile=options.profile) as served:
+            with run_syncer(settings, profile=options.profile) as served:
                 rows.append(asyncio.run(measure(served, settings, count, options.kib, pace_s, options.seconds)))
     if options.json:
-        print(as_json({"machine": where, "kib": options.kib, "rows": rows}))
+        print(to_json_line({"machine": where, "kib": options.kib, "rows": rows}))
         return 0
-    print(describe(where))
+    print(machine_line(where))
     show(rows, options.kib)
     return 0
 

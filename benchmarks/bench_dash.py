@@ -4,8 +4,8 @@
     python benchmarks/bench_dash.py answers RUN [--repeats 20]  every path of the server, on any run's tapes
     atoll simulate --learners 64 --chips 1200000 --days 1 --protocol-hours 9 --tape RUN      two million entries
 
-`cost`: four islands with paced steps train; after a while `atoll dash` is started beside them, somebody reads its live
-pictures and asks for timeline and curves every few seconds, as the page does. Compared are the steps of the islands and
+`cost`: four islands with paced steps train; after a while `atoll dash` is started, and a client reads its live
+pictures and requests timeline and curves every few seconds, as the page does. Compared are the steps of the islands and
 the processor time of the syncer, before and with it, in one run; and what the page's own process takes.
 """
 
@@ -29,16 +29,16 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from atoll.dashboard.picture import RunPicture
-from benchmarks.measuring import as_json, begin, cpu_s, describe
+from atoll.dashboard.run_history import RunHistory
+from benchmarks.measurement import collect_machine, cpu_s, machine_line, to_json_line
 
 STEP_S = 0.1
-SETTLE_S = 8.0
-ASK_EVERY_S = 3.0
-ASKED = ("timeline?width=1200", "series?names=loss,throughput,goodput,merges.contributions&points=600")
+SETTLE_TIME_S = 8.0
+REQUEST_INTERVAL_S = 3.0
+REQUESTED_PATHS = ("timeline?width=1200", "series?names=loss,throughput,goodput,merges.contributions&points=600")
 PATHS = (
-    "picture",
-    "picture?at={middle}",
+    "view",
+    "view?at={middle}",
     "timeline?width=1200",
     "timeline?from={quarter}&to={middle}&width=1200",
     "series?names=throughput&points=600",
@@ -49,12 +49,12 @@ PATHS = (
 )
 
 
-def looked_at(address: str, over: Event) -> None:
+def poll_dashboard(address: str, over: Event) -> None:
     """As the page does: pictures as they come, the rest every few seconds."""
 
     def ask() -> None:
-        while not over.wait(ASK_EVERY_S):
-            for path in ASKED:
+        while not over.wait(REQUEST_INTERVAL_S):
+            for path in REQUESTED_PATHS:
                 with urllib.request.urlopen(f"{address}api/run/0/{path}", timeout=30) as answer:
                     answer.read()
 
@@ -64,10 +64,10 @@ def looked_at(address: str, over: Event) -> None:
             stream.readline()
 
 
-def cost(seconds: float) -> dict[str, Any]:
+def measure_cost(seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        steps = round((2 * seconds + 3 * SETTLE_S) / STEP_S)
+        steps = round((2 * seconds + 3 * SETTLE_TIME_S) / STEP_S)
         words = ["--model", "100k", "--inner", "adamw", "--batch", "2", "--tokens", str(4 * steps * 128)]
         words += ["--step-time", f"{STEP_S}s", "--kill", "none", "--eval-tokens", "1024", "--out", str(run)]
         job = subprocess.Popen(
@@ -79,24 +79,24 @@ def cost(seconds: float) -> dict[str, Any]:
             while not list((run / "tapes").glob("learner-4-*")):
                 time.sleep(0.2)
             syncer = int((run / "store" / "lock").read_text())
-            time.sleep(SETTLE_S)
-            without = _watched(run, syncer, None, seconds)
+            time.sleep(SETTLE_TIME_S)
+            without = _measure_with_viewer(run, syncer, None, seconds)
             page = subprocess.Popen(
                 [sys.executable, "-m", "atoll", "dash", str(run), "--port", "0"], stdout=subprocess.PIPE, text=True
             )
             assert page.stdout is not None
             address = page.stdout.readline().split()[-1]
-            Thread(target=looked_at, args=(address, over), daemon=True).start()
-            time.sleep(SETTLE_S)
-            beside = _watched(run, syncer, page.pid, seconds)
+            Thread(target=poll_dashboard, args=(address, over), daemon=True).start()
+            time.sleep(SETTLE_TIME_S)
+            beside = _measure_with_viewer(run, syncer, page.pid, seconds)
         finally:
             over.set()
             for process in (page, job):
                 if process is not None:
                     process.send_signal(signal.SIGINT)
                     process.wait(30)
-        picture = RunPicture(run)
-        while picture.grow():
+        picture = RunHistory(run)
+        while picture.update():
             pass
         gaps = [_step_s(picture, span) for span in (without["span"], beside["span"])]
         return {
@@ -107,21 +107,21 @@ def cost(seconds: float) -> dict[str, Any]:
         }
 
 
-def _watched(run: Path, syncer: int, page: int | None, seconds: float) -> dict[str, Any]:
-    picture = RunPicture(run)
-    while picture.grow():
+def _measure_with_viewer(run: Path, syncer: int, page: int | None, seconds: float) -> dict[str, Any]:
+    picture = RunHistory(run)
+    while picture.update():
         pass
     at, cpu, own = time.monotonic(), cpu_s(syncer), cpu_s(page) if page is not None else 0.0
     time.sleep(seconds)
     took_s = time.monotonic() - at
     return {
-        "span": (picture.to, picture.to + took_s),
+        "span": (picture.newest_at, picture.newest_at + took_s),
         "syncer": (cpu_s(syncer) - cpu) / took_s,
         "page": (cpu_s(page) - own) / took_s if page is not None else 0.0,
     }
 
 
-def _step_s(picture: RunPicture, span: tuple[float, float]) -> float:
+def _step_s(picture: RunHistory, span: tuple[float, float]) -> float:
     """Mean time from one step's end to the next one's, of all islands."""
     gaps = [
         after - before
@@ -133,21 +133,25 @@ def _step_s(picture: RunPicture, span: tuple[float, float]) -> float:
     return statistics.fmean(gaps)
 
 
-async def answers(run: Path, repeats: int) -> dict[str, Any]:
+async def measure_requests(run: Path, repeats: int) -> dict[str, Any]:
     from aiohttp.test_utils import TestClient, TestServer
 
-    from atoll.dashboard.server import Dash, RunFeed
+    from atoll.dashboard.server import DashboardServer, RunFeed
 
     watched = RunFeed(run)
-    async with TestClient(TestServer(Dash([watched], None).app())) as client:
+    async with TestClient(TestServer(DashboardServer([watched], None).app())) as client:
         began = time.monotonic()
-        while watched.picture is None or watched.picture.to == 0.0 or watched.picture.loading() is not None:
+        while (
+            watched.history is None
+            or watched.history.newest_at == 0.0
+            or watched.history.loading_progress() is not None
+        ):
             await asyncio.sleep(0.2)
         load_s = time.monotonic() - began
-        picture = watched.picture
+        picture = watched.history
         times = {
-            "middle": (picture.begin + picture.to) / 2,
-            "quarter": picture.begin + (picture.to - picture.begin) / 4,
+            "middle": (picture.started_at + picture.newest_at) / 2,
+            "quarter": picture.started_at + (picture.newest_at - picture.started_at) / 4,
         }
         found: dict[str, Any] = {"load_s": load_s, "tapes_mb": sum(_sizes(run)) / 1e6}
         for path in PATHS:
@@ -179,12 +183,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "answers" and options.run is None:
         parser.error("say which run")
-    found = begin()
-    found |= cost(options.seconds) if options.what == "cost" else asyncio.run(answers(options.run, options.repeats))
+    found = collect_machine()
+    found |= (
+        measure_cost(options.seconds)
+        if options.what == "cost"
+        else asyncio.run(measure_requests(options.run, options.repeats))
+    )
     if options.json:
-        print(as_json(found))
+        print(to_json_line(found))
         return
-    print(describe(found))
+    print(machine_line(found))
     if options.what == "cost":
         before, after = found["syncer_core_share"]
         print(f"steps with the page / without: {found['step_ratio']:.4f}")

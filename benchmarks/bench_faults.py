@@ -30,23 +30,23 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from atoll.chaos.job import run_chaos
-from atoll.chaos.judge import Verdict
 from atoll.chaos.plan import draw_plan
-from atoll.chaos.scenario import Scenario, load, seconds
+from atoll.chaos.scenario import Scenario, load_scenario, parse_seconds
+from atoll.chaos.verdict import Verdict
 from atoll.dashboard.terminal import LiveView
-from atoll.reference.data import Text
+from atoll.reference.data import Corpus
 from atoll.reference.job_settings import JobSettings
-from atoll.store.run_settings import CONFIG
+from atoll.store.run_settings import CONFIG_FILE
 from atoll.tape.timeline import read_timeline
 from benchmarks.elastic import train_elastic
-from benchmarks.measuring import as_json, begin, describe
+from benchmarks.measurement import collect_machine, machine_line, to_json_line
 
-FAULTS = Path(__file__).resolve().parent / "faults"
+SCENARIOS = Path(__file__).resolve().parent / "faults"
 
 
-def found(wish: str) -> Scenario:
-    ours = FAULTS / f"{wish}.toml"
-    return load(str(ours) if ours.is_file() else wish)
+def find_scenario(name_or_path: str) -> Scenario:
+    ours = SCENARIOS / f"{name_or_path}.toml"
+    return load_scenario(str(ours) if ours.is_file() else name_or_path)
 
 
 def step_time_s(run: Path) -> float:
@@ -56,7 +56,7 @@ def step_time_s(run: Path) -> float:
         for processes in read_timeline(run, keep=None).processes.values()
         for process in processes
         for before, after in pairwise(process.log.ends)
-        if process.began is not None and before > process.began + 1.0
+        if process.training_started_at is not None and before > process.training_started_at + 1.0
     ]
     return statistics.fmean(gaps)
 
@@ -72,35 +72,35 @@ def measure(scenario: Scenario, seed: int, duration_s: float, out: Path, links: 
     if verdict.loss.source:
         row["step_time_undisturbed_s"] = step_time_s(Path(verdict.loss.source))
     if ddp:
-        settings = JobSettings.load(run / CONFIG)
-        row["ddp"] = train_elastic(settings, plan, run, LiveView(), Text.load(settings.data))
+        settings = JobSettings.load(run / CONFIG_FILE)
+        row["ddp"] = train_elastic(settings, plan, run, LiveView(), Corpus.load(settings.data))
     return row
 
 
 def figures(verdict: Verdict) -> dict[str, Any]:
-    kills = [fault for fault in verdict.faults if fault.fault == "kill" and fault.fired]
-    back = [fault.back_training_s for fault in kills if fault.back_training_s is not None]
-    merged = [fault.back_merged_s for fault in kills if fault.back_merged_s is not None]
+    kills = [fault for fault in verdict.faults if fault.fault == "kill" and fault.was_injected]
+    back = [fault.kill_to_step_s for fault in kills if fault.kill_to_step_s is not None]
+    merged = [fault.kill_to_merge_s for fault in kills if fault.kill_to_merge_s is not None]
     pause = verdict.worst_pause
     loss = verdict.loss
     return {
         "scenario": verdict.scenario,
         "seed": verdict.seed,
-        "stood": verdict.passed,
-        "broken": [f"{check.name}: {check.sentence}" for check in verdict.checks if check.passed is False],
+        "stood": verdict.survived,
+        "broken": [f"{check.name}: {check.finding}" for check in verdict.criteria if check.passed is False],
         "learners": verdict.learners,
         "wall_s": verdict.wall_s,
-        "faults": sum(fault.fired for fault in verdict.faults),
-        "faults_per_hour": 3600.0 * sum(fault.fired for fault in verdict.faults) / verdict.wall_s,
+        "faults": sum(fault.was_injected for fault in verdict.faults),
+        "faults_per_hour": 3600.0 * sum(fault.was_injected for fault in verdict.faults) / verdict.wall_s,
         "worst_pause_s": pause.gap_s if pause is not None else None,
-        "usual_step_s": pause.usual_s if pause is not None else None,
+        "usual_step_s": pause.typical_s if pause is not None else None,
         "goodput": verdict.goodput,
         "goodput_up": verdict.goodput_up,
-        "merged_of_alive": verdict.merged_of_alive,
-        "back_training_s": statistics.median(back) if back else None,
-        "back_merged_s": statistics.median(merged) if merged else None,
+        "merge_participation": verdict.merge_participation,
+        "kill_to_step_s": statistics.median(back) if back else None,
+        "kill_to_merge_s": statistics.median(merged) if merged else None,
         "loss": loss.final,
-        "loss_without_faults": loss.without_faults,
+        "loss_without_faults": loss.baseline,
     }
 
 
@@ -117,11 +117,11 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"  survivors' worst pause {1e3 * row['worst_pause_s']:.0f} ms,"
             f" a step takes {1e3 * row['usual_step_s']:.0f} ms;"
             f" goodput {row['goodput']:.1%}, {row['goodput_up']:.1%} of the time in which learners were up;"
-            f" {row['merged_of_alive']:.1%} of the living in a merge"
+            f" {row['merge_participation']:.1%} of the living in a merge"
         )
-        if row["back_merged_s"] is not None:
-            training = f"{row['back_training_s']:.1f} s" if row["back_training_s"] is not None else "-"
-            print(f"  median after a kill: {training} to a step, {row['back_merged_s']:.1f} s to a merge")
+        if row["kill_to_merge_s"] is not None:
+            training = f"{row['kill_to_step_s']:.1f} s" if row["kill_to_step_s"] is not None else "-"
+            print(f"  median after a kill: {training} to a step, {row['kill_to_merge_s']:.1f} s to a merge")
         if row["loss_without_faults"] is not None:
             share = row["loss"] / row["loss_without_faults"] - 1.0
             slower = row["step_time_s"] / row["step_time_undisturbed_s"] - 1.0
@@ -154,15 +154,15 @@ def main() -> int:
     parser.add_argument("--ddp", action="store_true", help="then the same kills under elastic data-parallel training")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args()
-    where = begin()
-    scenario = found(options.scenario)
-    duration_s = seconds(options.duration, "--duration") if options.duration else scenario.run.duration_s
+    where = collect_machine()
+    scenario = find_scenario(options.scenario)
+    duration_s = parse_seconds(options.duration, "--duration") if options.duration else scenario.run.duration_s
     seeds = map(int, options.seeds.split(","))
     rows = [measure(scenario, seed, duration_s, options.out, options.links, options.ddp) for seed in seeds]
     if options.json:
-        print(as_json({"machine": where, "rows": rows}))
+        print(to_json_line({"machine": where, "rows": rows}))
     else:
-        print(describe(where))
+        print(machine_line(where))
         show(rows)
     return 0 if all(row["stood"] for row in rows) else 1
 

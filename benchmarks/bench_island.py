@@ -36,20 +36,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.types import Limits, RunConfig
 from atoll.island.rank_connection import BoundaryStatus, RankRequest
-from atoll.island.topology import Ranks, meet
+from atoll.island.topology import Ranks, rendezvous
 from atoll.learner.api import Learner
-from atoll.reference.models import SIZES, build, inner_optimizer, parameter_count
+from atoll.reference.models import SIZES, build_model, inner_optimizer, parameter_count
 from atoll.store.run_settings import RunSettings
-from benchmarks.bench_overhead import batches
-from benchmarks.measuring import as_json, begin, cpu_s, describe, rest, spread, syncer
+from benchmarks.bench_overhead import make_batches
+from benchmarks.measurement import (
+    collect_machine,
+    cpu_s,
+    machine_line,
+    run_syncer,
+    spread,
+    to_json_line,
+    wait_until_idle,
+)
 
 FRAGMENTS = EVERY_STEPS = 24
 RANKS = 2
-UNCOUNTED = 3
-ROUNDS = 1000
-TARGET = 1.03
+WARMUP_STEPS = 3
+BOUNDARY_ROUNDS = 1000
+TARGET_RATIO = 1.03
 
-PATIENT = Limits(first_wait_s=300.0, least_wait_s=300.0)
+PATIENT_LIMITS = Limits(initial_wait_s=300.0, min_wait_s=300.0)
 """A learner that reports nothing during a bare block is not lost."""
 
 
@@ -59,14 +67,14 @@ def run_rank(rank: int, options: argparse.Namespace, address: str, syncer_pid: i
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     config = SIZES[options.size]
-    model: nn.Module = build(config, seed=0)
+    model: nn.Module = build_model(config, seed=0)
     parameters = parameter_count(model)
     if options.shape == "ddp":
         model = DistributedDataParallel(model)
     else:
         fully_shard(model)
     optimizer = inner_optimizer(model) if options.shape == "ddp" else torch.optim.AdamW(model.parameters())
-    data = batches(config.vocabulary, options.batch, config.context)
+    data = make_batches(config.vocabulary, options.batch, config.context)
 
     def bare() -> torch.Tensor:
         x, y = next(data)
@@ -76,7 +84,7 @@ def run_rank(rank: int, options: argparse.Namespace, address: str, syncer_pid: i
         optimizer.step()
         return loss.detach()
 
-    boundary = boundaries(meet(model), rank)
+    boundary = measure_boundaries(rendezvous(model), rank)
     with Learner(model, optimizer, address) as learner:
 
         def with_atoll() -> None:
@@ -84,7 +92,7 @@ def run_rank(rank: int, options: argparse.Namespace, address: str, syncer_pid: i
 
         while learner.stats().adopted < 2 * FRAGMENTS:  # the same on all ranks: they adopt at the same steps
             with_atoll()
-        figures = in_turns(learner, bare, with_atoll, options.pairs, options.block, syncer_pid)
+        figures = alternate_blocks(learner, bare, with_atoll, options.pairs, options.block, syncer_pid)
         stats = learner.stats()
     per_parameter = torch.tensor([stats.host_bytes / stats.parameters, stats.device_bytes / stats.parameters])
     memory = [torch.zeros(2) for _ in range(RANKS)]
@@ -92,15 +100,15 @@ def run_rank(rank: int, options: argparse.Namespace, address: str, syncer_pid: i
     if rank == 0:
         figures |= {"host_bytes_per_parameter": [round(float(each[0]), 2) for each in memory]}
         figures |= {"device_bytes_per_parameter": [round(float(each[1]), 2) for each in memory]}
-        told = {"shape": options.shape, "size": options.size, "parameters": parameters, "target": TARGET}
+        header = {"shape": options.shape, "size": options.size, "parameters": parameters, "target": TARGET_RATIO}
         Path(folder, "figures.json").write_text(
-            as_json(told | {"tokens_per_step": RANKS * options.batch * config.context} | boundary | figures)
+            to_json_line(header | {"tokens_per_step": RANKS * options.batch * config.context} | boundary | figures)
         )
     dist.destroy_process_group()
     os._exit(0)  # a thread of gloo may abort an interpreter that ends (docs/islands.md)
 
 
-def boundaries(ranks: Ranks | None, rank: int) -> dict[str, Any]:
+def measure_boundaries(ranks: Ranks | None, rank: int) -> dict[str, Any]:
     """Seconds of one boundary, over the lines of an island and by gloo."""
     assert ranks is not None
     lines = ranks.control
@@ -108,12 +116,12 @@ def boundaries(ranks: Ranks | None, rank: int) -> dict[str, Any]:
     def ours() -> None:
         if rank == 0:
             for line in lines:
-                line.hear()
+                line.receive_request()
             for line in lines:
-                line.answer(BoundaryStatus(), b"")
+                line.send_reply(BoundaryStatus(), b"")
         else:
-            lines[0].ask(RankRequest.STEP, 1)
-            lines[0].answered()
+            lines[0].send_request(RankRequest.STEP, 1)
+            lines[0].receive_reply()
 
     group = dist.new_group(backend="gloo")
     small, large = torch.zeros(2, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
@@ -123,22 +131,22 @@ def boundaries(ranks: Ranks | None, rank: int) -> dict[str, Any]:
         dist.gather(small, into, 0, group=group)
         dist.broadcast(large, 0, group=group)
 
-    found = {name: timed_rounds(each) for name, each in (("boundary_us", ours), ("gloo_us", gloo))}
+    found = {name: time_rounds(each) for name, each in (("boundary_us", ours), ("gloo_us", gloo))}
     dist.destroy_process_group(group)
     ranks.close()
     return found
 
 
-def timed_rounds(once: Callable[[], None]) -> float:
+def time_rounds(once: Callable[[], None]) -> float:
     for _ in range(100):
         once()
     began = time.perf_counter()
-    for _ in range(ROUNDS):
+    for _ in range(BOUNDARY_ROUNDS):
         once()
-    return (time.perf_counter() - began) / ROUNDS * 1e6
+    return (time.perf_counter() - began) / BOUNDARY_ROUNDS * 1e6
 
 
-def in_turns(
+def alternate_blocks(
     learner: Learner,
     bare: Callable[[], object],
     with_atoll: Callable[[], None],
@@ -154,19 +162,19 @@ def in_turns(
     before = learner.stats()
     for pair in range(pairs):
         for atoll in (False, True) if pair % 2 == 0 else (True, False):
-            rest(lambda: (learner.stats().bytes_up, learner.stats().bytes_down))
+            wait_until_idle(lambda: (learner.stats().bytes_up, learner.stats().bytes_down))
             dist.barrier()
             taken, at_start, theirs = [], time.process_time(), cpu_s(syncer_pid)
-            for _ in range(block + UNCOUNTED):
+            for _ in range(block + WARMUP_STEPS):
                 began = time.perf_counter()
                 (with_atoll if atoll else bare)()
                 taken.append(time.perf_counter() - began)
             cpus[atoll] += time.process_time() - at_start
             syncer_s += cpu_s(syncer_pid) - theirs if atoll else 0.0
-            walls[atoll].append(sum(taken[UNCOUNTED:]))
-            steps[atoll] += taken[UNCOUNTED:]
+            walls[atoll].append(sum(taken[WARMUP_STEPS:]))
+            steps[atoll] += taken[WARMUP_STEPS:]
     after = learner.stats()
-    count = pairs * (block + UNCOUNTED)
+    count = pairs * (block + WARMUP_STEPS)
     bare_s, atoll_s = spread(steps[False]), spread(steps[True])
     return {
         "pairs": pairs,
@@ -178,7 +186,7 @@ def in_turns(
         "rank_cpu_s": (cpus[True] - cpus[False]) / count,  # of rank 0, all its threads, more than in bare steps
         "syncer_cpu_s": syncer_s / count,
         "boundary_s": (after.boundary_s - before.boundary_s) / count,
-        "island_s": (after.island_s - before.island_s) / count,
+        "rank_wait_s": (after.rank_wait_s - before.rank_wait_s) / count,
         "adopted": (after.adopted - before.adopted) / count,
         "contributed": (after.contributed - before.contributed) / count,
     }
@@ -188,7 +196,7 @@ def show(figures: dict[str, Any]) -> None:
     bare, atoll, ratio = figures["bare_step_s"], figures["atoll_step_s"], figures["ratio"]
     print(f"an island of {RANKS} ranks, {figures['shape']} on gloo, one thread each, P = H = {FRAGMENTS}; ", end="")
     print(f"{figures['parameters']:,} parameters, {figures['tokens_per_step']} tokens per step")
-    print(f"{figures['pairs']} pairs of blocks of {figures['block']} steps in turns; wanted: at most {TARGET}\n")
+    print(f"{figures['pairs']} pairs of blocks of {figures['block']} steps in turns; wanted: at most {TARGET_RATIO}\n")
     print(f"  bare step           {1e3 * bare['median']:9.2f} ms ({1e3 * bare['low']:.2f} to {1e3 * bare['high']:.2f})")
     print(f"  step with Atoll     {1e3 * atoll['median']:9.2f} ms ", end="")
     print(f"({1e3 * atoll['low']:.2f} to {1e3 * atoll['high']:.2f})")
@@ -213,16 +221,16 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=10, help="counted steps of a block")
     parser.add_argument("--pin", action="store_true", help="both ranks on one core, the syncer on the other")
     options = parser.parse_args()
-    where = begin()
-    settings = RunSettings(RunConfig("island", FRAGMENTS, EVERY_STEPS, limits=PATIENT))
+    where = collect_machine()
+    settings = RunSettings(RunConfig("island", FRAGMENTS, EVERY_STEPS, limits=PATIENT_LIMITS))
     core = max(os.sched_getaffinity(0)) if options.pin else None
-    with syncer(settings, core=core) as served, tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
+    with run_syncer(settings, core=core) as served, tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
         start_processes(run_rank, (options, served.address, served.pid, folder), nprocs=RANKS, start_method="spawn")
         figures = json.loads(Path(folder, "figures.json").read_text())
     if options.json:
-        print(as_json({"machine": where} | figures))
+        print(to_json_line({"machine": where} | figures))
         return 0
-    print(describe(where))
+    print(machine_line(where))
     show(figures)
     return 0
 

@@ -8,9 +8,9 @@ than the thinnest link carries: there bulk is under way all the time, and report
 are shaped when all learners train. In the last cell, `joining`, they are so from the start: a small model is founded,
 handed out and joined over the thinnest and longest of them.
 
-A cell stands when, from the tapes: the syncer suspected, lost or quarantined nobody, all learners being there all the
-time; merges went on, without a pause of many times the usual distance between two; and every learner got published
-fragments. The command fails where a cell does not.
+A cell passes if, from the tapes: the syncer suspected, lost or quarantined no learner, as all learners were there all
+the time; merges went on, without a pause of many times the usual distance between two; and every learner got published
+fragments. The command fails if a cell does not pass.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from atoll.reference.job_settings import JobSettings
 from benchmarks import wan
-from benchmarks.measuring import as_json, begin, describe
+from benchmarks.measurement import collect_machine, machine_line, to_json_line
 from benchmarks.wide_runs import (
     RESULTS,
-    Seen,
-    Shape,
-    emulation,
-    far_links,
-    fragments_of,
-    keep,
+    LinkParameters,
+    ObservedRun,
+    append_results,
+    describe_emulation,
+    fragment_count,
+    log_progress,
+    open_links,
     paced_job,
     read_rounds,
-    say,
-    watched_run,
+    run_observed,
 )
 
-LEAST_PAUSE_S, PAUSE_ROUNDS, PAUSE_DELAYS = 5.0, 10.0, 20.0
+MIN_PAUSE_S, PAUSE_ROUNDS, PAUSE_DELAYS = 5.0, 10.0, 20.0
 """How long there may be no merge: the first, or so many usual distances between merges and so many delays."""
 
 
-def cell(
-    name: str, settings: JobSettings, shape: Shape, run_s: float, out: Path, from_the_start: bool = False
+def measure_cell(
+    name: str, settings: JobSettings, shape: LinkParameters, run_s: float, out: Path, from_the_start: bool = False
 ) -> dict[str, Any]:
     """One run, and what its tapes say about the time in which all trained."""
     steps = max(4, round(run_s / settings.step_time_s))
-    with far_links(settings.learners) as links:
-        seen = watched_run(name, settings, out, links, [(shape, steps)], 3 * run_s, from_the_start).seen
-    return judge(name, settings, shape, seen)
+    with open_links(settings.learners) as links:
+        seen = run_observed(name, settings, out, links, [(shape, steps)], 3 * run_s, from_the_start).seen
+    return evaluate_cell(name, settings, shape, seen)
 
 
-def judge(name: str, settings: JobSettings, shape: Shape, seen: Seen) -> dict[str, Any]:
+def evaluate_cell(name: str, settings: JobSettings, shape: LinkParameters, seen: ObservedRun) -> dict[str, Any]:
     """From the moment at which links had their shape; but a suspicion counts from the first moment on."""
     run, begin_at, end_at = seen.run, seen.shaped_at, seen.ended_at
     suspicions = read_rounds(run, 0.0, end_at).suspicions
     rounds = read_rounds(run, begin_at, end_at)
     wall_s = end_at - begin_at
-    fragments = fragments_of(run)
+    fragments = fragment_count(run)
     step_s = seen.step_s(skip=0)
     effective_h = rounds.effective_h(wall_s / step_s, fragments)
     usual_s = wall_s / max(rounds.merges, 1)
-    most_pause_s = max(LEAST_PAUSE_S, PAUSE_ROUNDS * usual_s + PAUSE_DELAYS * shape.delay_s)
+    most_pause_s = max(MIN_PAUSE_S, PAUSE_ROUNDS * usual_s + PAUSE_DELAYS * shape.delay_s)
     broken = [
         f"learner {each.learner} was suspected {each.at - begin_at:+.1f} s after links had their shape: {each.sentence}"
         for each in suspicions
@@ -107,7 +107,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(f"{'':10}" + "".join(f"{head:>15}" for head in heads) + f"{'Mbit/s up, down':>18}   ")
     for row in rows:
         wire = row["wire_bytes_per_s"]
-        told = f"{8e-6 * wire[0]:.2f}, {8e-6 * wire[1]:.2f}" if wire else "-"
+        rates = f"{8e-6 * wire[0]:.2f}, {8e-6 * wire[1]:.2f}" if wire else "-"
         cells = (
             f"{row['rate_bit_s'] / 1e6:g}",
             f"{1e3 * row['round_trip_s']:.0f}",
@@ -118,7 +118,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['effective_h']:.1f} ({row['every_steps']})",
             f"{row['longest_pause_s']:.1f}",
         )
-        print(f"{row['cell']:10}" + "".join(f"{each:>15}" for each in cells) + f"{told:>18}", end="   ")
+        print(f"{row['cell']:10}" + "".join(f"{each:>15}" for each in cells) + f"{rates:>18}", end="   ")
         print("stands" if row["stands"] else "DOES NOT STAND")
         for line in row["broken"]:
             print(f"{'':10}  {line}")
@@ -139,13 +139,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS / "links.jsonl", help="file that lines are added to")
     options = parser.parse_args()
-    where = begin()
+    where = collect_machine()
     rates = [1e6 * float(rate) for rate in options.rates.split(",")]
     trips = [1e-3 * float(trip) for trip in options.round_trips.split(",")]
     run_s = 20.0 if options.quick else options.seconds
     grid = [(min(rates), max(trips))] if options.quick else [(rate, trip) for rate in rates for trip in trips]
-    say(f"links: {emulation()}")
-    loss = options.loss if wan.unavailable() is None else 0.0  # a relay loses nothing
+    log_progress(f"links: {describe_emulation()}")
+    loss = options.loss if wan.unavailable_reason() is None else 0.0  # a relay loses nothing
     rows = []
     with tempfile.TemporaryDirectory(prefix="atoll-links-") as name:
         folder = options.keep or Path(name)
@@ -153,17 +153,17 @@ def main() -> int:
             "decoupled", learners=options.learners, model=options.model, step_time_s=options.step, codec=options.codec
         )
         for number, (rate, trip) in enumerate(grid):
-            shape = Shape(rate, trip / 2, loss)
-            rows.append(cell(f"{number + 1}", big, shape, run_s, folder / f"{number + 1}"))
+            shape = LinkParameters(rate, trip / 2, loss)
+            rows.append(measure_cell(f"{number + 1}", big, shape, run_s, folder / f"{number + 1}"))
         small = paced_job("decoupled", learners=options.learners, model="1m", step_time_s=0.2, codec="f32")
-        shape = Shape(min(rates), max(trips) / 2, loss)
-        rows.append(cell("joining", small, shape, run_s, folder / "joining", from_the_start=True))
-    keep(options.results, rows, where)
+        shape = LinkParameters(min(rates), max(trips) / 2, loss)
+        rows.append(measure_cell("joining", small, shape, run_s, folder / "joining", from_the_start=True))
+    append_results(options.results, rows, where)
     if options.json:
-        print(as_json({"machine": where, "emulation": emulation(), "rows": rows}))
+        print(to_json_line({"machine": where, "emulation": describe_emulation(), "rows": rows}))
     else:
-        print(describe(where))
-        print(f"links: {emulation()}")
+        print(machine_line(where))
+        print(f"links: {describe_emulation()}")
         show(rows)
     return 0 if all(row["stands"] for row in rows) else 1
 

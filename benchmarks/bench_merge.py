@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.tensors import merge, outer
-from atoll.tensors.codecs import Codec, codec
+from atoll.tensors import merge, outer_optimizer
+from atoll.tensors.codecs import Codec, get_codec
 from atoll.tensors.merge import Accumulator
-from atoll.tensors.outer import OuterStep, PublishedValue
+from atoll.tensors.outer_optimizer import OuterOptimizer, PublishedValue
 from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
-from atoll.tensors.robust_merge import sums_of
+from atoll.tensors.robust_merge import make_running_sums
 from atoll.tensors.settings import Numerics
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ PASSES: dict[str, tuple[str, Callable[[float], float]]] = {
 }
 
 
-def plan_of(numel: int) -> FragmentPlan:
+def make_fragment_plan(numel: int) -> FragmentPlan:
     """One fragment as a transformer has it: a few large matrices, some small vectors."""
     large = numel // 4 // 1024
     tensors = [TensorInfo(f"blocks.{layer}.weight", (large, 1024), "float32", "weight") for layer in range(4)]
@@ -60,7 +60,7 @@ def plan_of(numel: int) -> FragmentPlan:
     return make_plan(tensors, 1, "balanced")
 
 
-def timed(what: Callable[[], object]) -> float:
+def time_call(what: Callable[[], object]) -> float:
     began = time.perf_counter()
     what()
     return time.perf_counter() - began
@@ -70,7 +70,7 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-class Streaming:
+class MergeStreaming:
     """The syncer's own parts."""
 
     def __init__(self, plan: FragmentPlan, coder: Codec) -> None:
@@ -78,9 +78,9 @@ class Streaming:
         numel = plan.numel(0)
         self.coder = coder
         self.accumulator = Accumulator(plan, 0, NUMERICS.merge)
-        self.outer = OuterStep(plan, 0, NUMERICS, torch.randn(numel, generator=generator))
+        self.outer = OuterOptimizer(plan, 0, NUMERICS, torch.randn(numel, generator=generator))
         self.published = PublishedValue(coder, self.outer.value.clone())
-        self.update = torch.empty(coder.size(numel), dtype=torch.uint8)
+        self.update = torch.empty(coder.encoded_size(numel), dtype=torch.uint8)
 
     def add(self, data: Tensor, weight: float) -> None:
         self.accumulator.add_encoded(self.coder, data, weight)
@@ -91,7 +91,7 @@ class Streaming:
         self.accumulator.reset()
 
 
-class Keeping:
+class MergeBuffered:
     """The straightforward way: keep every learner's delta, then write the formulas down."""
 
     def __init__(self, plan: FragmentPlan, coder: Codec) -> None:
@@ -126,9 +126,9 @@ class Keeping:
 
 def measure_rate(name: str, mib: int) -> dict[str, Any]:
     """Seconds of every stage of a round, and of copies that move as many bytes, best of some rounds."""
-    coder, plan = codec(name), plan_of(mib * MIB // 4)
+    coder, plan = get_codec(name), make_fragment_plan(mib * MIB // 4)
     numel = plan.numel(0)
-    parts = Streaming(plan, coder)
+    parts = MergeStreaming(plan, coder)
     generator = torch.Generator().manual_seed(1)
     sent = [coder.encode(torch.randn(numel, generator=generator)) for _ in range(LEARNERS)]
 
@@ -153,13 +153,13 @@ def measure_rate(name: str, mib: int) -> dict[str, Any]:
             target[:count].copy_(source[:count])
 
     best = {stage: (float("inf"), float("inf")) for stage in stages}
-    encoded = coder.size(numel) / numel
+    encoded = coder.encoded_size(numel) / numel
     for _ in range(REPEATS):
         for stage, work in stages.items():
             moved = PASSES[stage][1](encoded) * numel * (LEARNERS if stage == "add" else 1)
-            spent, copied = timed(work), timed(partial(copy, int(moved) // 2))  # a copy reads and writes
+            spent, copied = time_call(work), time_call(partial(copy, int(moved) // 2))  # a copy reads and writes
             best[stage] = (min(best[stage][0], spent), min(best[stage][1], copied))
-    checked = min(timed(lambda: coder.examine(sent[0], numel)) for _ in range(3))
+    checked = min(time_call(lambda: coder.examine(sent[0], numel)) for _ in range(3))
     spent, copied = (sum(pair[place] for pair in best.values()) for place in (0, 1))
     return {
         "codec": name,
@@ -172,56 +172,56 @@ def measure_rate(name: str, mib: int) -> dict[str, Any]:
     }
 
 
-def measure_way(way: str, learners: int, mib: int) -> dict[str, Any]:
+def measure_mode(way: str, learners: int, mib: int) -> dict[str, Any]:
     """Seconds per round and memory beyond what the process had before, of one way and number of learners."""
-    coder, plan = codec("bf16"), plan_of(mib * MIB // 4)
+    coder, plan = get_codec("bf16"), make_fragment_plan(mib * MIB // 4)
     data = coder.encode(torch.randn(plan.numel(0), generator=torch.Generator().manual_seed(1)))
     before = peak_mib()
-    parts = Streaming(plan, coder) if way == "streaming" else Keeping(plan, coder)
+    parts = MergeStreaming(plan, coder) if way == "streaming" else MergeBuffered(plan, coder)
 
     def one_round() -> None:
         for learner in range(learners):
             parts.add(data, 1.0 + learner)
         parts.finish()
 
-    seconds = min(timed(one_round) for _ in range(4))
+    seconds = min(time_call(one_round) for _ in range(4))
     return {"way": way, "learners": learners, "seconds": seconds, "peak_mib": peak_mib() - before}
 
 
-def measure_merge(how: str, mib: int) -> dict[str, Any]:
+def measure_merge(method: str, mib: int) -> dict[str, Any]:
     """Seconds per round of one way to merge, `clipped` being the average with a norm clip."""
-    coder, plan = codec("bf16"), plan_of(mib * MIB // 4)
+    coder, plan = get_codec("bf16"), make_fragment_plan(mib * MIB // 4)
     data = coder.encode(torch.randn(plan.numel(0), generator=torch.Generator().manual_seed(1)))
-    sums = sums_of(plan, 0, "average" if how == "clipped" else how)
+    sums = make_running_sums(plan, 0, "average" if method == "clipped" else method)
 
     def one_round() -> None:
         for learner in range(LEARNERS):
-            sums.add_encoded(coder, data, 1.0 + learner, 0.5 if how == "clipped" else 1.0)
+            sums.add_encoded(coder, data, 1.0 + learner, 0.5 if method == "clipped" else 1.0)
         sums.result()
         sums.reset()
 
-    return {"merge": how, "seconds": min(timed(one_round) for _ in range(REPEATS))}
+    return {"merge": method, "seconds": min(time_call(one_round) for _ in range(REPEATS))}
 
 
 def measure_figures(name: str, how: str, mib: int) -> dict[str, Any]:
     """Seconds per round with everything that the syncer measures at a merge, and without, turn by turn."""
-    coder, plan = codec(name), plan_of(mib * MIB // 4)
+    coder, plan = get_codec(name), make_fragment_plan(mib * MIB // 4)
     numel = plan.numel(0)
     generator = torch.Generator().manual_seed(1)
     sent = [coder.encode(torch.randn(numel, generator=generator)) for _ in range(LEARNERS)]
-    sums = sums_of(plan, 0, how)
-    step = OuterStep(plan, 0, NUMERICS, torch.randn(numel, generator=generator))
+    sums = make_running_sums(plan, 0, how)
+    step = OuterOptimizer(plan, 0, NUMERICS, torch.randn(numel, generator=generator))
     published = PublishedValue(coder, step.value.clone())
-    update = torch.empty(coder.size(numel), dtype=torch.uint8)
-    known = coder.examine(sent[0], numel)[1] if coder.tells_norm else None
-    squares, looked_at = merge.squares, outer.LOOKED_AT
+    update = torch.empty(coder.encoded_size(numel), dtype=torch.uint8)
+    known = coder.examine(sent[0], numel)[1] if coder.has_exact_norm else None
+    squares, looked_at = merge.square_norm, outer_optimizer.ERROR_SAMPLE_INTERVAL
 
     def one_round(measured: bool) -> None:
-        for module in (merge, outer):
-            module.squares = squares if measured else lambda chunk: 1.0  # type: ignore[attr-defined]
-        outer.LOOKED_AT = looked_at if measured else numel
+        for module in (merge, outer_optimizer):
+            module.square_norm = squares if measured else lambda chunk: 1.0  # type: ignore[attr-defined]
+        outer_optimizer.ERROR_SAMPLE_INTERVAL = looked_at if measured else numel
         for data in sent:
-            sums.add_encoded(coder, data, 1.0, size=known)
+            sums.add_encoded(coder, data, 1.0, known_norm=known)
         step.step(sums.result())
         published.advance(step.value, update)
         if measured:
@@ -231,11 +231,11 @@ def measure_figures(name: str, how: str, mib: int) -> dict[str, Any]:
     best = {True: float("inf"), False: float("inf")}
     for _ in range(2 * REPEATS):
         for measured in best:
-            best[measured] = min(best[measured], timed(partial(one_round, measured)))
+            best[measured] = min(best[measured], time_call(partial(one_round, measured)))
     return {"codec": name, "merge": how, "seconds": best[True], "without_s": best[False]}
 
 
-def in_a_child(*arguments: object) -> dict[str, Any]:
+def run_in_child(*arguments: object) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, __file__, "--child", *map(str, arguments)], capture_output=True, text=True, check=True
     )
@@ -261,7 +261,7 @@ def show_rates(rates: list[dict[str, Any]], mib: int) -> None:
     print(", ".join(f"{rate['codec']} {1e3 * rate['problem_s']:.1f} ms" for rate in rates))
 
 
-def show_ways(ways: list[dict[str, Any]], mib: int) -> None:
+def show_modes(ways: list[dict[str, Any]], mib: int) -> None:
     print(f"\nagainst keeping all contributions until the end, bf16, a fragment of {mib} MiB in f32")
     print(f"  {'M':>4}{'streaming':>14}{'keeping':>14}{'ratio':>8}{'memory':>12}{'keeping':>12}")
     for streaming, keeping in zip(ways[::2], ways[1::2], strict=True):
@@ -303,20 +303,22 @@ def main() -> int:
         elif kind == "merge":
             print(json.dumps(measure_merge(rest[0], int(rest[1]))))
         else:
-            print(json.dumps(measure_way(kind, int(rest[0]), int(rest[1]))))
+            print(json.dumps(measure_mode(kind, int(rest[0]), int(rest[1]))))
         return 0
     small = max(options.mib // 4, 1)
-    rates = [in_a_child("rate", name, options.mib) for name in CODECS]
-    ways = [in_a_child(way, learners, small) for learners in (2, 8, 64) for way in ("streaming", "keeping")]
-    merges = [in_a_child("merge", how, options.mib) for how in MERGES]
-    figures = [in_a_child("figures", name, how, options.mib) for name in CODECS[1::2] for how in ("average", "radial")]
+    rates = [run_in_child("rate", name, options.mib) for name in CODECS]
+    ways = [run_in_child(way, learners, small) for learners in (2, 8, 64) for way in ("streaming", "keeping")]
+    merges = [run_in_child("merge", how, options.mib) for how in MERGES]
+    figures = [
+        run_in_child("figures", name, how, options.mib) for name in CODECS[1::2] for how in ("average", "radial")
+    ]
     if options.json:
         found = {"mib": options.mib, "rates": rates, "ways_mib": small, "ways": ways, "merges": merges}
         found["figures"] = figures
         print(json.dumps(found, indent=2))
         return 0
     show_rates(rates, options.mib)
-    show_ways(ways, small)
+    show_modes(ways, small)
     show_merges(merges, options.mib)
     show_figures(figures, options.mib)
     return 0

@@ -30,20 +30,28 @@ from torch import Tensor, nn
 
 from atoll.core.types import Limits, RunConfig
 from atoll.learner.api import Learner
-from atoll.reference.models import SIZES, build, clip_, inner_optimizer, parameter_count
+from atoll.reference.models import SIZES, build_model, clip_gradients, inner_optimizer, parameter_count
 from atoll.store.run_settings import RunSettings
-from benchmarks.measuring import as_json, begin, cpu_s, describe, rest, spread, syncer
+from benchmarks.measurement import (
+    collect_machine,
+    cpu_s,
+    machine_line,
+    run_syncer,
+    spread,
+    to_json_line,
+    wait_until_idle,
+)
 
 FRAGMENTS = EVERY_STEPS = 24
-UNCOUNTED = 3  # steps at the start of a block: the first answer arrives within tau = 2
-TARGET = 1.02
+WARMUP_STEPS = 3  # steps at the start of a block: the first answer arrives within tau = 2
+TARGET_RATIO = 1.02
 
-PATIENT = Limits(first_wait_s=300.0, least_wait_s=300.0)
+PATIENT_LIMITS = Limits(initial_wait_s=300.0, min_wait_s=300.0)
 """A learner that reports nothing during a bare block is not lost."""
 
 
-def batches(vocabulary: int, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens without meaning, drawn once: their loading is nobody's overhead."""
+def make_batches(vocabulary: int, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random tokens, drawn once, so that loading data takes no time."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(vocabulary, (batch, context + 1), generator=generator) for _ in range(16)]
     while True:
@@ -51,7 +59,7 @@ def batches(vocabulary: int, batch: int, context: int) -> Iterator[tuple[Tensor,
             yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def stepper(
+def make_stepper(
     model: nn.Module, data: Iterator[tuple[Tensor, Tensor]]
 ) -> tuple[torch.optim.Optimizer, Callable[[], Tensor]]:
     """The loop of `atoll train` without Atoll: forward, backward, clip, update."""
@@ -62,41 +70,41 @@ def stepper(
         optimizer.zero_grad(set_to_none=True)
         loss: Tensor = model(x, y)
         loss.backward()
-        clip_(model.parameters(), 1.0)
+        clip_gradients(model.parameters(), 1.0)
         optimizer.step()
         return loss
 
     return optimizer, step
 
 
-class Taken(NamedTuple):
+class StepTime(NamedTuple):
     """One step: seconds, and those in which the training thread had a processor."""
 
     wall_s: float
     cpu_s: float
 
 
-def timed(step: Callable[[], object], count: int) -> list[Taken]:
+def time_steps(step: Callable[[], object], count: int) -> list[StepTime]:
     """Every step but the first ones."""
     taken = []
-    for _ in range(count + UNCOUNTED):
+    for _ in range(count + WARMUP_STEPS):
         began = time.perf_counter(), time.thread_time()
         step()
-        taken.append(Taken(time.perf_counter() - began[0], time.thread_time() - began[1]))
-    return taken[UNCOUNTED:]
+        taken.append(StepTime(time.perf_counter() - began[0], time.thread_time() - began[1]))
+    return taken[WARMUP_STEPS:]
 
 
 def measure(size: str, batch: int, pairs: int, block: int, pin: bool) -> dict[str, Any]:
     config = SIZES[size]
-    model = build(config, seed=0)
-    optimizer, bare = stepper(model, batches(config.vocabulary, batch, config.context))
-    settings = RunSettings(RunConfig("overhead", FRAGMENTS, EVERY_STEPS, limits=PATIENT))
+    model = build_model(config, seed=0)
+    optimizer, bare = make_stepper(model, make_batches(config.vocabulary, batch, config.context))
+    settings = RunSettings(RunConfig("overhead", FRAGMENTS, EVERY_STEPS, limits=PATIENT_LIMITS))
     everything = os.sched_getaffinity(0)
     if pin:
         os.sched_setaffinity(0, {min(everything)})
     try:
         with (
-            syncer(settings, core=max(everything) if pin else None) as served,
+            run_syncer(settings, core=max(everything) if pin else None) as served,
             Learner(model, optimizer, served.address) as learner,
         ):
 
@@ -105,13 +113,13 @@ def measure(size: str, batch: int, pairs: int, block: int, pin: bool) -> dict[st
 
             while learner.stats().adopted < 2 * FRAGMENTS:  # every fragment has arrived, and has been updated once
                 with_atoll()
-            figures = in_turns(learner, bare, with_atoll, pairs, block, served.pid)
+            figures = alternate_blocks(learner, bare, with_atoll, pairs, block, served.pid)
     finally:
         os.sched_setaffinity(0, everything)
     return {"size": size, "parameters": parameter_count(model), "tokens_per_step": batch * config.context} | figures
 
 
-def in_turns(
+def alternate_blocks(
     learner: Learner,
     bare: Callable[[], object],
     with_atoll: Callable[[], None],
@@ -120,20 +128,20 @@ def in_turns(
     syncer_pid: int,
 ) -> dict[str, Any]:
     """Blocks in the order a b, b a, a b ...: neither side always comes first."""
-    blocks: dict[bool, list[list[Taken]]] = {False: [], True: []}
+    blocks: dict[bool, list[list[StepTime]]] = {False: [], True: []}
     boundary_s = background_s = syncer_s = 0.0
     before = learner.stats()
     for pair in range(pairs):
         for atoll in (False, True) if pair % 2 == 0 else (True, False):
-            rest(lambda: (learner.stats().bytes_up, learner.stats().bytes_down))
+            wait_until_idle(lambda: (learner.stats().bytes_up, learner.stats().bytes_down))
             at_start = learner.stats().boundary_s, time.process_time() - time.thread_time(), cpu_s(syncer_pid)
-            blocks[atoll].append(timed(with_atoll if atoll else bare, block))
+            blocks[atoll].append(time_steps(with_atoll if atoll else bare, block))
             if atoll:
                 boundary_s += learner.stats().boundary_s - at_start[0]
                 background_s += time.process_time() - time.thread_time() - at_start[1]
                 syncer_s += cpu_s(syncer_pid) - at_start[2]
     after = learner.stats()
-    steps = pairs * (block + UNCOUNTED)
+    steps = pairs * (block + WARMUP_STEPS)
     pairs_of_blocks = list(zip(blocks[True], blocks[False], strict=True))
     walls = [sum(t.wall_s for t in a) / sum(t.wall_s for t in b) for a, b in pairs_of_blocks]
     cpus = [sum(t.cpu_s for t in a) / sum(t.cpu_s for t in b) for a, b in pairs_of_blocks]
@@ -164,7 +172,7 @@ def show(rows: list[dict[str, Any]], pinned: bool) -> None:
         else ("the learner's background threads and the syncer share the second core")
     )
     print(f"time per step with Atoll against the bare loop, unpaced, one thread, P = H = {FRAGMENTS}; {where}")
-    print(f"median (quartiles) of blocks in turns; wanted: a ratio of at most {TARGET}\n")
+    print(f"median (quartiles) of blocks in turns; wanted: a ratio of at most {TARGET_RATIO}\n")
     for row in rows:
         bare, atoll, ratio, cpu = (row[name] for name in ("bare_step_s", "atoll_step_s", "ratio", "ratio_cpu"))
         print(f"  {row['parameters']:,} parameters, {row['tokens_per_step']} tokens per step, ", end="")
@@ -192,15 +200,15 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=10, help="counted steps of a block")
     parser.add_argument("--pin", action="store_true", help="all threads of the learner on one core")
     options = parser.parse_args()
-    where = begin()
+    where = collect_machine()
     rows = [
         measure(options.size, int(batch), options.pairs, options.block, options.pin)
         for batch in options.batch.split(",")
     ]
     if options.json:
-        print(as_json({"machine": where, "pinned": options.pin, "target": TARGET, "rows": rows}))
+        print(to_json_line({"machine": where, "pinned": options.pin, "target": TARGET_RATIO, "rows": rows}))
         return 0
-    print(describe(where))
+    print(machine_line(where))
     show(rows, options.pin)
     return 0
 

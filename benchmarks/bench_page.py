@@ -3,10 +3,10 @@
     python benchmarks/bench_page.py [--json] [--learners 64] [--rounds 2000] [--repeats 40] [--slow 1]
     python benchmarks/bench_page.py --run DIR                   a run with tapes, by the real server
 
-A real Chromium without a window looks at an invented run (tests/dashboard/fake_dash.py), or at a run. An interaction is
-dispatched inside the page; its time is from there until the frame that shows it is done, so it includes the wait for
-the next frame, up to 17 ms. `script` is the part of it in which the page's own code runs. `--slow 4` slows the
-processor down four times, as of an old laptop. Needs `playwright` and a Chromium.
+A real Chromium without a window looks at an invented run (tests/dashboard/fake_dashboard.py), or at a run. An
+interaction is dispatched inside the page; its time is from there until the frame that shows it is done, so it includes
+the wait for the next frame, up to 17 ms. `script` is the part of it in which the page's own code runs. `--slow 4` slows
+the processor down four times, as of an old laptop. Needs `playwright` and a Chromium.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from playwright.sync_api import Page, sync_playwright
 
-from tests.dashboard.fake_dash import FakeDash
-from tests.dashboard.invented_run import InventedRun
-from tests.dashboard.served import RealDash, ServedInThread
+from tests.dashboard.fake_dashboard import FakeDashboard
+from tests.dashboard.fake_run import FakeRun
+from tests.dashboard.threaded_server import RealDashboard, ThreadedServer
 
 TARGET_MS = 100.0
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-MEASURE = """
+MEASURE_SCRIPT = """
 async ([name, repeats]) => {
     const page = atollPage, column = page.columns[0], {timeline} = column.parts;
     const plot = document.querySelector("#timeline-0 .plot"), box = plot.getBoundingClientRect();
@@ -84,14 +84,14 @@ async ([name, repeats]) => {
     return {whole, script};
 }
 """
-ALL_READ = """async () => {
+READ_ALL_SCRIPT = """async () => {
     while (atollPage.columns[0].newest?.loading !== null) await new Promise((done) => setTimeout(done, 200));
 }"""
-ACTS = ("zoom by wheel", "move the view", "hover", "new picture", "filter islands", "change the theme")
+ACTIONS = ("zoom by wheel", "move the view", "hover", "new picture", "filter islands", "change the theme")
 
 
-def measured(page: Page, name: str, repeats: int) -> dict[str, float]:
-    found: dict[str, list[float]] = page.evaluate(MEASURE, [name, repeats])
+def measure_action(page: Page, name: str, repeats: int) -> dict[str, float]:
+    found: dict[str, list[float]] = page.evaluate(MEASURE_SCRIPT, [name, repeats])
     whole, script = found["whole"], found["script"]
     return {
         "median_ms": statistics.median(whole),
@@ -110,25 +110,25 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=1.0, help="times as slow a processor")
     parser.add_argument("--run", type=Path, help="directory of a run, also of atoll simulate --tape")
     options = parser.parse_args()
-    browser_path = next(filter(None, map(shutil.which, NAMES)), None)
+    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser_path is None:
-        raise SystemExit(f"no browser is installed: looked for {', '.join(NAMES)}")
-    run = InventedRun(
+        raise SystemExit(f"no browser is installed: looked for {', '.join(BROWSERS)}")
+    run = FakeRun(
         learners=options.learners, rounds=options.rounds, fragments=24, horizon=86400.0, now=86400.0, live=False
     )
     results: dict[str, Any] = {}
-    served: ServedInThread = FakeDash(run) if options.run is None else RealDash(options.run)
+    served: ThreadedServer = FakeDashboard(run) if options.run is None else RealDashboard(options.run)
     with served as dash, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1440, "height": 1000})
         page.goto(dash.url)
         page.locator("#timeline-0 .legend li").first.wait_for()
-        page.evaluate(ALL_READ)
+        page.evaluate(READ_ALL_SCRIPT)
         page.locator("#timeline-0 .plot").scroll_into_view_if_needed()
         if options.slow != 1.0:
             page.context.new_cdp_session(page).send("Emulation.setCPUThrottlingRate", {"rate": options.slow})
-        for name in ACTS:
-            results[name] = measured(page, name, options.repeats)
+        for name in ACTIONS:
+            results[name] = measure_action(page, name, options.repeats)
         browser.close()
     if options.json:
         print(json.dumps({"learners": options.learners, "rounds": options.rounds, "slow": options.slow, **results}))

@@ -34,26 +34,26 @@ import logging
 
 import torch
 
-from atoll.chaos.netns import enter
+from atoll.chaos.netns import enter_namespace
 from atoll.core.types import RunConfig
 from atoll.store.run_settings import RunSettings
 from atoll.syncer.shards.process import serve_shard
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.settings import Numerics
-from atoll.transport.endpoint import ask, place
-from atoll.transport.http_client import Refusal
+from atoll.transport.endpoint import parse_endpoint, send_request
+from atoll.transport.http_client import SyncerRefusedError
 from benchmarks import wan
-from benchmarks.light_learner import LightLearner, even_plan
-from benchmarks.measuring import (
-    Syncer,
-    as_json,
-    begin,
+from benchmarks.light_learner import SimulatedLearner, even_plan
+from benchmarks.measurement import (
+    SyncerProcess,
+    collect_machine,
     cpu_s,
-    describe,
-    end,
-    end_with_the_parent,
+    exit_with_parent,
+    machine_line,
+    run_syncer,
     start_python,
-    syncer,
+    stop_process,
+    to_json_line,
 )
 
 FRAGMENTS = EVERY_STEPS = 24
@@ -61,7 +61,7 @@ TOKEN = "of a network on this machine"
 
 
 @contextlib.contextmanager
-def shards_of(served: Syncer, count: int) -> Iterator[list[Any]]:
+def run_shards(served: SyncerProcess, count: int) -> Iterator[list[Any]]:
     started = []
     try:
         for number in range(count):
@@ -70,39 +70,43 @@ def shards_of(served: Syncer, count: int) -> Iterator[list[Any]]:
         yield started
     finally:
         for process in started:
-            end(process)
+            stop_process(process)
 
 
-def serve(folder: str, number: str, count: str, head: str) -> None:
+def serve_measured_shard(folder: str, number: str, count: str, head: str) -> None:
     """In the child."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR, format="shard: %(message)s")
-    end_with_the_parent()
-    serve_shard(Path(folder), int(number), int(count), place(head))
+    exit_with_parent()
+    serve_shard(Path(folder), int(number), int(count), parse_endpoint(head))
 
 
-def payload_of(settings: RunSettings, kib: int) -> torch.Tensor:
+def make_payload(settings: RunSettings, kib: int) -> torch.Tensor:
     numel = kib * 1024 // 4
-    return codec(settings.numerics.ups[0]).encode(1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+    return get_codec(settings.numerics.upload_codecs[0]).encode(
+        1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    )
 
 
-async def versions(learner: LightLearner) -> list[int]:
-    status = await learner.link.ask("GET", "/v1/status")
+async def fetch_versions(learner: SimulatedLearner) -> list[int]:
+    status = await learner.link.request("GET", "/v1/status")
     return [each["version"] for each in status["fragments"]]
 
 
-async def measure(served: Syncer, shards: list[Any], settings: RunSettings, options: Any, kill: bool) -> dict[str, Any]:
-    payload, plan = payload_of(settings, options.kib), even_plan(FRAGMENTS, options.kib * 1024 // 4)
-    learners = [LightLearner(served.address, n + 1, settings, plan, payload) for n in range(options.learners)]
+async def measure(
+    served: SyncerProcess, shards: list[Any], settings: RunSettings, options: Any, kill: bool
+) -> dict[str, Any]:
+    payload, plan = make_payload(settings, options.kib), even_plan(FRAGMENTS, options.kib * 1024 // 4)
+    learners = [SimulatedLearner(served.address, n + 1, settings, plan, payload) for n in range(options.learners)]
     for each in learners:
         each.bulk.shards = settings.shards
     pids, tasks = [served.pid, *(shard.pid for shard in shards)], []
     try:
         for each in learners:
             await each.link.start()
-        while settings.shards and None in (await learners[0].link.ask("GET", "/v1/shards"))["shards"]:
+        while settings.shards and None in (await learners[0].link.request("GET", "/v1/shards"))["shards"]:
             await asyncio.sleep(0.1)
-        await learners[0].found()
+        await learners[0].provide_model()
         await asyncio.gather(*(each.join() for each in learners))
         await asyncio.gather(*(each.training.wait() for each in learners))
         tasks += [asyncio.ensure_future(each.train(options.pace)) for each in learners]
@@ -110,7 +114,7 @@ async def measure(served: Syncer, shards: list[Any], settings: RunSettings, opti
 
         async def window() -> tuple[float, list[int], int, list[float]]:
             bytes_ = sum(each.link.bytes_up + each.link.bytes_down for each in learners)
-            return time.monotonic(), await versions(learners[0]), bytes_, [cpu_s(pid) for pid in pids]
+            return time.monotonic(), await fetch_versions(learners[0]), bytes_, [cpu_s(pid) for pid in pids]
 
         before = await window()
         await asyncio.sleep(options.seconds)
@@ -144,14 +148,14 @@ def _row(shards: int, learners: int, before: Any, after: Any) -> dict[str, Any]:
 
 
 async def _after_a_kill(
-    learners: list[LightLearner], shards: list[Any], count: int, row: dict[str, Any], seconds: float
+    learners: list[SimulatedLearner], shards: list[Any], count: int, row: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
     shards[-1].kill()
     shards[-1].wait()
     await asyncio.sleep(1.0)
-    began, before = time.monotonic(), await versions(learners[0])
+    began, before = time.monotonic(), await fetch_versions(learners[0])
     await asyncio.sleep(seconds)
-    after, spent = await versions(learners[0]), time.monotonic() - began
+    after, spent = await fetch_versions(learners[0]), time.monotonic() - began
     rounds = [new - old for old, new in zip(before, after, strict=True)]
     others = sum(n for p, n in enumerate(rounds) if p % count != count - 1)
     return {
@@ -165,36 +169,40 @@ async def _after_a_kill(
 # A learner at every site, with or without a shard beside it
 
 
-def at_site(namespace: str, host: str, head: str, number: str, told: str, kib: str, pace: str, folder: str) -> None:
+def run_site_learner(
+    namespace: str, host: str, head: str, number: str, settings_json: str, kib: str, pace: str, folder: str
+) -> None:
     """In the child: one learner, or with a folder one shard, at a site of the wide network."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR, format=f"site {number}: %(message)s")
-    end_with_the_parent()
-    enter(Path(namespace))
-    settings = RunSettings.from_json(json.loads(told))
+    exit_with_parent()
+    enter_namespace(Path(namespace))
+    settings = RunSettings.from_json(json.loads(settings_json))
     if folder:
         shard = int(number) - 1
-        serve_shard(Path(folder), shard, settings.shards, place(f"http://{head}"), host, token=TOKEN, plain_text=True)
+        serve_shard(
+            Path(folder), shard, settings.shards, parse_endpoint(f"http://{head}"), host, token=TOKEN, plain_text=True
+        )
     else:
-        asyncio.run(_learn(head, int(number), settings, int(kib), float(pace)))
+        asyncio.run(_run_learner(head, int(number), settings, int(kib), float(pace)))
 
 
-async def _learn(head: str, number: int, settings: RunSettings, kib: int, pace: float) -> None:
+async def _run_learner(head: str, number: int, settings: RunSettings, kib: int, pace: float) -> None:
     plan = even_plan(FRAGMENTS, kib * 1024 // 4)
-    learner = LightLearner(head, number, settings, plan, payload_of(settings, kib), TOKEN)
+    learner = SimulatedLearner(head, number, settings, plan, make_payload(settings, kib), TOKEN)
     learner.bulk.shards = settings.shards
     await learner.link.start()
-    while not (await learner.link.ask("GET", "/v1/status"))["founded"]:
+    while not (await learner.link.request("GET", "/v1/status"))["founded"]:
         if number == 1:
-            with contextlib.suppress(Refusal):  # not all shards are here
-                await learner.found()
+            with contextlib.suppress(SyncerRefusedError):  # not all shards are here
+                await learner.provide_model()
         await asyncio.sleep(0.1)
     await learner.join()
     await learner.training.wait()
     await learner.train(pace)
 
 
-class Window(NamedTuple):
+class TrafficWindow(NamedTuple):
     """By site, 0 being that of the syncer."""
 
     sent: list[int]
@@ -202,10 +210,10 @@ class Window(NamedTuple):
     rounds: int
 
 
-def at_sites(sites: int, shards: int, options: Any) -> dict[str, Any]:
+def measure_sites(sites: int, shards: int, options: Any) -> dict[str, Any]:
     config = RunConfig("sites", FRAGMENTS, EVERY_STEPS, snapshot_every_merges=0)
     settings = RunSettings(config, Numerics(up="bf16", down="bf16"), shards=shards)
-    with wan.Wan(sites) as wide, syncer(settings, host=wide.address(0), token=TOKEN) as served:
+    with wan.Wan(sites) as wide, run_syncer(settings, host=wide.address(0), token=TOKEN) as served:
         started = []
         try:
             for site in range(1, sites + 1):
@@ -221,9 +229,9 @@ def at_sites(sites: int, shards: int, options: Any) -> dict[str, Any]:
             after = _window(wide, served)
         finally:
             for process in started:
-                end(process)
+                stop_process(process)
     rounds = after.rounds - before.rounds
-    unit = rounds * payload_of(settings, options.kib).nbytes
+    unit = rounds * make_payload(settings, options.kib).nbytes
     sent = [(new - old) / unit for old, new in zip(before.sent, after.sent, strict=True)]
     received = [(new - old) / unit for old, new in zip(before.received, after.received, strict=True)]
     return {
@@ -239,7 +247,7 @@ def at_sites(sites: int, shards: int, options: Any) -> dict[str, Any]:
     }
 
 
-def _wait_for_rounds(served: Syncer, rounds: int) -> None:
+def _wait_for_rounds(served: SyncerProcess, rounds: int) -> None:
     end_at = time.monotonic() + 120.0
     while _rounds(served) < rounds:
         if time.monotonic() > end_at:
@@ -247,13 +255,15 @@ def _wait_for_rounds(served: Syncer, rounds: int) -> None:
         time.sleep(0.2)
 
 
-def _rounds(served: Syncer) -> int:
-    return int(ask(served.address, TOKEN, "GET", "/v1/status", 10.0).get("merges", 0))
+def _rounds(served: SyncerProcess) -> int:
+    return int(send_request(served.address, TOKEN, "GET", "/v1/status", 10.0).get("merges", 0))
 
 
-def _window(wide: wan.Wan, served: Syncer) -> Window:
+def _window(wide: wan.Wan, served: SyncerProcess) -> TrafficWindow:
     seen = [wide.interface(site) for site in range(wide.sites + 1)]
-    return Window([each["sent_bytes"] for each in seen], [each["received_bytes"] for each in seen], _rounds(served))
+    return TrafficWindow(
+        [each["sent_bytes"] for each in seen], [each["received_bytes"] for each in seen], _rounds(served)
+    )
 
 
 def show_sites(rows: list[dict[str, Any]]) -> None:
@@ -295,20 +305,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--sites", default="2,4", help="of the wide network, separated by commas; empty: none")
     options = parser.parse_args()
-    where, rows = begin(), []
+    where, rows = collect_machine(), []
     counts = [int(each) for each in options.shards.split(",")]
     for count in counts:
         settings = RunSettings(RunConfig("shards", FRAGMENTS, EVERY_STEPS, snapshot_every_merges=0), shards=count)
-        with syncer(settings) as served, shards_of(served, count) as shards:
+        with run_syncer(settings) as served, run_shards(served, count) as shards:
             is_last = count == counts[-1] and count > 1
             rows.append(asyncio.run(measure(served, shards, settings, options, kill=is_last)))
-    why_not = wan.unavailable()
+    why_not = wan.unavailable_reason()
     wished = [int(each) for each in options.sites.split(",") if each]
-    sites = [at_sites(d, d * beside, options) for d in wished for beside in (0, 1)] if why_not is None else []
+    sites = [measure_sites(d, d * beside, options) for d in wished for beside in (0, 1)] if why_not is None else []
     if options.json:
-        print(as_json({"machine": where, "kib": options.kib, "rows": rows, "sites": sites}))
+        print(to_json_line({"machine": where, "kib": options.kib, "rows": rows, "sites": sites}))
         return 0
-    print(describe(where))
+    print(machine_line(where))
     show(rows, options)
     if why_not is not None:
         print(f"\n  no wide network on this machine ({why_not}): what a site sends was not measured")
@@ -318,8 +328,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["shard"]:
-        serve(*sys.argv[2:])
+        serve_measured_shard(*sys.argv[2:])
     elif sys.argv[1:2] == ["at-site"]:
-        at_site(*sys.argv[2:])
+        run_site_learner(*sys.argv[2:])
     else:
         sys.exit(main())

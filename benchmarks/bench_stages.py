@@ -30,21 +30,21 @@ from torch import Tensor, nn
 
 from atoll.core.protocol import Accumulate, CopyFragment, MessageArrived, Persisted, Published
 from atoll.core.types import Limits, RoundId, RunConfig
-from atoll.island.fragments import Copied, FragmentTensors
+from atoll.island.fragments import FragmentTensors, PulledCopy
 from atoll.learner import background
 from atoll.learner.api import Learner
 from atoll.store.run_settings import RunSettings
 from atoll.tape.files import RunTapes
-from atoll.tensors.codecs import codec
-from atoll.tensors.settings import CodecWish, Numerics
+from atoll.tensors.codecs import get_codec
+from atoll.tensors.settings import CodecOption, Numerics
 from atoll.transport.buffers import ByteSink
-from atoll.transport.http_client import FetchedFragment
-from atoll.transport.pacing import rate_of
-from benchmarks.measuring import as_json, begin, describe, spread, syncer
+from atoll.transport.http_client import DownloadedFragment
+from atoll.transport.pacing import parse_rate
+from benchmarks.measurement import collect_machine, machine_line, run_syncer, spread, to_json_line
 
 STEP_S = 0.05
 EVERY_STEPS = 40
-WARM = 2  # rounds of each fragment before the first that counts
+WARMUP_ROUNDS = 2  # rounds of each fragment before the first that counts
 
 
 class TwoTables(nn.Module):
@@ -54,62 +54,62 @@ class TwoTables(nn.Module):
         self.other = nn.Parameter(torch.randn(values // 1000, 1000))
 
 
-class _AtTheEnd:
+class _BufferUntilEnd:
     """Tells of what is written when all of it is."""
 
-    def __init__(self, told: ByteSink) -> None:
-        self.size = told.size
-        self._told = told
+    def __init__(self, sink: ByteSink) -> None:
+        self.size = sink.size
+        self._sink = sink
         self._data: Tensor | None = None
 
-    def begins(self, data: Tensor) -> None:
+    def set_buffer(self, data: Tensor) -> None:
         self._data = data
 
-    def written(self, spans: list[tuple[int, int]]) -> None:
+    def mark_written(self, spans: list[tuple[int, int]]) -> None:
         pass
 
     def end(self) -> None:
         assert self._data is not None
-        self._told.begins(self._data)
-        self._told.written([(0, self.size)])
+        self._sink.set_buffer(self._data)
+        self._sink.mark_written([(0, self.size)])
 
 
-def is_apart(version: int) -> bool:
+def is_sequential_version(version: int) -> bool:
     """The round that makes this version, and its way down, have their stages one after the other."""
     return version % 2 == 0
 
 
-def take_turns() -> None:
-    encode, on_bytes = FragmentTensors.encode, background._Arriving.on_bytes
+def make_stages_sequential() -> None:
+    encode, on_bytes = FragmentTensors.encode, background._IncomingDownload.on_bytes
 
-    def encode_in_turns(self: FragmentTensors, copied: Copied, growing: ByteSink) -> None:
-        if not is_apart(copied.round.base + 1):
-            encode(self, copied, growing)
+    def encode_in_turns(self: FragmentTensors, copied: PulledCopy, sink: ByteSink) -> None:
+        if not is_sequential_version(copied.round.base + 1):
+            encode(self, copied, sink)
             return
-        late = _AtTheEnd(growing)
+        late = _BufferUntilEnd(sink)
         encode(self, copied, late)
         late.end()
 
-    def on_bytes_in_turns(self: Any, fetched: FetchedFragment, first_bytes: int) -> None:
-        if not is_apart(fetched.header.version) or first_bytes == fetched.header.of:
-            on_bytes(self, fetched, first_bytes)
+    def on_bytes_in_turns(self: Any, downloaded: DownloadedFragment, first_bytes: int) -> None:
+        if not is_sequential_version(downloaded.header.version) or first_bytes == downloaded.header.total_bytes:
+            on_bytes(self, downloaded, first_bytes)
 
     FragmentTensors.encode = encode_in_turns  # type: ignore[method-assign]
-    background._Arriving.on_bytes = on_bytes_in_turns  # type: ignore[method-assign]
+    background._IncomingDownload.on_bytes = on_bytes_in_turns  # type: ignore[method-assign]
 
 
-def measure(values: int, rate: str, by: CodecWish, rounds: int) -> dict[str, Any]:
+def measure(values: int, rate: str, by: CodecOption, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    take_turns()
+    make_stages_sequential()
     model = TwoTables(values)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    patient = Limits(first_wait_s=60.0, least_wait_s=60.0)
+    patient = Limits(initial_wait_s=60.0, min_wait_s=60.0)
     config = RunConfig(
         fragments=2, every_steps=EVERY_STEPS, overlap_steps=EVERY_STEPS - 1, budget_merges=rounds, limits=patient
     )
     with (
         tempfile.TemporaryDirectory(prefix="atoll-bench-") as own,
-        syncer(RunSettings(config, Numerics(up=by, down=by))) as there,
+        run_syncer(RunSettings(config, Numerics(up=by, down=by))) as there,
     ):
         with Learner(model, optimizer, there.address, learner=1, run_directory=own, max_rate=rate) as learner:
             while not learner.finished:
@@ -117,37 +117,37 @@ def measure(values: int, rate: str, by: CodecWish, rounds: int) -> dict[str, Any
                 with torch.no_grad():
                     model.one[0] += 1e-4
                 learner.step(tokens=1)
-        return times_of(RunTapes(own), RunTapes(there.directory)) | {
-            "bytes": codec(by).size(values),
-            "alone_s": codec(by).size(values) / rate_of(rate),
+        return stage_times(RunTapes(own), RunTapes(there.directory)) | {
+            "bytes": get_codec(by).encoded_size(values),
+            "alone_s": get_codec(by).encoded_size(values) / parse_rate(rate),
         }
 
 
-def times_of(learner: RunTapes, syncer: RunTapes) -> dict[str, Any]:
+def stage_times(learner: RunTapes, syncer: RunTapes) -> dict[str, Any]:
     copied: dict[RoundId, float] = {}
     durable: dict[tuple[int, int], float] = {}
     found: dict[str, list[float]] = {"up": [], "up_apart": [], "down": [], "down_apart": []}
-    for entry in entries(learner):
+    for entry in read_entries(learner):
         copied |= {e.round: entry.at for e in entry.effects if isinstance(e, CopyFragment)}
-    for entry in entries(syncer):
+    for entry in read_entries(syncer):
         for effect in entry.effects:
-            if isinstance(effect, Accumulate) and effect.round.base >= WARM:
-                turn = "up_apart" if is_apart(effect.round.base + 1) else "up"
+            if isinstance(effect, Accumulate) and effect.round.base >= WARMUP_ROUNDS:
+                turn = "up_apart" if is_sequential_version(effect.round.base + 1) else "up"
                 found[turn].append(entry.at - copied[effect.round])
         if isinstance(entry.event, Persisted) and entry.event.key.kind == "version":
             for effect in entry.effects:
                 body = getattr(getattr(effect, "envelope", None), "body", None)
                 if isinstance(body, Published):
                     durable[body.fragment, body.version] = entry.at
-    for entry in entries(learner):
+    for entry in read_entries(learner):
         if isinstance(entry.event, MessageArrived) and isinstance(body := entry.event.envelope.body, Published):
             sent = durable.get((body.fragment, body.version))
-            if sent is not None and body.version > WARM:
-                found["down_apart" if is_apart(body.version) else "down"].append(entry.at - sent)
+            if sent is not None and body.version > WARMUP_ROUNDS:
+                found["down_apart" if is_sequential_version(body.version) else "down"].append(entry.at - sent)
     return {f"{name}_s": spread(times) for name, times in found.items()}
 
 
-def entries(tapes: RunTapes) -> list[Any]:
+def read_entries(tapes: RunTapes) -> list[Any]:
     return [entry for reader in tapes.readers.values() for entry in reader]
 
 
@@ -159,12 +159,12 @@ def main() -> None:
     parser.add_argument("--codec", default="int4", choices=("f32", "bf16", "int8", "int4"))
     parser.add_argument("--rounds", type=int, default=20, help="merges, of both fragments together")
     options = parser.parse_args()
-    machine = begin()
+    machine = collect_machine()
     found = measure(int(options.values), options.rate, options.codec, options.rounds)
     if options.json:
-        print(as_json({"machine": machine, **found}))
+        print(to_json_line({"machine": machine, **found}))
         return
-    print(describe(machine))
+    print(machine_line(machine))
     size = f"{options.values:,.0f} values in {options.codec}, {found['bytes'] / 1e6:.0f} MB"
     print(f"a fragment of {size}, at {options.rate}")
     print(f"alone on the link {found['alone_s']:.3f} s\n")

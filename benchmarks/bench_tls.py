@@ -26,16 +26,25 @@ import torch
 
 from atoll.core.types import Limits, RunConfig
 from atoll.learner.api import Learner
-from atoll.reference.models import SIZES, build, inner_optimizer, parameter_count
+from atoll.reference.models import SIZES, build_model, inner_optimizer, parameter_count
 from atoll.store.run_settings import RunSettings
 from atoll.transport.keys import Authority
-from benchmarks.measuring import MIB, as_json, begin, cpu_s, describe, rest, spread, syncer
+from benchmarks.measurement import (
+    MIB,
+    collect_machine,
+    cpu_s,
+    machine_line,
+    run_syncer,
+    spread,
+    to_json_line,
+    wait_until_idle,
+)
 
 FRAGMENTS = EVERY_STEPS = 24
-UNCOUNTED = 3  # steps at the start of a block: nothing arrives in them
-TARGET = 1.01
+WARMUP_STEPS = 3  # steps at the start of a block: nothing arrives in them
+TARGET_RATIO = 1.01
 
-PATIENT = Limits(first_wait_s=300.0, least_wait_s=300.0)
+PATIENT_LIMITS = Limits(initial_wait_s=300.0, min_wait_s=300.0)
 """A learner that reports nothing during the other's block is not lost."""
 
 
@@ -46,76 +55,76 @@ class Side(NamedTuple):
     syncer_pid: int
 
 
-def block(side: Side, steps: int, step_s: float, tokens: int) -> tuple[list[float], float, int]:
+def run_block(side: Side, steps: int, step_s: float, tokens: int) -> tuple[list[float], float, int]:
     """Seconds per step, the syncer's processor time, and bytes both ways."""
-    rest(lambda: side.learner.stats()[2:4])
+    wait_until_idle(lambda: side.learner.stats()[2:4])
     before = side.learner.stats()
     syncer_s = cpu_s(side.syncer_pid)
     taken = []
-    for _ in range(steps + UNCOUNTED):
+    for _ in range(steps + WARMUP_STEPS):
         began = time.perf_counter()
         time.sleep(step_s)
         side.learner.step(tokens=tokens)
         taken.append(time.perf_counter() - began)
-    rest(lambda: side.learner.stats()[2:4])  # what is under way belongs to this block
+    wait_until_idle(lambda: side.learner.stats()[2:4])  # what is under way belongs to this block
     after = side.learner.stats()
     moved = after.bytes_up + after.bytes_down - before.bytes_up - before.bytes_down
-    return taken[UNCOUNTED:], cpu_s(side.syncer_pid) - syncer_s, moved
+    return taken[WARMUP_STEPS:], cpu_s(side.syncer_pid) - syncer_s, moved
 
 
 def measure(size: str, step_s: float, seconds: float, steps: int) -> dict[str, Any]:
     config = SIZES[size]
-    settings = RunSettings(RunConfig("tls", FRAGMENTS, EVERY_STEPS, limits=PATIENT))
-    pairs = max(2, round(seconds / (2 * (steps + UNCOUNTED) * step_s)))
+    settings = RunSettings(RunConfig("tls", FRAGMENTS, EVERY_STEPS, limits=PATIENT_LIMITS))
+    pairs = max(2, round(seconds / (2 * (steps + WARMUP_STEPS) * step_s)))
     with ExitStack() as stack:
         ring = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-keys-"))) / "keys"
         Authority.init(ring).add("one")
         sides = {}
         for name, keys in (("plain", None), ("tls", ring)):
-            model = build(config, seed=0)
-            served = stack.enter_context(syncer(settings, keys=keys))
+            model = build_model(config, seed=0)
+            served = stack.enter_context(run_syncer(settings, keys=keys))
             shown = ring / "one" if keys is not None else None
             learner = stack.enter_context(Learner(model, inner_optimizer(model), served.address, keys=shown))
             sides[name] = Side(learner, served.pid)
         for side in sides.values():
             while side.learner.stats().adopted < 2 * FRAGMENTS:  # every fragment has arrived, and was updated once
-                block(side, 4, step_s, 1)
+                run_block(side, 4, step_s, 1)
         found: dict[str, list[tuple[list[float], float, int]]] = {"plain": [], "tls": []}
         for pair in range(pairs):
             for name in ("plain", "tls") if pair % 2 == 0 else ("tls", "plain"):
-                found[name].append(block(sides[name], steps, step_s, 1))
+                found[name].append(run_block(sides[name], steps, step_s, 1))
         parameters = parameter_count(model)
     means = {name: [sum(taken) / len(taken) for taken, _, _ in blocks] for name, blocks in found.items()}
-    told: dict[str, Any] = {"size": size, "parameters": parameters, "pairs": pairs, "block": steps, "step_s": step_s}
+    result: dict[str, Any] = {"size": size, "parameters": parameters, "pairs": pairs, "block": steps, "step_s": step_s}
     for name, blocks in found.items():
-        count = pairs * (steps + UNCOUNTED)
-        told[name] = {
+        count = pairs * (steps + WARMUP_STEPS)
+        result[name] = {
             "step_s": spread(means[name]),
             "syncer_cpu_s": sum(cpu for _, cpu, _ in blocks) / count,  # per step
             "bytes": sum(moved for _, _, moved in blocks) / count,
         }
-    told["ratio"] = spread([tls / plain for tls, plain in zip(means["tls"], means["plain"], strict=True)])
-    told["syncer_cpu_ratio"] = told["tls"]["syncer_cpu_s"] / told["plain"]["syncer_cpu_s"]
-    return told
+    result["ratio"] = spread([tls / plain for tls, plain in zip(means["tls"], means["plain"], strict=True)])
+    result["syncer_cpu_ratio"] = result["tls"]["syncer_cpu_s"] / result["plain"]["syncer_cpu_s"]
+    return result
 
 
-def show(told: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     print(
-        f"{told['parameters']:,} parameters, steps paced at {1e3 * told['step_s']:g} ms, P = H = {FRAGMENTS}, "
-        f"{told['pairs']} pairs of blocks of {told['block']} steps\n"
+        f"{result['parameters']:,} parameters, steps paced at {1e3 * result['step_s']:g} ms, P = H = {FRAGMENTS}, "
+        f"{result['pairs']} pairs of blocks of {result['block']} steps\n"
     )
     for name, what in (("plain", "plain text"), ("tls", "TLS 1.3, mutual")):
-        step = told[name]["step_s"]
+        step = result[name]["step_s"]
         print(
             f"  {what:16} step {1e3 * step.median:8.3f} ms ({1e3 * step.low:.3f} to {1e3 * step.high:.3f}), "
-            f"syncer {1e3 * told[name]['syncer_cpu_s']:7.2f} ms of processor time per step, "
-            f"{told[name]['bytes'] / MIB:.2f} MiB moved"
+            f"syncer {1e3 * result[name]['syncer_cpu_s']:7.2f} ms of processor time per step, "
+            f"{result[name]['bytes'] / MIB:.2f} MiB moved"
         )
-    ratio = told["ratio"]
-    reached = "reached" if ratio.median <= TARGET else "not reached"
+    ratio = result["ratio"]
+    reached = "reached" if ratio.median <= TARGET_RATIO else "not reached"
     print(f"\n  step time, TLS / plain  {ratio.median:.4f} ({ratio.low:.4f} to {ratio.high:.4f})", end="")
-    print(f"; wanted: {TARGET}, {reached}")
-    print(f"  syncer's processor time, TLS / plain  {told['syncer_cpu_ratio']:.2f}")
+    print(f"; wanted: {TARGET_RATIO}, {reached}")
+    print(f"  syncer's processor time, TLS / plain  {result['syncer_cpu_ratio']:.2f}")
 
 
 def main() -> int:
@@ -126,14 +135,14 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=50.0, help="how long a step takes by itself")
     parser.add_argument("--block", type=int, default=20, help="counted steps of a block")
     options = parser.parse_args()
-    where = begin()
+    where = collect_machine()
     torch.manual_seed(0)
-    told = measure(options.size, options.step_ms / 1e3, options.seconds, options.block)
+    result = measure(options.size, options.step_ms / 1e3, options.seconds, options.block)
     if options.json:
-        print(as_json({"machine": where, **told}))
+        print(to_json_line({"machine": where, **result}))
     else:
-        print(f"what TLS costs; {describe(where)}")
-        show(told)
+        print(f"what TLS costs; {machine_line(where)}")
+        show(result)
     return 0
 
 

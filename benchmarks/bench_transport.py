@@ -38,31 +38,31 @@ from torch import Tensor
 from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import Limits, RoundId, RunConfig
 from atoll.store.run_settings import RunSettings
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.settings import Numerics
 from atoll.transport.wire import as_bytes, digest
-from benchmarks.light_learner import LightLearner, even_plan
-from benchmarks.measuring import (
+from benchmarks.light_learner import SimulatedLearner, even_plan
+from benchmarks.measurement import (
     MIB,
-    Syncer,
-    as_json,
-    begin,
+    SyncerProcess,
+    collect_machine,
     cpu_s,
-    describe,
-    end,
-    end_with_the_parent,
+    exit_with_parent,
+    machine_line,
+    run_syncer,
     spread,
     start_python,
-    syncer,
+    stop_process,
+    to_json_line,
 )
 
-TARGET = 0.7
-WAYS = ("raw out", "contribution", "raw in", "fragment")
+TARGET_SHARE = 0.7
+TRANSFERS = ("raw out", "contribution", "raw in", "fragment")
 CORES = sorted(os.sched_getaffinity(0))
-PATIENT = Limits(first_wait_s=300.0, least_wait_s=300.0)
+PATIENT_LIMITS = Limits(initial_wait_s=300.0, min_wait_s=300.0)
 
 
-class Raw:
+class RawSocket:
     """The other end of a blocking socket, in a process of its own."""
 
     def __init__(self, size: int, core: int | None) -> None:
@@ -79,14 +79,14 @@ class Raw:
 
     def receive(self) -> None:
         self._socket.sendall(b"r")
-        fill(self._socket, memoryview(self._buffer))
+        receive_into(self._socket, memoryview(self._buffer))
 
     def close(self) -> None:
         self._socket.close()
-        end(self.process)
+        stop_process(self.process)
 
 
-def fill(source: socket.socket, view: memoryview) -> None:
+def receive_into(source: socket.socket, view: memoryview) -> None:
     while view.nbytes:
         count = source.recv_into(view)
         if not count:
@@ -94,37 +94,39 @@ def fill(source: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-def other_end(size: int) -> None:
-    """In the child: takes or gives so many bytes, whatever is asked for, until nobody asks any more."""
-    end_with_the_parent()
+def run_raw_peer(size: int) -> None:
+    """In the child: receive or send the requested number of bytes until the parent closes the connection."""
+    exit_with_parent()
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     peer, _ = listener.accept()
     buffer = memoryview(bytearray(size))
     while wanted := peer.recv(1):
         if wanted == b"s":
-            fill(peer, buffer)
+            receive_into(peer, buffer)
             peer.sendall(b".")
         else:
             peer.sendall(buffer)
 
 
-async def measure(served: Syncer, settings: RunSettings, mib: int, repeats: int, core: int | None) -> dict[str, Any]:
+async def measure(
+    served: SyncerProcess, settings: RunSettings, mib: int, repeats: int, core: int | None
+) -> dict[str, Any]:
     numel = mib * MIB // 4
     plan = even_plan(1, numel)
     payload = torch.randn(numel, generator=torch.Generator().manual_seed(0)).view(torch.uint8)
-    raw = Raw(payload.numel(), core)
-    learner = LightLearner(served.address, 1, settings, plan, payload)
+    raw = RawSocket(payload.numel(), core)
+    learner = SimulatedLearner(served.address, 1, settings, plan, payload)
     try:
         await learner.link.start()
-        await learner.found()
+        await learner.provide_model()
         await learner.join()
         await learner.training.wait()
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        here: dict[str, list[float]] = {way: [] for way in WAYS}  # processor time of this end
-        there: dict[str, list[float]] = {way: [] for way in WAYS}
+        seconds: dict[str, list[float]] = {way: [] for way in TRANSFERS}
+        here: dict[str, list[float]] = {way: [] for way in TRANSFERS}  # processor time of this end
+        there: dict[str, list[float]] = {way: [] for way in TRANSFERS}
         for _ in range(repeats + 1):
-            for way in WAYS:
+            for way in TRANSFERS:
                 pid = served.pid if way in ("contribution", "fragment") else raw.process.pid
                 spent, spent_there, began = time.process_time(), cpu_s(pid), time.perf_counter()
                 if way == "raw out":
@@ -132,9 +134,9 @@ async def measure(served: Syncer, settings: RunSettings, mib: int, repeats: int,
                 elif way == "raw in":
                     raw.receive()
                 elif way == "contribution":
-                    await learner.contribute(no_round(learner))
+                    await learner.upload(make_envelope(learner))
                 else:
-                    await learner.fetch(0, 0, None)
+                    await learner.download(0, 0, None)
                 seconds[way].append(time.perf_counter() - began)
                 here[way].append(time.process_time() - spent)
                 there[way].append(cpu_s(pid) - spent_there)
@@ -144,19 +146,22 @@ async def measure(served: Syncer, settings: RunSettings, mib: int, repeats: int,
         raw.close()
     for taken in (*seconds.values(), *here.values(), *there.values()):
         del taken[0]  # buffers were new
-    passes = {"check_s": best(lambda: codec("f32").examine(payload, numel)), "digest_s": best(lambda: digest(payload))}
+    passes = {
+        "check_s": best_s(lambda: get_codec("f32").examine(payload, numel)),
+        "digest_s": best_s(lambda: digest(payload)),
+    }
     return figures(payload, seconds, here, there) | passes
 
 
-def no_round(learner: LightLearner) -> Envelope:
+def make_envelope(learner: SimulatedLearner) -> Envelope:
     """A contribution that the syncer takes, looks at, and does not merge: there is no such round."""
     state = learner.core.state
     body = Contribution(RoundId(0, 0, state.epoch, 1), state.step, 1, 1, 1, 0)
-    place = (state.id, state.incarnation, state.session, state.epoch, state.tick, state.seen, state.marker)
+    place = (state.id, state.incarnation, state.session, state.epoch, state.tick, state.seen_tick, state.marker)
     return Envelope(*place, body)
 
 
-def best(what: Callable[[], object]) -> float:
+def best_s(what: Callable[[], object]) -> float:
     taken = []
     for _ in range(5):
         began = time.perf_counter()
@@ -184,9 +189,9 @@ def figures(
 
 
 def show(found: dict[str, Any]) -> None:
-    rates = {way: found["mb_per_s"][way] for way in WAYS}
+    rates = {way: found["mb_per_s"][way] for way in TRANSFERS}
     print(f"{found['bytes'] / MIB:g} MiB on loopback, median (quartiles) of {rates['raw in'].repeats}; ", end="")
-    print(f"wanted: {100 * TARGET:g} % of the raw socket\n")
+    print(f"wanted: {100 * TARGET_SHARE:g} % of the raw socket\n")
     print(f"  {'':14}{'MB/s':>22}{'of raw':>22}{'processor time here, there':>30}")
     for way, rate in rates.items():
         shares = [f"{100 * share:.0f}" for share in found["ratio"].get(way, ())[:3]]
@@ -195,7 +200,7 @@ def show(found: dict[str, Any]) -> None:
             f"{f'{shares[1]} % ({shares[0]} to {shares[2]})' if shares else '':>22}"
             f"{1e3 * found['cpu_here_s'][way]:>19.1f} ms,{1e3 * found['cpu_there_s'][way]:>5.0f} ms"
         )
-    seconds = {way: found["seconds"][way].median for way in WAYS}
+    seconds = {way: found["seconds"][way].median for way in TRANSFERS}
     without = seconds["raw out"] / (seconds["contribution"] - found["check_s"])
     print(f"\n  the syncer's look for values that are not finite takes {1e3 * found['check_s']:.1f} ms; ", end="")
     print(f"without it a contribution has {100 * without:.0f} %")
@@ -211,19 +216,19 @@ def main() -> int:
     parser.add_argument("--other-end", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.other_end:
-        other_end(options.other_end)
+        run_raw_peer(options.other_end)
         return 0
-    where = begin()
-    settings = RunSettings(RunConfig("transport", 1, 24, limits=PATIENT), Numerics(up="f32", down="f32"))
+    where = collect_machine()
+    settings = RunSettings(RunConfig("transport", 1, 24, limits=PATIENT_LIMITS), Numerics(up="f32", down="f32"))
     found = {}
     for placement, here, core in (("apart", {min(CORES)}, max(CORES)), ("free", set(CORES), None)):
         os.sched_setaffinity(0, here)
-        with syncer(settings, core=core, profile=options.profile) as served:
+        with run_syncer(settings, core=core, profile=options.profile) as served:
             found[placement] = asyncio.run(measure(served, settings, options.mib, options.repeats, core))
     if options.json:
-        print(as_json({"machine": where, "target": TARGET} | found))
+        print(to_json_line({"machine": where, "target": TARGET_SHARE} | found))
         return 0
-    print(describe(where))
+    print(machine_line(where))
     for placement, title in (("apart", "each end on a core of its own"), ("free", "where the system puts them")):
         print(f"\n{title}: ", end="")
         show(found[placement])

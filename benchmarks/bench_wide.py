@@ -31,39 +31,39 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from atoll.reference.data import Text
-from atoll.reference.job import finish
-from atoll.reference.job_settings import ADAMW_BETA2, FOR_ADAMW, JobSettings, Method
+from atoll.reference.data import Corpus
+from atoll.reference.job import finish_job
+from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_NUMERICS, JobSettings, Method
 from atoll.reference.loop import model_config
-from atoll.reference.models import build, parameter_count
-from atoll.sim.bandwidth import Load
+from atoll.reference.models import build_model, parameter_count
+from atoll.sim.bandwidth import Workload
 from benchmarks import wan
-from benchmarks.measuring import as_json, begin, describe
-from benchmarks.predictions import Prediction, predict
+from benchmarks.measurement import collect_machine, machine_line, to_json_line
+from benchmarks.predictions import Prediction, predict_steps
 from benchmarks.wide_runs import (
     RESULTS,
-    Carried,
+    ByteCounts,
+    LinkParameters,
     Links,
-    Loopback,
-    Seen,
-    Shape,
-    WideLinks,
-    emulation,
-    far_links,
-    fragments_of,
-    keep,
+    LoopbackLinks,
+    ObservedRun,
+    WanLinks,
+    append_results,
+    describe_emulation,
+    fragment_count,
+    log_progress,
+    open_links,
     paced_job,
     read_rounds,
     run_job,
-    say,
-    watched_run,
+    run_observed,
 )
 
 SITES = 4
 GRADIENT_STEPS = 20.0
 """Step times that the gradients of one step take on a link."""
 
-SKIPPED = 1  # the first step after links took their shape was begun on wide ones
+SKIPPED_STEPS = 1  # the first step after links took their shape was begun on wide ones
 SPARE_STEPS = 8
 """A line of metrics may be of several steps, and an exchange in it: among more there are two a whole period apart."""
 
@@ -71,59 +71,59 @@ SAME_STEP, TIMES_FASTER, PREDICTED_WITHIN = 1.02, 20.0, 0.25  # wanted
 METHODS: tuple[Method, ...] = ("ddp", "diloco", "streaming", "decoupled")
 
 
-def measured(
-    name: str, settings: JobSettings, links: Links, shape: Shape, steps: int, whole: int, out: Path
+def measure_method(
+    name: str, settings: JobSettings, links: Links, shape: LinkParameters, steps: int, whole: int, out: Path
 ) -> dict[str, Any]:
     """The step time of one method over such links, and what it sent."""
     limit_s = 60.0 + 3.0 * (steps + whole) * settings.step_time_s * (GRADIENT_STEPS if whole == 1 else 2.0)
-    spare = SKIPPED + (1 if whole == 1 else SPARE_STEPS)
-    seen = watched_run(name, settings, out, links, [(shape, steps + spare)], limit_s).seen
+    spare = SKIPPED_STEPS + (1 if whole == 1 else SPARE_STEPS)
+    seen = run_observed(name, settings, out, links, [(shape, steps + spare)], limit_s).seen
     row: dict[str, Any] = {
         "what": name,
         "method": settings.method,
-        "step_s": seen.step_s(SKIPPED, whole),
-        "steps": seen.steps(SKIPPED, whole),
+        "step_s": seen.step_s(SKIPPED_STEPS, whole),
+        "steps": seen.steps(SKIPPED_STEPS, whole),
         "work_s": seen.work_s(),
     }
-    carried = seen.bytes_per_s(SKIPPED, whole)
+    carried = seen.bytes_per_s(SKIPPED_STEPS, whole)
     if carried is not None:
         row["sent_bytes_per_step"], row["received_bytes_per_step"] = (round(way * row["step_s"]) for way in carried)
         row["sent_bit_s"] = 8 * carried.sent
     if settings.method == "decoupled":
-        row |= rounds_of(seen, out)
+        row |= round_figures(seen, out)
     return row
 
 
-def rounds_of(seen: Seen, run: Path) -> dict[str, Any]:
-    spans = seen.span(SKIPPED).values()
+def round_figures(seen: ObservedRun, run: Path) -> dict[str, Any]:
+    spans = seen.span(SKIPPED_STEPS).values()
     rounds = read_rounds(run, min(first.at for first, _ in spans), max(last.at for _, last in spans))
     return {
-        "effective_h": rounds.effective_h(seen.steps(SKIPPED), fragments_of(run)),
+        "effective_h": rounds.effective_h(seen.steps(SKIPPED_STEPS), fragment_count(run)),
         "contributions_per_merge": rounds.contributions / max(rounds.merges, 1),
         "suspicions": [f"learner {each.learner}: {each.sentence}" for each in rounds.suspicions],
     }
 
 
-def counted_by_both(links: WideLinks) -> float:
+def traffic_ratio(links: WanLinks) -> float:
     """Largest difference, as a share, between what the router and the kernel have counted at a site."""
     worst = 0.0
-    for site, carried in enumerate(links.carried(), start=1):
+    for site, carried in enumerate(links.byte_counts(), start=1):
         seen = links.wan.interface(site)
-        ours = Carried(*carried)
+        ours = ByteCounts(*carried)
         worst = max(worst, abs(ours.sent / max(seen["sent_bytes"], 1) - 1.0))
         worst = max(worst, abs(ours.received / max(seen["received_bytes"], 1) - 1.0))
     return worst
 
 
-def predicted(settings: JobSettings, params: int, shape: Shape, work_s: float) -> Prediction:
+def predict_method(settings: JobSettings, params: int, shape: LinkParameters, work_s: float) -> Prediction:
     assert shape.rate_bit_s is not None
     is_decoupled = settings.method == "decoupled"
-    load = Load(params, SITES, settings.step_time_s, shape.delay_s, star=is_decoupled)
-    return predict(
+    load = Workload(params, SITES, settings.step_time_s, shape.delay_s, star=is_decoupled)
+    return predict_steps(
         settings.method,
         load,
         shape.rate_bit_s,
-        codec=settings.numerics.ups[0],
+        codec=settings.numerics.upload_codecs[0],
         every_steps=settings.every_steps,
         fragments=settings.fragments,
         tau_steps=settings.overlap_steps,
@@ -131,22 +131,24 @@ def predicted(settings: JobSettings, params: int, shape: Shape, work_s: float) -
     )
 
 
-def loss_of(settings: JobSettings, tokens: int, links: Links, shape: Shape, out: Path) -> float:
+def measure_loss(settings: JobSettings, tokens: int, links: Links, shape: LinkParameters, out: Path) -> float:
     """On held-out text, after so many tokens, without pace."""
     free = replace(settings, step_time_s=0.0, tokens=tokens, batch=2, lr=2e-3, beta2=ADAMW_BETA2, eval_tokens=32_768)
-    numerics = replace(FOR_ADAMW, up=settings.numerics.up, down=settings.numerics.down)
+    numerics = replace(ADAMW_NUMERICS, up=settings.numerics.up, down=settings.numerics.down)
     free = replace(free, numerics=numerics)
-    links.shape(shape)
+    links.apply(shape)
     run_job(free, out, links, None)
-    return finish(free, out, Text.load(free.data)).eval_loss
+    return finish_job(free, out, Corpus.load(free.data)).eval_loss
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     base = paced_job("decoupled", learners=SITES, model=options.model, step_time_s=options.step, codec=options.codec)
-    params = parameter_count(build(model_config(base), base.seed))
+    params = parameter_count(build_model(model_config(base), base.seed))
     sent_bits = 2 * (SITES - 1) / SITES * 32 * params
-    shape = Shape(sent_bits / (GRADIENT_STEPS * options.step), options.round_trip / 2e3)
-    say(f"{params / 1e6:.1f} M parameters: the gradients of a step are {sent_bits / 8e6:.0f} MB; links: {shape}")
+    shape = LinkParameters(sent_bits / (GRADIENT_STEPS * options.step), options.round_trip / 2e3)
+    log_progress(
+        f"{params / 1e6:.1f} M parameters: the gradients of a step are {sent_bits / 8e6:.0f} MB; links: {shape}"
+    )
     every = base.every_steps
     near_steps, ddp_steps, periods = (every, 1, 1) if options.quick else (2 * every, 3, 2)
     steps: dict[str, tuple[int, int]] = {
@@ -155,23 +157,25 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "streaming": (near_steps, 1),
         "decoupled": (near_steps, 1),
     }
-    methods = METHODS if wan.unavailable() is None else METHODS[-1:]
-    near = measured("decoupled, loopback", base, Loopback(), Shape(None), near_steps, 1, folder / "near")
+    methods = METHODS if wan.unavailable_reason() is None else METHODS[-1:]
+    near = measure_method(
+        "decoupled, loopback", base, LoopbackLinks(), LinkParameters(None), near_steps, 1, folder / "near"
+    )
     rows, difference = [near], None
-    with far_links(SITES) as links:
+    with open_links(SITES) as links:
         for method in reversed(methods):
             settings = replace(base, method=method)
             count, whole = steps[method]
-            row = measured(f"{method}, links", settings, links, shape, count, whole, folder / method)
-            rows.append(row | {"predicted": asdict(predicted(settings, params, shape, near["work_s"]))})
-        if isinstance(links, WideLinks):
-            difference = counted_by_both(links)
+            row = measure_method(f"{method}, links", settings, links, shape, count, whole, folder / method)
+            rows.append(row | {"predicted": asdict(predict_method(settings, params, shape, near["work_s"]))})
+        if isinstance(links, WanLinks):
+            difference = traffic_ratio(links)
         for row in rows[1:]:
-            say(f"  loss of {row['method']} after {options.loss_tokens:,} tokens")
+            log_progress(f"  loss of {row['method']} after {options.loss_tokens:,} tokens")
             settings = replace(base, method=row["method"])
-            over, like = (links, shape) if row["method"] == "decoupled" else (Loopback(), Shape(None))
-            row["loss"] = loss_of(settings, options.loss_tokens, over, like, folder / f"loss-{row['method']}")
-    return summed_up(rows) | {
+            over, like = (links, shape) if row["method"] == "decoupled" else (LoopbackLinks(), LinkParameters(None))
+            row["loss"] = measure_loss(settings, options.loss_tokens, over, like, folder / f"loss-{row['method']}")
+    return summarize(rows) | {
         "model": options.model,
         "parameters": params,
         "paced_step_s": options.step,
@@ -183,14 +187,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     near = rows[0]
     far = next(row for row in rows[1:] if row["method"] == "decoupled")
     ddp = next((row for row in rows[1:] if row["method"] == "ddp"), None)
     for row in rows[1:]:
-        told = row["predicted"]
-        row["step_off_by"] = row["step_s"] / told["step_s"] - 1.0
-        row["sent_off_by"] = row["sent_bit_s"] / told["sent_bit_s"] - 1.0
+        predicted = row["predicted"]
+        row["step_off_by"] = row["step_s"] / predicted["step_s"] - 1.0
+        row["sent_off_by"] = row["sent_bit_s"] / predicted["sent_bit_s"] - 1.0
         row["times_decoupled"] = row["step_s"] / far["step_s"]
     return {
         "far_by_near": far["step_s"] / near["step_s"],
@@ -220,11 +224,11 @@ def show(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         cells = [f"{row['step_s']:.3f}"]
         if "predicted" in row:
-            told = row["predicted"]
-            planned_mb = told["sent_bit_s"] * told["step_s"] / 8e6
+            predicted = row["predicted"]
+            planned_mb = predicted["sent_bit_s"] * predicted["step_s"] / 8e6
             cells += [f"{row['times_decoupled']:.2f}", f"{row['sent_bytes_per_step'] / 1e6:.3f}"]
             cells += [f"{row['received_bytes_per_step'] / 1e6:.3f}", f"{row['loss']:.3f}"]
-            cells += [f"{told['step_s']:.3f}", f"{row['step_off_by']:+.0%}", f"{planned_mb:.3f}"]
+            cells += [f"{predicted['step_s']:.3f}", f"{row['step_off_by']:+.0%}", f"{planned_mb:.3f}"]
             cells += [f"{row['sent_off_by']:+.0%}"]
         print(f"{row['what']:22}" + "".join(f"{each:>14}" for each in cells))
     far = next(row for row in found["rows"][1:] if row["method"] == "decoupled")
@@ -257,16 +261,16 @@ def main() -> int:
     options = parser.parse_args()
     options.step = options.step or (0.5 if options.quick else 1.0)
     options.loss_tokens = options.loss_tokens or (15_000 if options.quick else 60_000)
-    where = begin()
-    say(f"links: {emulation()}")
+    where = collect_machine()
+    log_progress(f"links: {describe_emulation()}")
     with tempfile.TemporaryDirectory(prefix="atoll-wide-") as folder:
         found = measure(options, Path(folder))
-    keep(options.results, [found], where)
+    append_results(options.results, [found], where)
     if options.json:
-        print(as_json({"machine": where, "emulation": emulation()} | found))
+        print(to_json_line({"machine": where, "emulation": describe_emulation()} | found))
         return 0
-    print(describe(where))
-    print(f"links: {emulation()}")
+    print(machine_line(where))
+    print(f"links: {describe_emulation()}")
     show(found)
     return 0
 

@@ -19,45 +19,46 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atoll.chaos.plan import Plan, Planned
+from atoll.chaos.plan import Plan, PlannedFault
 from atoll.dashboard.terminal import LiveView
-from atoll.reference.data import Text
-from atoll.reference.job import judge
+from atoll.reference.data import Corpus
+from atoll.reference.job import evaluate_run
 from atoll.reference.job_settings import JobSettings
-from atoll.store.run_settings import CONFIG
-from benchmarks.elastic_worker import CHECKPOINT_S, pid_path, steps_path
+from atoll.store.run_settings import CONFIG_FILE
+from benchmarks.elastic_worker import CHECKPOINT_INTERVAL_S, pid_path, steps_path
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
-FOLDER = "ddp"
+DDP_FOLDER = "ddp"
 LOG = "torchrun.log"
-LOOK_S = 0.1
-SAY_EVERY_S = 10.0
-END_WAIT_S = 20.0
+POLL_INTERVAL_S = 0.1
+PROGRESS_INTERVAL_S = 10.0
+EXIT_TIMEOUT_S = 20.0
 SPARE_RESTARTS = 3
-START_S = 180.0
-SLOWEST = 8.0
+START_TIMEOUT_S = 180.0
+MAX_SLOWDOWN = 8.0
 
 
 def train_elastic(
-    settings: JobSettings, plan: Plan, run: Path, view: LiveView, corpus: Text, interpreter: str = sys.executable
+    settings: JobSettings, plan: Plan, run: Path, view: LiveView, corpus: Corpus, interpreter: str = sys.executable
 ) -> dict[str, Any]:
-    """Trains the whole budget, kills workers by the plan, and says what it came to, also where it does not end."""
-    folder = run / FOLDER
+    """Train the whole budget while killing workers by the plan; return the figures, even of an unfinished run."""
+    folder = run / DDP_FOLDER
     folder.mkdir()
     settings = replace(settings, method="ddp", speeds=())
-    settings.save(folder / CONFIG)
+    settings.save(folder / CONFIG_FILE)
     kills = learner_kills(plan, settings.learners)
     same = "the same kill" if len(kills) == 1 else f"the same {len(kills)} kills"
-    view.say(f"Now elastic data-parallel training under {same}.")
+    view.print_line(f"Now elastic data-parallel training under {same}.")
     with _torchrun(settings, folder, len(kills) + SPARE_RESTARTS, interpreter) as job:
         fired = _watch(job, settings, plan, kills, folder, view)
         code = job.poll()
-    loss = judge(folder, corpus).loss if code == 0 else None
-    found = figures(read_steps(folder, settings.learners))
+    loss = evaluate_run(folder, corpus).loss if code == 0 else None
+    found = summarize(read_steps(folder, settings.learners))
     return {
         "method": "ddp",
         "about": (
-            f"torchrun with restarts, a checkpoint every {CHECKPOINT_S:g} s. The dead worker's machine is back at once,"
+            f"torchrun with restarts, a checkpoint every {CHECKPOINT_INTERVAL_S:g} s."
+            " The dead worker's machine is back at once,"
             " and waiting for others inside of a step counts as useful."
         ),
         "finished": code == 0,
@@ -68,7 +69,7 @@ def train_elastic(
     }
 
 
-def learner_kills(plan: Plan, learners: int) -> list[Planned]:
+def learner_kills(plan: Plan, learners: int) -> list[PlannedFault]:
     """Return the faults that a method without syncer and links can have: kills of learners present from the start."""
     kills = [fault for fault in plan.faults if fault.fault == "kill" and fault.target.kind == "learner"]
     return [fault for fault in kills if fault.target.number <= learners]
@@ -93,7 +94,7 @@ def _torchrun(
         if job.poll() is None:
             job.terminate()
             try:
-                job.wait(END_WAIT_S)
+                job.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 job.kill()
                 job.wait()
@@ -106,62 +107,62 @@ def _watch(
     job: subprocess.Popen[bytes],
     settings: JobSettings,
     plan: Plan,
-    kills: Sequence[Planned],
+    kills: Sequence[PlannedFault],
     folder: Path,
     view: LiveView,
 ) -> int:
-    """Until the job ends: kills that are due, of workers that step. How many there were."""
+    """Kill workers by the plan until the job ends; return the number of kills."""
     waiting = list(kills)
     began = time.monotonic()
-    said = began
+    logged_at = began
     started: float | None = None
-    struck: dict[int, int] = {}  # rank: the process that was killed
+    killed_pids: dict[int, int] = {}  # rank: the process that was killed
     while job.poll() is None:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
         now = time.monotonic()
-        if now - began > START_S + SLOWEST * plan.duration_s:
-            view.say(f"ddp: it does not come to its end; it is ended after {now - began:.0f} s ({folder / LOG})")
+        if now - began > START_TIMEOUT_S + MAX_SLOWDOWN * plan.duration_s:
+            view.print_line(f"ddp: not finished in time; stopped after {now - began:.0f} s ({folder / LOG})")
             break
-        newest = [_newest(folder, rank) for rank in range(settings.learners)]
+        newest = [_last_step(folder, rank) for rank in range(settings.learners)]
         if started is None and all(line is not None for line in newest):
             started = now
-        if now - said >= SAY_EVERY_S and newest[0] is not None:
-            said = now
-            view.say(f"ddp: step {newest[0]['step']:,}, start {newest[0]['restart'] + 1}")
+        if now - logged_at >= PROGRESS_INTERVAL_S and newest[0] is not None:
+            logged_at = now
+            view.print_line(f"ddp: step {newest[0]['step']:,}, start {newest[0]['restart'] + 1}")
         if started is None or not waiting or now - started < waiting[0].at_s:
             continue
         rank = waiting[0].target.number - 1
         line = newest[rank]
-        if line is None or struck.get(rank) == line["pid"] or not _steps_now(newest):
+        if line is None or killed_pids.get(rank) == line["pid"] or not _all_stepping(newest):
             continue  # the group is being started again
         waiting.pop(0)
-        struck[rank] = line["pid"]
+        killed_pids[rank] = line["pid"]
         with contextlib.suppress(ProcessLookupError):
             os.kill(line["pid"], signal.SIGKILL)
-        view.say(f"ddp: worker {rank + 1} was killed")
+        view.print_line(f"ddp: worker {rank + 1} was killed")
     return len(kills) - len(waiting)
 
 
-def _steps_now(newest: Sequence[dict[str, Any] | None]) -> bool:
+def _all_stepping(newest: Sequence[dict[str, Any] | None]) -> bool:
     """All workers are of the same start, and have stepped in it."""
     return len({line["restart"] if line is not None else -1 for line in newest}) == 1 and newest[0] is not None
 
 
 def _pids(folder: Path, workers: int) -> list[int]:
-    """Workers that are there, by what the system says of them: a number may be another's by now."""
+    """Return the pids of running workers. The command line is checked, as a pid may belong to another process."""
     found = []
     for rank in range(workers):
         try:
             pid = int(pid_path(folder, rank).read_text())
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             continue
-        if str(folder).encode() in words:
+        if str(folder).encode() in arguments:
             found.append(pid)
     return found
 
 
-def _newest(folder: Path, rank: int, tail_bytes: int = 1024) -> dict[str, Any] | None:
+def _last_step(folder: Path, rank: int, tail_bytes: int = 1024) -> dict[str, Any] | None:
     try:
         with open(steps_path(folder, rank), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
@@ -183,12 +184,12 @@ def read_steps(folder: Path, workers: int) -> list[list[dict[str, Any]]]:
     return found
 
 
-def figures(steps: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+def summarize(steps: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """From every step of every worker: a step that was taken again is useful once.
 
     >>> one = {"at": 1.0, "step": 1, "took_s": 1.0}
     >>> again = {"at": 4.0, "step": 1, "took_s": 1.0}
-    >>> figures([[one, again]])["goodput"], figures([[one, again]])["worst_pause_s"]
+    >>> summarize([[one, again]])["goodput"], summarize([[one, again]])["worst_pause_s"]
     (0.25, 3.0)
     """
     every = [line for lines in steps for line in lines]

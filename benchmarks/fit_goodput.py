@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from atoll.sim.fleet import DAY_S, YEAR_S, FleetConfig, RepairDelay
-from atoll.sim.goodput import TABLE_CHIPS, TABLE_ROWS, TableCell, estimate, simulate
+from atoll.sim.goodput import TABLE_CHIPS, TABLE_ROWS, TableCell, estimate_goodput, simulate
 from atoll.sim.published import PUBLISHED_CELLS, Method, Metric, PublishedCell, published_percent
 
 # The table barely depends on the form of the repair delay (see the README beside this file), so its form is not fitted:
@@ -30,8 +30,8 @@ REPAIR_SHAPE = 0.7
 REPAIR_POWER = 3.0
 RIGID_OUTAGE_S = 77.0
 
-START = {"repair mean s": 60.0, "reconfigure s": 15.0, "upscale delay s": 25.0, "slice chips": 1_500.0}
-FIRST_STEP = {"repair mean s": 8.0, "reconfigure s": 3.0, "upscale delay s": 10.0, "slice chips": 1_500.0}
+START_VALUES = {"repair mean s": 60.0, "reconfigure s": 15.0, "upscale delay s": 25.0, "slice chips": 1_500.0}
+INITIAL_STEP_SIZES = {"repair mean s": 8.0, "reconfigure s": 3.0, "upscale delay s": 10.0, "slice chips": 1_500.0}
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ def residuals(
     found: list[tuple[PublishedCell, float]] = []
     for cell in PUBLISHED_CELLS:
         shares = rigid(cell.chips) if cell.method == "data-parallel" else elastic(cell.chips // cell.learners)
-        # Islands are independent: nobody steps only while all of them stand.
+        # Islands are independent: no learner steps only while all of them are stalled.
         ours = shares.goodput if cell.metric == "goodput" else 1.0 - (1.0 - shares.uptime) ** cell.learners
         found.append((cell, 100.0 * ours - cell.percent))
     return found
 
 
-def badness(found: Sequence[tuple[PublishedCell, float]]) -> float:
+def fit_error(found: Sequence[tuple[PublishedCell, float]]) -> float:
     return sum(difference**4 for _, difference in found)
 
 
-def squared(found: Sequence[tuple[PublishedCell, float]]) -> float:
+def squared_error(found: Sequence[tuple[PublishedCell, float]]) -> float:
     return sum(difference**2 for _, difference in found)
 
 
@@ -95,7 +95,7 @@ def simulated_residuals(config: FleetConfig, failures: int, seed: int) -> list[t
     return residuals(elastic, lambda chips: rigid_shares(chips, outage_s, config.step_time_s))
 
 
-def minimise(
+def minimize(
     objective: Callable[[Sequence[float]], float], start: Sequence[float], first_step: Sequence[float], rounds: int
 ) -> tuple[float, list[float]]:
     """Nelder and Mead's simplex search: few parameters, no derivatives, nothing to tune."""
@@ -132,7 +132,7 @@ def minimise(
 
 
 @dataclass(frozen=True)
-class Rules:
+class OutageRules:
     """A mechanism to compare with. The chosen one is `Rules()`, and the class Island has it."""
 
     name: str = "chosen: returned slices wait together, interruptions strike a stepping island only"
@@ -154,19 +154,19 @@ class Rules:
 
 
 ALTERNATIVES = (
-    Rules(),
-    Rules("chosen, with down and up apart", free="d, u, delay"),
-    Rules("no delay, every return has its own pause", free="d, u"),
-    Rules("no delay, returns in a pause are free", returns_join_pause=True, free="d, u"),
-    Rules("no delay, returns in a pause are free, down = up", returns_join_pause=True, free="d=u"),
-    Rules("delay, returns in a pause are free", returns_join_pause=True),
-    Rules("chosen, but pauses are struck and absorb it", pause_failures="absorbed"),
-    Rules("chosen, but pauses are struck and start again", pause_failures="restart"),
-    Rules("no delay, pauses are struck and start again", "restart", returns_join_pause=True, free="d, u"),
+    OutageRules(),
+    OutageRules("chosen, with down and up apart", free="d, u, delay"),
+    OutageRules("no delay, every return has its own pause", free="d, u"),
+    OutageRules("no delay, returns in a pause are free", returns_join_pause=True, free="d, u"),
+    OutageRules("no delay, returns in a pause are free, down = up", returns_join_pause=True, free="d=u"),
+    OutageRules("delay, returns in a pause are free", returns_join_pause=True),
+    OutageRules("chosen, but pauses are hit and absorb it", pause_failures="absorbed"),
+    OutageRules("chosen, but pauses are hit and start again", pause_failures="restart"),
+    OutageRules("no delay, pauses are hit and start again", "restart", returns_join_pause=True, free="d, u"),
 )
 
 
-def island_by_rules(rules: Rules, chips: int, point: Sequence[float], failures: int, seed: int) -> IslandShares:
+def island_by_rules(rules: OutageRules, chips: int, point: Sequence[float], failures: int, seed: int) -> IslandShares:
     """A second, smaller simulation of one elastic island, with exchangeable rules and steps of 1 s."""
     down_s, up_s, delay_s = rules.seconds(point)
     rng = random.Random(f"{chips} chips, seed {seed}")
@@ -175,17 +175,17 @@ def island_by_rules(rules: Rules, chips: int, point: Sequence[float], failures: 
     # Repair and restart together are the outage that the rows that are not elastic show.
     repair = RepairDelay.with_mean(max(5.0, RIGID_OUTAGE_S - up_s), REPAIR_SHAPE, REPAIR_POWER)
     back: list[float] = []
-    missing = outside = struck = 0
+    missing = outside = hits = 0
     now_s = useful_s = stepped_s = 0.0
     due_s = math.inf
 
     def strike(at_s: float) -> None:
-        nonlocal missing, struck
+        nonlocal missing, hits
         missing += 1
-        struck += 1
+        hits += 1
         heapq.heappush(back, at_s + repair.draw_s(rng))
 
-    while struck < failures:
+    while hits < failures:
         fails_s = now_s + rng.expovariate(slice_rate_per_s * max(slices - missing, 1e-9))
         while back and back[0] < min(fails_s, due_s):
             due_s = min(due_s, heapq.heappop(back) + delay_s)
@@ -215,7 +215,7 @@ def island_by_rules(rules: Rules, chips: int, point: Sequence[float], failures: 
 
 
 def elastic_residuals(
-    rules: Rules, point: Sequence[float], failures: int, seed: int
+    rules: OutageRules, point: Sequence[float], failures: int, seed: int
 ) -> list[tuple[PublishedCell, float]]:
     known: dict[int, IslandShares] = {}
 
@@ -238,15 +238,15 @@ def compare(failures: int, rounds: int) -> None:
         start = [{"r": 15.0, "d": 25.0}[kind] for kind in kinds[rules.free]] + [1_500.0]
         first_step = [{"r": 4.0, "d": 10.0}[kind] for kind in kinds[rules.free]] + [1_500.0]
 
-        def objective(point: Sequence[float], rules: Rules = rules) -> float:
+        def objective(point: Sequence[float], rules: OutageRules = rules) -> float:
             if min(point) < 0.0 or point[-1] < 64.0:
                 return math.inf
-            return badness(elastic_residuals(rules, point, failures, seed=1))
+            return fit_error(elastic_residuals(rules, point, failures, seed=1))
 
-        _, point = minimise(objective, start, first_step, rounds)
+        _, point = minimize(objective, start, first_step, rounds)
         cells = elastic_residuals(rules, point, 4 * failures, seed=2)
         down_s, up_s, delay_s = rules.seconds(point)
-        rms = math.sqrt(squared(cells) / len(cells))
+        rms = math.sqrt(squared_error(cells) / len(cells))
         worst = max(abs(difference) for _, difference in cells)
         beyond = 100.0 * island_by_rules(rules, 2_400_000, point, 4 * failures, seed=2).goodput
         print(f"  {rules.name}")
@@ -254,11 +254,11 @@ def compare(failures: int, rounds: int) -> None:
 
 
 def compare_rigid() -> None:
-    """The job that is not elastic: who can be struck, in closed form, and the best single number of seconds."""
+    """The job that is not elastic: what can be hit, in closed form, and the best single number of seconds."""
     cells = [cell for cell in PUBLISHED_CELLS if cell.method == "data-parallel" and cell.metric == "goodput"]
     rules: tuple[tuple[str, Callable[[float, float], float]], ...] = (
-        ("chosen: a running job is struck, 1 / (1 + rate * outage)", lambda rate, s: 1.0 / (1.0 + rate * s)),
-        ("all chips are struck at all times, exp(-rate * outage)", lambda rate, s: math.exp(-rate * s)),
+        ("chosen: a running job is hit, 1 / (1 + rate * outage)", lambda rate, s: 1.0 / (1.0 + rate * s)),
+        ("all chips are hit at all times, exp(-rate * outage)", lambda rate, s: math.exp(-rate * s)),
         (
             "chosen, and work since a checkpoint every 60 s is lost",
             lambda rate, s: 60.0 / math.expm1(60.0 * rate) / (1.0 / rate + s),
@@ -286,12 +286,12 @@ def compare_repair_forms(failures: int) -> None:
     ):
         config = replace(FleetConfig(), repair=RepairDelay.with_mean(FleetConfig().repair.mean_s, shape, power))
         found = simulated_residuals(config, failures, seed=2)
-        rms, worst = math.sqrt(squared(found) / len(found)), max(abs(difference) for _, difference in found)
+        rms, worst = math.sqrt(squared_error(found) / len(found)), max(abs(difference) for _, difference in found)
         print(f"  {name:<36}{shape:7.1f}{power:7.1f} |{rms:6.2f}{worst:7.2f}")
 
 
 def report(title: str, found: Sequence[tuple[PublishedCell, float]]) -> None:
-    rms = math.sqrt(squared(found) / len(found))
+    rms = math.sqrt(squared_error(found) / len(found))
     worst = max(abs(difference) for _, difference in found)
     print(f"\n{title}: rms {rms:.2f}, largest {worst:.2f} points over {len(found)} published cells")
     for cell, difference in found:
@@ -318,7 +318,7 @@ def goodput_table(
             )
             for metric, sample in samples:
                 published = published_percent(method, learners, count, metric)
-                cells.append(TableCell(method, learners, count, metric, estimate(sample), published))
+                cells.append(TableCell(method, learners, count, metric, estimate_goodput(sample), published))
     return tuple(cells)
 
 
@@ -346,8 +346,8 @@ def _cell_text(cell: TableCell | None) -> str:
     if cell is None:
         return ""
     if cell.difference is None:
-        return f"{cell.ours.mean:.1f}"
-    return f"{cell.ours.mean:.1f} ({cell.published:.0f}, {cell.difference:+.1f})"
+        return f"{cell.simulated.mean:.1f}"
+    return f"{cell.simulated.mean:.1f} ({cell.published:.0f}, {cell.difference:+.1f})"
 
 
 def main() -> None:
@@ -362,15 +362,15 @@ def main() -> None:
     def objective(values: Sequence[float]) -> float:
         if min(values) < 0.0 or values[0] < 1.0 or values[-1] < 64.0:
             return math.inf
-        return badness(simulated_residuals(config_of(values), failures, seed=1))
+        return fit_error(simulated_residuals(config_of(values), failures, seed=1))
 
-    _, values = minimise(objective, list(START.values()), list(FIRST_STEP.values()), rounds)
-    print("fitted: " + ", ".join(f"{name} {value:.1f}" for name, value in zip(START, values, strict=True)))
+    _, values = minimize(objective, list(START_VALUES.values()), list(INITIAL_STEP_SIZES.values()), rounds)
+    print("fitted: " + ", ".join(f"{name} {value:.1f}" for name, value in zip(START_VALUES, values, strict=True)))
     report("as fitted, on the seeds of the search", simulated_residuals(config_of(values), failures, seed=1))
     halves = [round(2.0 * value) / 2.0 for value in values[:-1]]
     power = math.floor(math.log2(values[-1]))
     rounded = min(([*halves, 2.0**power], [*halves, 2.0 ** (power + 1)]), key=objective)
-    print("\nrounded: " + ", ".join(f"{name} {value:g}" for name, value in zip(START, rounded, strict=True)))
+    print("\nrounded: " + ", ".join(f"{name} {value:g}" for name, value in zip(START_VALUES, rounded, strict=True)))
     same = config_of(rounded) == FleetConfig()
     print(f"the defaults of FleetConfig are {'these' if same else 'not these'}")
     report("defaults of FleetConfig, on other seeds", simulated_residuals(FleetConfig(), 4 * failures, seed=2))

@@ -20,14 +20,14 @@ from torch import Tensor
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     AdoptFragment,
+    CloseConnection,
     Contribution,
     Dial,
     Envelope,
-    Hangup,
-    InnerState,
     LearnerEvent,
-    LeaveWanted,
+    LeaveRequested,
     MessageArrived,
+    OptimizerState,
     Published,
     Send,
     Started,
@@ -40,13 +40,13 @@ from atoll.core.types import FragmentId
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
 from atoll.transport.buffers import StreamingBuffer
-from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkEvent, Refusal, fragment_sizes
-from atoll.transport.wire import CODEC_NUMBERS, Kind, WireError, encode_message
+from atoll.transport.http_client import FragmentClient, LearnerLink, LinkEvent, SyncerRefusedError, fragment_sizes
+from atoll.transport.wire import CODEC_NUMBERS, FrameKind, WireError, encode_message
 
 LOG = logging.getLogger("atoll.light")
-STATE = b"inner state of a learner that has none"
+OPTIMIZER_STATE_BYTES = b"inner state of a learner that has none"
 
-NETWORK = (Refusal, WireError, aiohttp.ClientError, OSError, TimeoutError)
+NETWORK_ERRORS = (SyncerRefusedError, WireError, aiohttp.ClientError, OSError, TimeoutError)
 
 
 def even_plan(fragments: int, numel: int) -> FragmentPlan:
@@ -55,7 +55,7 @@ def even_plan(fragments: int, numel: int) -> FragmentPlan:
     return make_plan(tensors, fragments, "balanced")
 
 
-class LightLearner:
+class SimulatedLearner:
     """One learner. `payload`: what every one of its contributions holds; it is shared, and never changed."""
 
     def __init__(
@@ -69,11 +69,11 @@ class LightLearner:
     ) -> None:
         self.number = number
         self.link = LearnerLink(address, token, LOG, self)
-        self.bulk = LearnerBulk(self.link, None)
+        self.bulk = FragmentClient(self.link, None)
         self.sent = 0  # control messages
-        self.heard = 0
-        self.put = 0  # contributions that were taken
-        self.got = 0  # fragments
+        self.received = 0
+        self.uploaded = 0  # contributions that were taken
+        self.downloaded = 0  # fragments
         self.adopted = 0
         self.failed = 0  # transfers
         self.training = asyncio.Event()
@@ -83,8 +83,8 @@ class LightLearner:
         self._payload = payload
         self._config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
         self._core: LearnerCore | None = None
-        self._noticed: dict[FragmentId, Envelope] = {}
-        self._fetching: set[FragmentId] = set()
+        self._published: dict[FragmentId, Envelope] = {}
+        self._downloading: set[FragmentId] = set()
         self._tasks: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -96,19 +96,19 @@ class LightLearner:
 
     # ---------------------------------------------------------------------------------------------------- a life
 
-    async def found(self) -> None:
+    async def provide_model(self) -> None:
         """Bring a model of zeros."""
 
         async def values() -> AsyncIterator[Tensor]:
             for p in range(len(self._plan.fragments)):
                 yield torch.zeros(self._plan.numel(p))
 
-        await self.link.found(json.dumps(self._plan.to_json()).encode(), values)
+        await self.link.upload_model(json.dumps(self._plan.to_json()).encode(), values)
 
     async def join(self) -> None:
-        told = await self.link.ask("POST", "/v1/join", json={"learner": self.number})
-        self._core = LearnerCore(self._config, int(told["learner"]), int(told["incarnation"]))
-        self.tell(Started())
+        reply = await self.link.request("POST", "/v1/join", json={"learner": self.number})
+        self._core = LearnerCore(self._config, int(reply["learner"]), int(reply["incarnation"]))
+        self.handle_event(Started())
 
     async def train(self, pace_s: float, tokens: int = 512) -> None:
         """Steps at this pace until the run is over, the first one at a moment of its own."""
@@ -119,12 +119,12 @@ class LightLearner:
             await asyncio.sleep(max(0.0, wait))
             due = max(due + pace_s, time.monotonic())
             if self.core.training:
-                self.tell(StepTaken(1, tokens, pace_s))
+                self.handle_event(StepTaken(1, tokens, pace_s))
 
     async def leave(self) -> None:
         if self._core is not None and not self.stopped.is_set():
-            self.tell(LeaveWanted("the measurement is over"))
-            await self.link.say_goodbye(1.0)
+            self.handle_event(LeaveRequested("the measurement is over"))
+            await self.link.close_gracefully(1.0)
         if self._timer is not None:
             self._timer.cancel()
         for task in list(self._tasks):
@@ -139,23 +139,23 @@ class LightLearner:
 
     # ---------------------------------------------------------------------------------------------------- the core
 
-    def tell(self, event: LearnerEvent) -> None:
+    def handle_event(self, event: LearnerEvent) -> None:
         for effect in self.core.handle(time.monotonic(), event):
             if type(effect) is Send:
                 self._send(effect.envelope)
             elif type(effect) is AdoptFragment:
                 self.adopted += 1
             elif type(effect) is Dial:
-                self._spawn(self.link.dial(effect.after_s))
-            elif type(effect) is Hangup:
-                self.link.hang_up(effect.session)
+                self._spawn(self.link.dial(effect.delay_s))
+            elif type(effect) is CloseConnection:
+                self.link.disconnect(effect.session)
             elif type(effect) is StartTraining:
                 self.training.set()
             elif type(effect) is Stop:
                 self.stopped.set()
-        self._arm()
+        self._arm_timer()
 
-    def _arm(self) -> None:
+    def _arm_timer(self) -> None:
         deadline = self.core.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
@@ -168,64 +168,70 @@ class LightLearner:
     def _on_timer(self) -> None:
         self._timer = None
         if not self.stopped.is_set():
-            self.tell(TimerFired())
+            self.handle_event(TimerFired())
 
     def _send(self, envelope: Envelope) -> None:
         self.sent += 1
-        if type(envelope.body) in (Contribution, InnerState):
-            self._spawn(self._put(envelope))
+        if type(envelope.body) in (Contribution, OptimizerState):
+            self._spawn(self._upload_envelope(envelope))
         else:
             self.link.post(envelope)
 
     # ---------------------------------------------------------------------------------------------------- bulk
 
-    async def contribute(self, envelope: Envelope) -> None:
-        number = CODEC_NUMBERS[self._settings.numerics.ups[0]]
-        await self.bulk.contribute(number, envelope, StreamingBuffer.complete(self._payload))
+    async def upload(self, envelope: Envelope) -> None:
+        number = CODEC_NUMBERS[self._settings.numerics.upload_codecs[0]]
+        await self.bulk.upload_contribution(number, envelope, StreamingBuffer.from_complete(self._payload))
 
-    async def fetch(self, p: FragmentId, version: int, base: int | None) -> None:
-        sizes = fragment_sizes(self._plan.numel(p), self._settings.numerics.downs)
-        self.bulk.give_back((await self.bulk.fetch(p, version, base, sizes)).data)
+    async def download(self, p: FragmentId, version: int, base: int | None) -> None:
+        sizes = fragment_sizes(self._plan.numel(p), self._settings.numerics.download_codecs)
+        self.bulk.release_buffer((await self.bulk.download(p, version, base, sizes)).data)
 
-    async def _put(self, envelope: Envelope) -> None:
+    async def _upload_envelope(self, envelope: Envelope) -> None:
         try:
-            if type(envelope.body) is InnerState:
-                await self.bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), memoryview(STATE))
+            if type(envelope.body) is OptimizerState:
+                await self.bulk.put_frame(
+                    "/v1/state",
+                    FrameKind.OPTIMIZER_STATE,
+                    0,
+                    encode_message(envelope),
+                    memoryview(OPTIMIZER_STATE_BYTES),
+                )
             else:
-                await self.contribute(envelope)
-                self.put += 1
-        except NETWORK as wrong:
+                await self.upload(envelope)
+                self.uploaded += 1
+        except NETWORK_ERRORS as error:
             self.failed += 1
-            LOG.debug("learner %d: %s", self.number, wrong)
+            LOG.debug("learner %d: %s", self.number, error)
 
-    async def _get(self, p: FragmentId) -> None:
+    async def _download_newest(self, p: FragmentId) -> None:
         """One fetch per fragment at a time; the newest notice counts."""
         try:
-            while (envelope := self._noticed.pop(p, None)) is not None:
+            while (envelope := self._published.pop(p, None)) is not None:
                 body = envelope.body
                 assert isinstance(body, Published)
                 if body.version > self.core.state.received[p] and body.base in (None, self.core.state.received[p]):
-                    await self.fetch(p, body.version, body.base)
-                    self.got += 1
-                self.tell(MessageArrived(envelope))
-        except NETWORK as wrong:
+                    await self.download(p, body.version, body.base)
+                    self.downloaded += 1
+                self.handle_event(MessageArrived(envelope))
+        except NETWORK_ERRORS as error:
             self.failed += 1
-            LOG.debug("learner %d: %s", self.number, wrong)
+            LOG.debug("learner %d: %s", self.number, error)
         finally:
-            self._fetching.discard(p)
+            self._downloading.discard(p)
 
     # ---------------------------------------------------------------------------------------------------- hearing
 
     def handle_link_event(self, event: LinkEvent) -> None:
         if not isinstance(event, MessageArrived):
-            self.tell(event)
+            self.handle_event(event)
             return
-        self.heard += 1
+        self.received += 1
         envelope, body = event.envelope, event.envelope.body
         if type(body) is Published:
-            self._noticed[body.fragment] = envelope
-            if body.fragment not in self._fetching:
-                self._fetching.add(body.fragment)
-                self._spawn(self._get(body.fragment))
+            self._published[body.fragment] = envelope
+            if body.fragment not in self._downloading:
+                self._downloading.add(body.fragment)
+                self._spawn(self._download_newest(body.fragment))
         else:
-            self.tell(event)  # of inner state the notice is enough: nobody uses it here
+            self.handle_event(event)  # optimizer state: the message is enough, it is not used here

@@ -31,16 +31,16 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def setting_in(kind: type[S], line: dict[str, Any]) -> S:
+def setting_from_json(kind: type[S], line: dict[str, Any]) -> S:
     """A field that is younger than the line has its default."""
     return kind(**{f.name: line.get(f.name, f.default) for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
-def work_through(
-    script: str, settings: Sequence[S], results: Path, processes: int, tell: Callable[[S, dict[str, Any]], str]
+def run_all(
+    script: str, settings: Sequence[S], results: Path, processes: int, describe: Callable[[S, dict[str, Any]], str]
 ) -> int:
     """All settings that are not in the results yet, `processes` at a time. Returns how many failed."""
-    done = {setting_in(type(settings[0]), line) for line in read_results(results)} if settings else set()
+    done = {setting_from_json(type(settings[0]), line) for line in read_results(results)} if settings else set()
     left = [s for s in settings if s not in done]
     print(f"{len(settings)} runs, {len(settings) - len(left)} of them done before", flush=True)
     running: list[tuple[S, subprocess.Popen[str]]] = []
@@ -62,7 +62,7 @@ def work_through(
                     continue
                 with results.open("a") as f:
                     f.write(line + "\n")
-                print(tell(setting, json.loads(line)), flush=True)
+                print(describe(setting, json.loads(line)), flush=True)
     finally:
         for _, child in running:  # of a sweep that was stopped
             child.kill()

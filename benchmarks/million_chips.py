@@ -32,20 +32,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from atoll.cli.simulate_run import SimulateOptions, simulate_run
-from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings
+from atoll.cli.simulate_run import SimulateOptions, simulate_seeds
+from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, ADAMW_NUMERICS, JobSettings
 from atoll.reference.loop import model_config
-from atoll.reference.synthetic import Trained, train_simulated, with_fitting_plan
+from atoll.reference.simulated_training import SimulatedTrainingResult, fit_plan, train_simulated
 from atoll.sim.decoupled import DecoupledConfig
 from atoll.sim.fleet import FleetConfig
 from atoll.tape.files import RunTapes
-from benchmarks.many_runs import read_results, setting_in, work_through
+from benchmarks.many_runs import read_results, run_all, setting_from_json
 
-USUAL = JobSettings()
-LEAST_GOODPUT = 0.6
+DEFAULT_SETTINGS = JobSettings()
+MIN_GOODPUT = 0.6
 """Tapes are so long that the tokens are on them at this goodput; at 1.2 M chips and 4 learners it is about 0.8."""
 
-SPARE_S = 60.0
+SPARE_TAPE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,20 @@ class Setting:
     context: int = 64
     batch: int = 2  # windows of a step of an island with all its slices
     tokens: int = 2_000_000  # of all learners together
-    every: int = USUAL.every_steps  # H
-    fragments: int = USUAL.fragments  # P
-    tau: int = USUAL.overlap_steps
-    quorum: int = USUAL.quorum  # K
-    grace: float = USUAL.grace_margin
+    every: int = DEFAULT_SETTINGS.every_steps  # H
+    fragments: int = DEFAULT_SETTINGS.fragments  # P
+    tau: int = DEFAULT_SETTINGS.overlap_steps
+    quorum: int = DEFAULT_SETTINGS.quorum  # K
+    grace: float = DEFAULT_SETTINGS.grace_margin
     eval_tokens: int = 131_072  # of the held-out text
 
     @property
     def days(self) -> float:
         """Of the simulated run, at steps of one second."""
         steps = self.tokens / (self.learners * self.batch * self.context)
-        return (steps / (1.0 if self.mtbi_days is None else LEAST_GOODPUT) + SPARE_S) / 86_400.0
+        return (steps / (1.0 if self.mtbi_days is None else MIN_GOODPUT) + SPARE_TAPE_S) / 86_400.0
 
-    def simulate_words(self) -> str:
+    def simulate_command(self) -> str:
         mtbi = "inf" if self.mtbi_days is None else f"{self.mtbi_days:g}"
         return (
             f"atoll simulate --learners {self.learners} --chips {self.chips} --mtbi-days {mtbi} --seed {self.seed}"
@@ -81,7 +81,7 @@ class Setting:
             f" --quorum {self.quorum} --grace {self.grace:g} --full --tape DIR"
         )
 
-    def replay_words(self) -> str:
+    def replay_command(self) -> str:
         return (
             f"atoll replay DIR --model {self.model} --context {self.context} --batch {self.batch}"
             f" --tokens {self.tokens} --seed {self.seed} --eval-tokens {self.eval_tokens} --inner adamw"
@@ -99,20 +99,20 @@ class Setting:
             inner="adamw",
             lr=ADAMW_LR,
             beta2=ADAMW_BETA2,
-            numerics=FOR_ADAMW,
+            numerics=ADAMW_NUMERICS,
         )
-        model_config(settings)  # an unknown model is told before anything is simulated
-        return with_fitting_plan(settings, self.fragments)
+        model_config(settings)  # refuses an unknown model before anything is simulated
+        return fit_plan(settings, self.fragments)
 
-    def wish(self, tape: Path) -> SimulateOptions:
+    def simulate_options(self, tape: Path) -> SimulateOptions:
         mtbi_s = math.inf if self.mtbi_days is None else self.mtbi_days * 86_400.0
         return SimulateOptions(
             method="decoupled",
             learners=self.learners,
             chips=self.chips,
-            given_days=self.days,
+            requested_days=self.days,
             seed=self.seed,
-            given_count=1,
+            requested_seed_count=1,
             jobs=1,
             fleet=FleetConfig(mtbi_s=mtbi_s),
             protocol=DecoupledConfig(
@@ -127,7 +127,7 @@ class Setting:
         )
 
 
-QUICK: dict[str, Any] = {
+QUICK_OPTIONS: dict[str, Any] = {
     "chips": 2_400_000, "context": 16, "batch": 1, "tokens": 4_800, "every": 8, "fragments": 8, "eval_tokens": 2_048,
 }  # fmt: skip
 """Of `--quick`: so few steps that nothing is learned, and more chips, so that some fail on the way."""
@@ -138,10 +138,10 @@ def run_one(setting: Setting) -> dict[str, Any]:
     job = setting.job()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="million-chips-") as folder:
-        outcome = simulate_run(setting.wish(Path(folder) / "run"))
+        outcome = simulate_seeds(setting.simulate_options(Path(folder) / "run"))
         simulated_in_s = time.perf_counter() - began
         trained = train_simulated(RunTapes(Path(folder) / "run"), job)
-    _demand_all_tokens(setting, trained)
+    _check_all_tokens(setting, trained)
     return {
         **dataclasses.asdict(setting),
         "goodput": outcome.goodput.mean,
@@ -157,7 +157,7 @@ def run_one(setting: Setting) -> dict[str, Any]:
         "parameters": trained.parameters,
         "plan": trained.plan,
         "digest": trained.digest,
-        "commands": [setting.simulate_words(), setting.replay_words()],
+        "commands": [setting.simulate_command(), setting.replay_command()],
         "simulated_in_s": round(simulated_in_s, 1),
         "wall_s": round(time.perf_counter() - began, 1),
         "machine": platform.processor() or platform.machine(),
@@ -166,16 +166,16 @@ def run_one(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _demand_all_tokens(setting: Setting, trained: Trained) -> None:
+def _check_all_tokens(setting: Setting, trained: SimulatedTrainingResult) -> None:
     """At unequal tokens the two losses say nothing about failures."""
     if trained.ended_by != "tokens":
         raise ValueError(
             f"the tapes of seed {setting.seed} are over after {trained.tokens:,} of {setting.tokens:,} tokens: goodput"
-            f" is below {LEAST_GOODPUT:g}; take fewer chips"
+            f" is below {MIN_GOODPUT:g}; take fewer chips"
         )
 
 
-def told(setting: Setting, found: dict[str, Any]) -> str:
+def describe_result(setting: Setting, found: dict[str, Any]) -> str:
     kind = "no failures" if setting.mtbi_days is None else f"{found['failures']:.0f} failures"
     return (
         f"seed {setting.seed}, {kind}: goodput {100 * found['goodput']:.1f} %, {found['trained']:,} tokens,"
@@ -188,7 +188,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     """Pairs of runs that differ in nothing but failures; a run whose other half is missing is left out."""
     pairs: dict[Setting, dict[int, dict[bool, dict[str, Any]]]] = {}
     for line in lines:
-        setting = setting_in(Setting, line)
+        setting = setting_from_json(Setting, line)
         group = pairs.setdefault(dataclasses.replace(setting, mtbi_days=None, seed=0), {})
         group.setdefault(setting.seed, {})[setting.mtbi_days is not None] = line
     out: list[str] = []
@@ -249,7 +249,7 @@ def settings_of(options: argparse.Namespace) -> list[Setting]:
     """With failures and without, one seed after the other."""
     names = [field.name for field in dataclasses.fields(Setting) if field.name not in ("mtbi_days", "seed")]
     chosen: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    chosen = {**(QUICK if options.quick else {}), **chosen}
+    chosen = {**(QUICK_OPTIONS if options.quick else {}), **chosen}
     seeds = [int(seed) for seed in options.seeds.split(",")]
     return [Setting(mtbi_days=mtbi, seed=seed, **chosen) for seed in seeds for mtbi in (None, Setting.mtbi_days)]
 
@@ -267,17 +267,17 @@ def main(argv: list[str] | None = None) -> int:
         lines = []
         for setting in settings:
             lines.append(run_one(setting))
-            print(told(setting, lines[-1]), flush=True)
+            print(describe_result(setting, lines[-1]), flush=True)
         print(table(lines))
         return 0
     if options.results is None:
         for setting in settings:
-            print(f"{setting.simulate_words()} && {setting.replay_words()}")
+            print(f"{setting.simulate_command()} && {setting.replay_command()}")
         print(f"{len(settings)} runs; give --results FILE to run them, or --quick")
         return 0
-    failed = work_through(__file__, settings, options.results, options.processes, told)
+    failed = run_all(__file__, settings, options.results, options.processes, describe_result)
     wanted = set(settings)
-    print(table([line for line in read_results(options.results) if setting_in(Setting, line) in wanted]))
+    print(table([line for line in read_results(options.results) if setting_from_json(Setting, line) in wanted]))
     return 1 if failed else 0
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from atoll.sim.bandwidth import (
     BACKWARD_SHARE,
     ExchangePattern,
-    Load,
+    Workload,
     diloco,
-    period_steps,
-    ring_turns,
+    effective_period_steps,
+    ring_delays,
     step_time_s,
     streaming,
     wire_bits,
@@ -28,9 +28,9 @@ class Prediction:
     sent_bit_s: float  # by one site, on average
 
 
-def predict(
+def predict_steps(
     method: str,
-    load: Load,
+    load: Workload,
     rate_bit_s: float,
     *,
     codec: str = "bf16",
@@ -52,12 +52,12 @@ def predict(
     20.4
     """
     if method == "decoupled":
-        every = period_steps(codec, load, every_steps, rate_bit_s)
-        sent = load.params * wire_bits(codec) * load.factor / (every * load.step_s) if rate_bit_s > 0.0 else 0.0
+        every = effective_period_steps(codec, load, every_steps, rate_bit_s)
+        sent = load.params * wire_bits(codec) * load.traffic_factor / (every * load.step_s) if rate_bit_s > 0.0 else 0.0
         return Prediction(method, load.step_s, 1.0, every, sent)
     if method == "ddp":
         hidden = BACKWARD_SHARE if work_s is None else max(0.0, 1.0 - work_s / load.step_s)
-        exchange, period = ExchangePattern(32.0, 1.0, 1.0, hidden, turns=ring_turns(load.sites)), 1.0
+        exchange, period = ExchangePattern(32.0, 1.0, 1.0, hidden, sequential_delays=ring_delays(load.sites)), 1.0
     elif method == "diloco":
         exchange, period = diloco(load.sites, "f32", every_steps), float(every_steps)
     elif method == "streaming":
@@ -65,5 +65,5 @@ def predict(
     else:
         raise ValueError(f"there is no method {method!r}; give ddp, diloco, streaming or decoupled")
     step_s = step_time_s(exchange, load, rate_bit_s)
-    sent = load.params * exchange.bits_per_step * load.factor / step_s
+    sent = load.params * exchange.bits_per_step * load.traffic_factor / step_s
     return Prediction(method, step_s, load.step_s / step_s, period, sent)

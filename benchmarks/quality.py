@@ -43,19 +43,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from atoll.core.syncer.core import SyncerCore, SyncerParts
+from atoll.core.syncer.core import SyncerComponents, SyncerCore
 from atoll.core.syncer.rounds import Rounds
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import Limits, RunConfig
-from atoll.reference.data import Sampler, Text, dealt
-from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values, load_values
+from atoll.reference.data import Corpus, Sampler, assigned_samples
 from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR
-from atoll.reference.models import SIZES, build, clip_, inner_optimizer, parameter_count, schedule, set_lr
+from atoll.reference.models import (
+    SIZES,
+    build_model,
+    clip_gradients,
+    inner_optimizer,
+    lr_factor,
+    parameter_count,
+    set_lr,
+)
+from atoll.reference.tape_executor import ReplayLearner, StepInfo, TapeExecutor, initial_values, load_values
 from atoll.tape.format import Actor
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.plan import describe_tensors, make_plan
 from atoll.tensors.settings import Numerics
-from benchmarks.many_runs import read_results, setting_in, work_through
-from tests.reference.lockstep import PATIENT, Lockstep, Paced, mean_of_learners
+from benchmarks.many_runs import read_results, run_all, setting_from_json
+from tests.reference.lockstep import PATIENT_LIMITS, Lockstep, Paced, mean_of_learners
 
 METHODS = ("ddp", "single", "diloco", "streaming", "decoupled")
 
@@ -140,16 +148,16 @@ UNUSED = {
 # One run
 
 
-def train_once(
+def train_step(
     setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[int], Any]
 ) -> Callable[[StepInfo], float]:
     def take_step(info: StepInfo) -> float:
-        lr = setting.lr * schedule(info.progress, setting.warmup, setting.floor) * info.lr_scale
+        lr = setting.lr * lr_factor(info.progress, setting.warmup, setting.floor) * info.lr_scale
         set_lr(optimizer, max(lr, 1e-8))
         x, y = batches(info.step)
         loss: torch.Tensor = model(x, y)
         loss.backward()
-        clip_(model.parameters(), setting.clip)
+        clip_gradients(model.parameters(), setting.clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -157,33 +165,35 @@ def train_once(
     return take_step
 
 
-def run_plain(setting: Setting, corpus: Text) -> dict[str, Any]:
+def run_plain(setting: Setting, corpus: Corpus) -> dict[str, Any]:
     """ddp and single: no protocol at all."""
     config = SIZES[setting.size]
     learners = setting.learners if setting.method == "ddp" else 1
     sampler = Sampler(corpus, setting.seed, config.context)
-    model = build(config, setting.seed)
+    model = build_model(config, setting.seed)
     optimizer = inner_optimizer(model, setting.inner, setting.lr, setting.beta2, setting.weight_decay)
 
     def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return sampler.batch(dealt(step, 1, 1, learners * setting.batch))  # the batches of all learners in one
+        return sampler.batch(
+            assigned_samples(step, 1, 1, learners * setting.batch)
+        )  # the batches of all learners in one
 
-    take_step = train_once(setting, model, optimizer, batches)
+    take_step = train_step(setting, model, optimizer, batches)
     per_step = learners * setting.batch * config.context
     steps = setting.budget // per_step
-    curve = Curve(setting.budget)
+    curve = LossCurve(setting.budget)
     for step in range(steps):
         loss = take_step(StepInfo(step, step / steps, step / steps, 1.0))
         curve.add((step + 1) * per_step, loss)
     return {
         "trained": steps * per_step,
         "steps": steps,
-        "loss": held_out(model, corpus, setting),
+        "loss": evaluate(model, corpus, setting),
         "curve": curve.points,
     }
 
 
-def growing(setting: Setting) -> type[SyncerCore]:
+def growing_core(setting: Setting) -> type[SyncerCore]:
     """A syncer whose H grows from `h_start` to `h` with the square root of progress."""
 
     class GrowingRounds(Rounds):
@@ -195,20 +205,20 @@ def growing(setting: Setting) -> type[SyncerCore]:
             return super()._open(now, f, final, in_turn)
 
     class Growing(SyncerCore):
-        def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
-            super().__init__(config, epoch, restored, SyncerParts(rounds=GrowingRounds))
+        def __init__(self, config: RunConfig, epoch: int, restored: RestoredState | None = None) -> None:
+            super().__init__(config, epoch, restored, SyncerComponents(rounds=GrowingRounds))
 
     return Growing
 
 
-def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
+def run_protocol(setting: Setting, corpus: Corpus) -> dict[str, Any]:
     """diloco, streaming, decoupled: the cores decide, the execution moves the tensors."""
     shape = SIZES[setting.size]
-    founder = build(shape, setting.seed)
+    founder = build_model(shape, setting.seed)
     names = ("plan", "merge", "outer", "outer_lr", "outer_momentum", "outer_ramp", "up", "down")
     chosen: dict[str, Any] = {n: getattr(setting, n) for n in names}
     numerics = Numerics(**chosen)
-    plan = make_plan(tensors_of(founder), setting.p, setting.plan)
+    plan = make_plan(describe_tensors(founder), setting.p, setting.plan)
     lockstep = setting.method != "decoupled"
     config = RunConfig(
         fragments=len(plan.fragments),
@@ -220,24 +230,24 @@ def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
         blend_alpha=setting.alpha,
         budget_tokens=setting.budget,
         rounds_in_flight=len(plan.fragments) if lockstep else None,
-        limits=PATIENT if lockstep else Limits(),
+        limits=PATIENT_LIMITS if lockstep else Limits(),
     )
 
-    def make(actor: Actor) -> Trainee:
-        model = build(shape, setting.seed)
+    def make(actor: Actor) -> ReplayLearner:
+        model = build_model(shape, setting.seed)
         optimizer = inner_optimizer(model, setting.inner, setting.lr, setting.beta2, setting.weight_decay)
         sampler = Sampler(corpus, setting.seed, shape.context)
 
         def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return sampler.batch(dealt(step, actor.learner, setting.learners, setting.batch))
+            return sampler.batch(assigned_samples(step, actor.learner, setting.learners, setting.batch))
 
-        return Trainee(model, optimizer, train_once(setting, model, optimizer, batches))
+        return ReplayLearner(model, optimizer, train_step(setting, model, optimizer, batches))
 
-    execution = Execution(config, numerics, plan, initial_values(founder, plan), make)
-    curve = Curve(setting.budget)
+    execution = TapeExecutor(config, numerics, plan, initial_values(founder, plan), make)
+    curve = LossCurve(setting.budget)
     execution.on_step = lambda learner, loss: curve.add(execution.tokens, loss or math.nan)
     tokens = dict.fromkeys(range(1, setting.learners + 1), setting.batch * shape.context)
-    core = growing(setting) if setting.h_start else SyncerCore
+    core = growing_core(setting) if setting.h_start else SyncerCore
     if lockstep:
         run = Lockstep(config, tokens, execution.apply, setting.tau, core)
         while run.syncer.state.stage.value == "running":
@@ -247,8 +257,8 @@ def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
     else:
         cycle = itertools.cycle(float(s) for s in setting.speeds.split(":"))
         speeds = {i: next(cycle) for i in tokens}
-        drawn = Paced.drawn(config, tokens, speeds, setting.seed, setting.delay, setting.bulk)
-        driver = Paced(drawn, syncer=core, on_entry=execution.apply, on_start=execution.started)
+        drawn = Paced.make_scenario(config, tokens, speeds, setting.seed, setting.delay, setting.bulk)
+        driver = Paced(drawn, syncer=core, on_entry=execution.apply, on_start=execution.start_process)
         driver.run()
         syncer = driver.syncer_core()
         assert syncer is not None
@@ -260,14 +270,14 @@ def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
     result["contributions_per_merge"] = execution.contributions / max(1, merges)
     mean = mean_of_learners(execution)
     load_values(founder, plan, mean)
-    result["loss_mean"] = held_out(founder, corpus, setting)
+    result["loss_mean"] = evaluate(founder, corpus, setting)
     load_values(founder, plan, execution.published())
-    result["loss"] = held_out(founder, corpus, setting)
+    result["loss"] = evaluate(founder, corpus, setting)
     result["curve"] = curve.points
     return result
 
 
-class Curve:
+class LossCurve:
     """The training loss as the mean over each of 20 parts of the run."""
 
     def __init__(self, budget: int, parts: int = 20) -> None:
@@ -285,7 +295,7 @@ class Curve:
 
 
 @torch.no_grad()
-def held_out(model: nn.Module, corpus: Text, setting: Setting) -> float:
+def evaluate(model: nn.Module, corpus: Corpus, setting: Setting) -> float:
     model.eval()
     total = count = 0.0
     for x, y in corpus.held_out_batches(SIZES[setting.size].context, 64, setting.windows):
@@ -297,12 +307,12 @@ def held_out(model: nn.Module, corpus: Text, setting: Setting) -> float:
 
 def run_one(setting: Setting) -> dict[str, Any]:
     torch.set_num_threads(1)
-    corpus = Text.load()
+    corpus = Corpus.load()
     began = time.perf_counter()
     plain = setting.method in ("ddp", "single")
     result = run_plain(setting, corpus) if plain else run_protocol(setting, corpus)
     wall_s = time.perf_counter() - began
-    model = build(SIZES[setting.size], 0)
+    model = build_model(SIZES[setting.size], 0)
     return {
         **dataclasses.asdict(setting),
         "parameters": parameter_count(model),
@@ -365,7 +375,7 @@ def all_settings(options: argparse.Namespace) -> list[Setting]:
     return list(found)
 
 
-def told(setting: Setting, found: dict[str, Any]) -> str:
+def describe_result(setting: Setting, found: dict[str, Any]) -> str:
     shown = [f"{found[k]:.4f}" if found.get(k) is not None else "-" for k in ("loss", "loss_mean")]
     return f"{describe(setting)}: loss {shown[0]} mean {shown[1]}, {found['wall_s']} s"
 
@@ -389,15 +399,15 @@ def table(path: Path, final: str) -> str:
     reference: dict[tuple[Any, ...], float] = {}
     for line in lines:
         if line["method"] == "ddp" and line["loss"] is not None:
-            where = _where(line)
+            where = _group_key(line)
             reference[where] = min(line["loss"], reference.get(where, math.inf))
     rows: dict[Setting, list[tuple[float, float | None]]] = {}
     for line in lines:
         loss = line.get(key) if line.get(key) is not None else line.get("loss")
         loss = math.nan if loss is None else loss
-        best = reference.get(_where(line))
+        best = reference.get(_group_key(line))
         gap = None if best is None else 100 * (loss / best - 1)
-        rows.setdefault(dataclasses.replace(setting_in(Setting, line), seed=0), []).append((loss, gap))
+        rows.setdefault(dataclasses.replace(setting_from_json(Setting, line), seed=0), []).append((loss, gap))
     shown = sorted(rows.items(), key=lambda r: (r[0].size, r[0].tokens, sum(x for x, _ in r[1]) / len(r[1])))
     out = ["| size | tokens | method | differs in | seeds | loss | spread | gap to ddp % |", "|---" * 8 + "|"]
     for setting, found in shown:
@@ -414,7 +424,7 @@ def table(path: Path, final: str) -> str:
     return "\n".join(out)
 
 
-def _where(line: dict[str, Any]) -> tuple[Any, ...]:
+def _group_key(line: dict[str, Any]) -> tuple[Any, ...]:
     """ddp runs that a line is compared with: the best learning rate of theirs counts."""
     return tuple(line[n] for n in ("size", "tokens", "seed", "learners", "batch"))
 
@@ -433,7 +443,7 @@ def main() -> int:
             print(describe(setting))
         print(f"{len(settings)} runs; give --results FILE to run them")
         return 0
-    return 1 if work_through(__file__, settings, options.results, options.processes, told) else 0
+    return 1 if run_all(__file__, settings, options.results, options.processes, describe_result) else 0
 
 
 if __name__ == "__main__":

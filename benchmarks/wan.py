@@ -1,14 +1,14 @@
 """A wide network on one machine: sites that are far from each other, with links of a rate, a delay and losses.
 
 Needs root, `ip` and /dev/net/tun, and nothing else of the kernel: no netem. A site is a network namespace whose only
-way out is a TUN device; a router in user space (`wan_router`) joins the devices. Whatever speaks IPv4 passes, so real
+way out is a TUN device; a router in user space (`wan_router`) joins the devices. All IPv4 traffic passes, so real
 TCP of real programs, with its own windows, losses and congestion control, feels the links. Site 0 is this machine's own
 namespace: there the syncer listens.
 
     with Wan(4, link=Link(up_bit_s=25e6, down_bit_s=25e6, delay_s=0.01)) as wan:
         ...                      a process that has called `enter(wan.namespace(1))` is at site 1, as `wan.address(1)`
-        wan.shape(1, Link())     and from now on its link is as fast as it goes
-        wan.counts()[1].up.bytes
+        wan.set_link(1, Link())  and from now on its link is as fast as it goes
+        wan.traffic()[1].up.bytes
 
 A packet passes the links of both sites: between sites whose links have 10 ms each it takes 20 ms, and 40 ms there and
 back. Addresses are of 198.19.0.0/16, set aside for measurements of networks; there is no other route, so nothing of a
@@ -38,13 +38,13 @@ from typing import Any, NamedTuple
 
 from atoll.chaos import netns
 from atoll.chaos.netns import NetnsError
-from atoll.chaos.netns import run as run_command
+from atoll.chaos.netns import run_command as run_command
 from benchmarks.wan_router import MTU_BYTES
 
-MOST_SITES = 60
-ANSWER_WAIT_S = 20.0
-END_WAIT_S = 10.0
-QUEUE_S = 0.1
+MAX_SITES = 60
+REPLY_TIMEOUT_S = 20.0
+EXIT_TIMEOUT_S = 10.0
+DEFAULT_QUEUE_S = 0.1
 DEVICE = "wan"
 """In every namespace but our own."""
 
@@ -60,7 +60,7 @@ class Link:
     down_bit_s: float | None = None
     delay_s: float = 0.0  # one way, the same in both
     loss: float = 0.0  # share of packets, in each direction
-    queue_s: float = QUEUE_S  # that a queue holds; at least 8 packets
+    queue_s: float = DEFAULT_QUEUE_S  # that a queue holds; at least 8 packets
 
     def __post_init__(self) -> None:
         for name in ("up_bit_s", "down_bit_s"):
@@ -74,12 +74,12 @@ class Link:
             raise ValueError(f"loss is {self.loss}; give a share of packets, 0 or more and below 1")
 
 
-def even(rate_bit_s: float | None, delay_s: float = 0.0, loss: float = 0.0) -> Link:
+def symmetric_link(rate_bit_s: float | None, delay_s: float = 0.0, loss: float = 0.0) -> Link:
     """The same in both directions."""
     return Link(rate_bit_s, rate_bit_s, delay_s, loss)
 
 
-class Passed(NamedTuple):
+class LinkTraffic(NamedTuple):
     """In one direction of a link, since it is there."""
 
     packets: int  # that went over it, also those that it lost
@@ -88,19 +88,19 @@ class Passed(NamedTuple):
     lost: int
 
 
-class Counts(NamedTuple):
+class SiteTraffic(NamedTuple):
     """Of one site's link."""
 
-    up: Passed
-    down: Passed
+    up: LinkTraffic
+    down: LinkTraffic
 
 
 class Wan:
     """`sites` of them, numbered from 1; 0 is this namespace, with a link of its own (`home`)."""
 
     def __init__(self, sites: int, link: Link | None = None, home: Link | None = None, seed: int = 0) -> None:
-        if not 1 <= sites <= MOST_SITES:
-            raise ValueError(f"{sites} sites; give 1 to {MOST_SITES}")
+        if not 1 <= sites <= MAX_SITES:
+            raise ValueError(f"{sites} sites; give 1 to {MAX_SITES}")
         self.sites = sites
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -108,11 +108,11 @@ class Wan:
         self.late_s = 0.0  # the worst that the router was, when counts were last asked for
         self._cleanup = ExitStack()
         try:
-            self._net = self._take_net()
+            self._net = self._allocate_network()
             self._make(seed)
-            self.shape(0, home if home is not None else Link())
+            self.set_link(0, home if home is not None else Link())
             for site in range(1, sites + 1):
-                self.shape(site, link if link is not None else Link())
+                self.set_link(site, link if link is not None else Link())
         except BaseException:
             self._cleanup.close()
             raise
@@ -121,7 +121,7 @@ class Wan:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -151,25 +151,25 @@ class Wan:
 
     # ------------------------------------------------------------------------------------------ links
 
-    def shape(self, site: int, link: Link) -> None:
+    def set_link(self, site: int, link: Link) -> None:
         """From now on the site's link is like this."""
         up, down = ((rate or 0.0, link.delay_s, link.loss, link.queue_s) for rate in (link.up_bit_s, link.down_bit_s))
-        self._ask({"shape": site, "up": up, "down": down})
+        self._request({"shape": site, "up": up, "down": down})
 
-    def counts(self) -> list[Counts]:
+    def traffic(self) -> list[SiteTraffic]:
         """By site, as the router counts."""
-        told = self._ask({"counts": True})
-        self.late_s = told["late_s"]
+        counts = self._request({"counts": True})
+        self.late_s = counts["late_s"]
         return [
-            Counts(*(Passed(**told["sites"][str(site)][way]) for way in ("up", "down")))
+            SiteTraffic(*(LinkTraffic(**counts["sites"][str(site)][way]) for way in ("up", "down")))
             for site in range(self.sites + 1)
         ]
 
     def interface(self, site: int) -> dict[str, int]:
         """What the kernel has counted at the site's device: bytes and packets that were sent and received."""
         inside = () if site == 0 else ("-n", self._name(site))
-        told = json.loads(run_command("ip", *inside, "-j", "-s", "link", "show", "dev", self.device(site)))
-        seen = told[0]["stats64"]
+        devices = json.loads(run_command("ip", *inside, "-j", "-s", "link", "show", "dev", self.device(site)))
+        seen = devices[0]["stats64"]
         return {
             f"{way}_{what}": seen[side][what]
             for way, side in (("sent", "tx"), ("received", "rx"))
@@ -178,7 +178,7 @@ class Wan:
 
     # ------------------------------------------------------------------------------------------ making
 
-    def _take_net(self) -> int:
+    def _allocate_network(self) -> int:
         """A number that no other network on this machine has: a name that is free again when its owner is gone."""
         for _ in range(200):
             net = secrets.randbelow(254) + 1
@@ -208,14 +208,14 @@ class Wan:
         self._router = router
         self._cleanup.callback(self._end_router, router)
         places = [(str(self.namespace(n)) if n else None, self.device(n), self.address(n)) for n in self._all()]
-        self._ask({"sites": places, "seed": seed})  # answered when all devices are there
+        self._request({"sites": places, "seed": seed})  # answered when all devices are there
         for site in self._all():
-            self._set_up(site)
+            self._set_up_site(site)
 
     def _all(self) -> range:
         return range(self.sites + 1)
 
-    def _set_up(self, site: int) -> None:
+    def _set_up_site(self, site: int) -> None:
         ip = ("ip",) if site == 0 else ("ip", "-n", self._name(site))
         device = self.device(site)
         if site:
@@ -224,7 +224,7 @@ class Wan:
         run_command(*ip, "addr", "add", f"{self.address(site)}/24", "dev", device)
         run_command(*ip, "link", "set", "dev", device, "up")
 
-    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, what: dict[str, Any]) -> dict[str, Any]:
         router = self._router
         if router is None or router.stdin is None or router.stdout is None or router.stdin.closed:
             raise NetnsError("the wide network is closed")
@@ -234,8 +234,8 @@ class Wan:
                 router.stdin.flush()
             except BrokenPipeError:
                 raise NetnsError("the router of the wide network has ended") from None
-            if not select.select([router.stdout], [], [], ANSWER_WAIT_S)[0]:
-                raise NetnsError(f"the router of the wide network has not answered within {ANSWER_WAIT_S:g} s")
+            if not select.select([router.stdout], [], [], REPLY_TIMEOUT_S)[0]:
+                raise NetnsError(f"the router of the wide network has not answered within {REPLY_TIMEOUT_S:g} s")
             line = router.stdout.readline()
         if not line:
             raise NetnsError("the router of the wide network has ended; its words are above")
@@ -250,7 +250,7 @@ class Wan:
         with contextlib.suppress(BrokenPipeError):
             router.stdin.close()
         try:
-            router.wait(END_WAIT_S)
+            router.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             router.kill()
             router.wait()
@@ -258,25 +258,25 @@ class Wan:
 
     def _remove_namespaces(self) -> None:
         """Those that the router has left, because it was killed or never came to be."""
-        for name in netns.ours():
+        for name in netns.list_namespaces():
             if name in {self._name(site) for site in range(1, self.sites + 1)}:
                 with contextlib.suppress(NetnsError, subprocess.TimeoutExpired):
                     run_command("ip", "netns", "del", name)
 
 
 @functools.cache
-def unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """Why this machine has no wide network for us; None where it has. Tries it once, and cleans up."""
     if os.geteuid() != 0:
         return "not root"
     if not Path("/dev/net/tun").exists():
         return "there is no /dev/net/tun"
     try:
-        netns.sweep()
+        netns.remove_stale()
         with Wan(1) as tried:
-            tried.counts()
-    except (NetnsError, OSError, subprocess.TimeoutExpired) as wrong:
-        return str(wrong).rpartition(": ")[2]
+            tried.traffic()
+    except (NetnsError, OSError, subprocess.TimeoutExpired) as error:
+        return str(error).rpartition(": ")[2]
     return None
 
 

@@ -5,7 +5,7 @@ has a rate, a delay, a share of packets that it loses, and a queue that drops wh
 leaves a link is computed from when it came, never from when this process got round to it, so that being late now and
 then changes neither rates nor the sum of delays; how late it was is counted.
 
-    python benchmarks/wan_router.py        what it is told on standard input is written by `benchmarks/wan.py`
+    python benchmarks/wan_router.py        `benchmarks/wan.py` writes its commands to standard input
 
 It runs before all ordinary processes, as a link does that has a machine of its own. Niceness would not do: where the
 kernel groups processes by session it counts within a session only, and on a busy machine packets were half a second
@@ -35,22 +35,22 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from atoll.chaos.netns import enter, run
+from atoll.chaos.netns import enter_namespace, run_command
 
 MTU_BYTES = 1500
-LEAST_QUEUE_PACKETS = 8
-MOST_HELD_BYTES = 64 * 2**20
+MIN_QUEUE_PACKETS = 8
+MAX_BUFFERED_BYTES = 64 * 2**20
 """On their way in one direction of a link without a rate: nothing else bounds them."""
 
-PACKETS_AT_A_TIME = 64
-PACKET_BYTES = 65536
+READ_BATCH_PACKETS = 64
+READ_BUFFER_BYTES = 65536
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _DESTINATION = slice(16, 20)  # in the header of IPv4
 
 
-class Shape(NamedTuple):
+class LinkShape(NamedTuple):
     """One direction of a link. A rate of 0 is none: as fast as it goes."""
 
     rate_bit_s: float
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
     queue_s: float
 
 
-class Direction:
+class LinkDirection:
     """What passes one link in one direction."""
 
     def __init__(self, seed: str) -> None:
@@ -71,15 +71,15 @@ class Direction:
         self._free_at = 0.0  # it has sent all that it was given
         self._last_due = 0.0
         self._held = 0
-        self.shape(Shape(0.0, 0.0, 0.0, 0.0))
+        self.set_shape(LinkShape(0.0, 0.0, 0.0, 0.0))
 
-    def shape(self, wanted: Shape) -> None:
+    def set_shape(self, shape: LinkShape) -> None:
         """What is in the queue already leaves at the old rate."""
-        self._rate, self._delay_s, self._loss, queue_s = wanted
-        self._queue_s = max(queue_s, LEAST_QUEUE_PACKETS * 8 * MTU_BYTES / self._rate) if self._rate else 0.0
+        self._rate, self._delay_s, self._loss, queue_s = shape
+        self._queue_s = max(queue_s, MIN_QUEUE_PACKETS * 8 * MTU_BYTES / self._rate) if self._rate else 0.0
         self._free_at = min(self._free_at, time.monotonic() + self._queue_s)
 
-    def take(self, at: float, size: int) -> float | None:
+    def enqueue(self, at: float, size: int) -> float | None:
         """A packet comes to this link. When it arrives at the other end; None: never."""
         leaves_at = at
         if self._rate:
@@ -88,7 +88,7 @@ class Direction:
                 self.dropped += 1
                 return None
             leaves_at = self._free_at = begins_at + 8 * size / self._rate
-        elif self._held > MOST_HELD_BYTES:
+        elif self._held > MAX_BUFFERED_BYTES:
             self.dropped += 1
             return None
         self.packets += 1
@@ -103,7 +103,7 @@ class Direction:
         self._held += size
         return due
 
-    def let_go(self, size: int) -> None:
+    def dequeue(self, size: int) -> None:
         self._held -= size
 
     def counts(self) -> dict[str, int]:
@@ -114,12 +114,12 @@ class Site:
     def __init__(self, number: int, file: int, seed: int) -> None:
         self.number = number
         self.file = file
-        self.up = Direction(f"wan/{seed}/{number}/up")
-        self.down = Direction(f"wan/{seed}/{number}/down")
+        self.up = LinkDirection(f"wan/{seed}/{number}/up")
+        self.down = LinkDirection(f"wan/{seed}/{number}/down")
 
 
 class Router:
-    """Packets between sites, and words of the owner on standard input."""
+    """Forwards packets between sites, and executes commands of the owner from standard input."""
 
     def __init__(self, sites: Mapping[bytes, Site]) -> None:
         self._by_address = dict(sites)
@@ -127,7 +127,7 @@ class Router:
         self._by_number = {site.number: site for site in sites.values()}
         self._on_the_way: list[tuple[float, int, bool, Site, Site, bytes]] = []
         self._serial = itertools.count()
-        self._words = b""
+        self._input = b""
         self._worst_late_s = 0.0
 
     def route(self) -> None:
@@ -138,61 +138,61 @@ class Router:
             for file in select.select(files, [], [], wait_s)[0]:  # in microseconds; epoll waits in milliseconds
                 if file:
                     self._read(self._by_file[file])
-                elif not self._listen():
+                elif not self._read_command():
                     return
-            self._pass_on(time.monotonic())
+            self._forward(time.monotonic())
 
     def _read(self, site: Site) -> None:
-        for _ in range(PACKETS_AT_A_TIME):
+        for _ in range(READ_BATCH_PACKETS):
             try:
-                packet = os.read(site.file, PACKET_BYTES)
+                packet = os.read(site.file, READ_BUFFER_BYTES)
             except OSError:  # nothing more is there, or the device is down
                 return
             target = self._by_address.get(packet[_DESTINATION]) if packet[0] >> 4 == 4 else None
             if target is None or target is site:
                 continue
-            due = site.up.take(time.monotonic(), len(packet))
+            due = site.up.enqueue(time.monotonic(), len(packet))
             if due is not None:
                 heapq.heappush(self._on_the_way, (due, next(self._serial), True, site, target, packet))
 
-    def _pass_on(self, now: float) -> None:
+    def _forward(self, now: float) -> None:
         on_the_way = self._on_the_way
         while on_the_way and on_the_way[0][0] <= now:
             due, _, is_up, source, target, packet = heapq.heappop(on_the_way)
             if is_up:
-                source.up.let_go(len(packet))
-                arrives = target.down.take(due, len(packet))
+                source.up.dequeue(len(packet))
+                arrives = target.down.enqueue(due, len(packet))
                 if arrives is not None:
                     heapq.heappush(on_the_way, (arrives, next(self._serial), False, source, target, packet))
                 continue
-            target.down.let_go(len(packet))
+            target.down.dequeue(len(packet))
             if now - due > self._worst_late_s:
                 self._worst_late_s = now - due
-            with contextlib.suppress(OSError):  # the device is down: nobody is there
+            with contextlib.suppress(OSError):  # the device is down
                 os.write(target.file, packet)
 
-    # ------------------------------------------------------------------------------------------ the owner's words
+    # ------------------------------------------------------------------------------------------ commands of the owner
 
-    def _listen(self) -> bool:
-        heard = os.read(0, PACKET_BYTES)
-        *lines, self._words = (self._words + heard).split(b"\n")
+    def _read_command(self) -> bool:
+        data = os.read(0, READ_BUFFER_BYTES)
+        *lines, self._input = (self._input + data).split(b"\n")
         for line in lines:
-            self._obey(json.loads(line))
-        return bool(heard)
+            self._execute(json.loads(line))
+        return bool(data)
 
-    def _obey(self, told: dict[str, Any]) -> None:
-        if "shape" in told:
-            site = self._by_number[told["shape"]]
-            site.up.shape(Shape(*told["up"]))
-            site.down.shape(Shape(*told["down"]))
-            _say({})
+    def _execute(self, command: dict[str, Any]) -> None:
+        if "shape" in command:
+            site = self._by_number[command["shape"]]
+            site.up.set_shape(LinkShape(*command["up"]))
+            site.down.set_shape(LinkShape(*command["down"]))
+            _reply({})
             return
         links = {n: {"up": site.up.counts(), "down": site.down.counts()} for n, site in self._by_number.items()}
-        _say({"late_s": self._worst_late_s, "sites": links})
+        _reply({"late_s": self._worst_late_s, "sites": links})
         self._worst_late_s = 0.0
 
 
-def _say(what: dict[str, Any]) -> None:
+def _reply(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -211,30 +211,30 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = b""
     while not line.endswith(b"\n"):  # one by one: what follows is for the router
-        heard = os.read(0, 1)
-        if not heard:
+        byte = os.read(0, 1)
+        if not byte:
             return 1
-        line += heard
-    told = json.loads(line)
+        line += byte
+    setup = json.loads(line)
     home = Path(f"/proc/{os.getpid()}/ns/net")
     with open(home, "rb") as at_home:
         sites = {}
-        for number, (namespace, device, address) in enumerate(told["sites"]):
+        for number, (namespace, device, address) in enumerate(setup["sites"]):
             if namespace is not None:
-                enter(Path(namespace))
-            sites[socket.inet_aton(address)] = Site(number, open_tun(device), told["seed"])
-            enter(Path(f"/proc/self/fd/{at_home.fileno()}"))
+                enter_namespace(Path(namespace))
+            sites[socket.inet_aton(address)] = Site(number, open_tun(device), setup["seed"])
+            enter_namespace(Path(f"/proc/self/fd/{at_home.fileno()}"))
     with contextlib.suppress(OSError):  # not allowed: then it is late more often, and says so
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     gc.disable()  # nothing here refers to itself, and a collection makes packets late
-    _say({"ready": os.getpid()})
+    _reply({"ready": os.getpid()})
     try:
         Router(sites).route()
     finally:
-        for namespace, _, _ in told["sites"]:
+        for namespace, _, _ in setup["sites"]:
             if namespace is not None:
                 with contextlib.suppress(Exception):  # the owner has done it
-                    run("ip", "netns", "del", Path(namespace).name)
+                    run_command("ip", "netns", "del", Path(namespace).name)
     return 0
 
 

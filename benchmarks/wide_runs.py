@@ -29,38 +29,45 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from atoll.chaos.netns import enter
+from atoll.chaos.netns import enter_namespace
 from atoll.chaos.relay import Relay, Relays
-from atoll.checkpoint.published import run_settings
-from atoll.core.protocol import Delivered, MessageArrived, Persist, Persisted, Say, VersionRecord
+from atoll.checkpoint.published_model import read_run_settings
+from atoll.core.protocol import LogReason, MessageArrived, Persist, Persisted, PublishAck, VersionRecord
 from atoll.core.types import SYNCER
 from atoll.dashboard.terminal import LiveView
 from atoll.launch.supervisor import signal_name
-from atoll.reference.baselines import RENDEZVOUS, train_baseline
-from atoll.reference.children import FINE, Child, JobFailed, end_all, processes, wait_for_any
-from atoll.reference.island import train_island
+from atoll.reference.baselines import RENDEZVOUS_FILE, train_baseline
+from atoll.reference.child_processes import (
+    EXIT_OK,
+    ChildProcess,
+    JobFailedError,
+    fork_server_context,
+    terminate_all,
+    wait_for_any,
+)
 from atoll.reference.job_settings import JobSettings, Method
+from atoll.reference.learner_main import train_learner
 from atoll.reference.loop import newest_metrics, read_metrics
 from atoll.reference.supervisor import Supervisor
-from atoll.store.run_settings import CONFIG
+from atoll.store.run_settings import CONFIG_FILE
 from atoll.tape.files import RunTapes
 from atoll.tensors.settings import Numerics
 from benchmarks import wan
 from benchmarks.wan import Link, Wan
 
-LOOK_S = 0.25
-COUNT_EVERY_S = 0.5
-END_WAIT_S = 8.0
-TRAINED_STEPS = 2  # by everybody, before links take their shape
-START_WAIT_S = 180.0
-FOLLOWS = 1.1
+POLL_INTERVAL_S = 0.25
+TRAFFIC_INTERVAL_S = 0.5
+EXIT_TIMEOUT_S = 8.0
+WARMUP_STEPS = 2  # by everybody, before links take their shape
+START_TIMEOUT_S = 180.0
+MAX_STEP_RATIO = 1.1
 """Times a step, from one step's end to the next one's, where nothing was waited for in between."""
 ENDLESS_TOKENS = 10**12
 RESULTS = Path(__file__).resolve().parent / "results"
-SUSPICIONS = ("member-suspected", "member-lost", "member-quarantined", "admission-failed")
+SUSPICION_CODES = ("member-suspected", "member-timed-out", "member-quarantined", "admission-failed")
 
 
-class Shape(NamedTuple):
+class LinkParameters(NamedTuple):
     """Of every learner's link. `delay_s`: of a path, one way."""
 
     rate_bit_s: float | None
@@ -72,10 +79,10 @@ class Shape(NamedTuple):
         return f"{rate}, {2e3 * self.delay_s:.0f} ms there and back, {self.loss:.1%} lost"
 
 
-WIDE = Shape(None)
+UNSHAPED = LinkParameters(None)
 
 
-class Carried(NamedTuple):
+class ByteCounts(NamedTuple):
     """Bytes of one learner's link so far."""
 
     sent: int
@@ -95,15 +102,15 @@ class Links(Protocol):
     def address(self, learner: int, syncer: str) -> str:
         """Under which this learner reaches the syncer."""
 
-    def shape(self, wanted: Shape) -> None: ...
+    def apply(self, wanted: LinkParameters) -> None: ...
 
-    def carried(self) -> list[Carried]:
-        """By learner, from the first on; empty where nobody counts."""
+    def byte_counts(self) -> list[ByteCounts]:
+        """Return the counts by learner, from the first on; empty if the links do not count."""
 
     def close(self) -> None: ...
 
 
-class Loopback:
+class LoopbackLinks:
     """No links: all processes are beside each other."""
 
     host = "127.0.0.1"
@@ -117,17 +124,17 @@ class Loopback:
     def address(self, learner: int, syncer: str) -> str:
         return syncer
 
-    def shape(self, wanted: Shape) -> None:
+    def apply(self, wanted: LinkParameters) -> None:
         pass
 
-    def carried(self) -> list[Carried]:
+    def byte_counts(self) -> list[ByteCounts]:
         return []
 
     def close(self) -> None:
         pass
 
 
-class WideLinks(Loopback):
+class WanLinks(LoopbackLinks):
     """The emulated wide network. `seed` draws its losses."""
 
     def __init__(self, learners: int, seed: int = 0) -> None:
@@ -140,58 +147,58 @@ class WideLinks(Loopback):
     def device(self) -> str:
         return wan.DEVICE
 
-    def shape(self, wanted: Shape) -> None:
+    def apply(self, wanted: LinkParameters) -> None:
         half_s = wanted.delay_s / 2
-        self.wan.shape(0, Link(delay_s=half_s))
+        self.wan.set_link(0, Link(delay_s=half_s))
         for site in range(1, self.wan.sites + 1):
-            self.wan.shape(site, Link(wanted.rate_bit_s, wanted.rate_bit_s, half_s, wanted.loss))
+            self.wan.set_link(site, Link(wanted.rate_bit_s, wanted.rate_bit_s, half_s, wanted.loss))
 
-    def carried(self) -> list[Carried]:
-        return [Carried(each.up.bytes, each.down.bytes) for each in self.wan.counts()[1:]]
+    def byte_counts(self) -> list[ByteCounts]:
+        return [ByteCounts(each.up.bytes, each.down.bytes) for each in self.wan.traffic()[1:]]
 
     def close(self) -> None:
         self.wan.close()
 
 
-class RelayLinks(Loopback):
+class RelayLinks(LoopbackLinks):
     """A relay for each learner: rates and delays, no losses."""
 
     def __init__(self) -> None:
         self._relays = Relays()
         self._by_learner: dict[int, Relay] = {}
-        self._shape = WIDE
+        self._shape = UNSHAPED
 
     def address(self, learner: int, syncer: str) -> str:
         self._by_learner[learner] = self._relays.open(syncer)
-        self.shape(self._shape)
+        self.apply(self._shape)
         return self._by_learner[learner].address
 
-    def shape(self, wanted: Shape) -> None:
+    def apply(self, wanted: LinkParameters) -> None:
         self._shape = wanted
         for relay in self._by_learner.values():
-            relay.thin(None if wanted.rate_bit_s is None else wanted.rate_bit_s / 8)
+            relay.throttle(None if wanted.rate_bit_s is None else wanted.rate_bit_s / 8)
             relay.delay(wanted.delay_s)
 
-    def carried(self) -> list[Carried]:
+    def byte_counts(self) -> list[ByteCounts]:
         counts = [self._by_learner[learner].counts() for learner in sorted(self._by_learner)]
-        return [Carried(each.up_bytes, each.down_bytes) for each in counts]
+        return [ByteCounts(each.up_bytes, each.down_bytes) for each in counts]
 
     def close(self) -> None:
         self._relays.close()
 
 
 @contextlib.contextmanager
-def far_links(learners: int, seed: int = 0) -> Iterator[Links]:
+def open_links(learners: int, seed: int = 0) -> Iterator[Links]:
     """The best emulation that this machine has; `emulation` says which."""
-    links: Links = RelayLinks() if wan.unavailable() is not None else WideLinks(learners, seed)
+    links: Links = RelayLinks() if wan.unavailable_reason() is not None else WanLinks(learners, seed)
     try:
         yield links
     finally:
         links.close()
 
 
-def emulation() -> str:
-    why_not = wan.unavailable()
+def describe_emulation() -> str:
+    why_not = wan.unavailable_reason()
     if why_not is None:
         return (
             "network namespaces with TUN devices and a router in user space, MTU 1500,"
@@ -204,49 +211,49 @@ def emulation() -> str:
 # Watching
 
 
-class Mark(NamedTuple):
+class StepSample(NamedTuple):
     """One line of a learner's metrics: so many steps were done then."""
 
     at: float  # seconds of the Unix epoch
     step: int
 
 
-def marks_of(lines: list[dict[str, Any]]) -> list[Mark]:
+def read_step_samples(lines: list[dict[str, Any]]) -> list[StepSample]:
     """Of every step where a line is of several that followed each other; where they waited in between, of its last."""
-    found: list[Mark] = []
+    found: list[StepSample] = []
     for line in lines:
         at, step = line["at"], line["step"]
         count = step - found[-1].step if found else 1
         each_s = (at - found[-1].at) / count if found else 0.0
-        if each_s <= FOLLOWS * line["step_s"]:
-            found += [Mark(at - back * each_s, step - back) for back in range(count - 1, 0, -1)]
-        found.append(Mark(at, step))
+        if each_s <= MAX_STEP_RATIO * line["step_s"]:
+            found += [StepSample(at - back * each_s, step - back) for back in range(count - 1, 0, -1)]
+        found.append(StepSample(at, step))
     return found
 
 
 @dataclass(slots=True)
-class Seen:
+class ObservedRun:
     """What a run has shown. Times are seconds of the Unix epoch."""
 
     run: Path
     learners: int
     shaped_at: float = 0.0
     ended_at: float = math.inf
-    counts: list[tuple[float, list[Carried]]] = field(default_factory=list)
+    counts: list[tuple[float, list[ByteCounts]]] = field(default_factory=list)
 
-    def marks(self, learner: int) -> list[Mark]:
+    def step_samples(self, learner: int) -> list[StepSample]:
         """Since the links have their shape."""
-        found = marks_of([line for line in read_metrics(self.run, learner) if "step" in line])
+        found = read_step_samples([line for line in read_metrics(self.run, learner) if "step" in line])
         return [mark for mark in found if self.shaped_at <= mark.at <= self.ended_at]
 
-    def span(self, skip: int, whole: int = 1) -> dict[int, tuple[Mark, Mark]]:
+    def span(self, skip: int, whole: int = 1) -> dict[int, tuple[StepSample, StepSample]]:
         """By learner: its steps since the links have their shape, without the first `skip`; a multiple of `whole`.
 
         However they lie, `whole` steps in a row have one exchange in them where there is one every `whole` steps.
         """
         found = {}
         for learner in range(1, self.learners + 1):
-            marks = self.marks(learner)
+            marks = self.step_samples(learner)
             if not marks:
                 raise RuntimeError(f"learner {learner} took no step once its link was as it should be")
             pairs = [
@@ -274,79 +281,79 @@ class Seen:
         ]
         return statistics.median(sorted(lines)[: max(1, len(lines) // 2)])
 
-    def bytes_per_s(self, skip: int, whole: int = 1) -> Carried | None:
+    def bytes_per_s(self, skip: int, whole: int = 1) -> ByteCounts | None:
         """Of one learner's link on average, over the same time as its steps."""
         if not self.counts or not self.counts[0][1]:
             return None
         sent, received = [], []
         for learner, (first, last) in self.span(skip, whole).items():
-            begin, end = (self._carried_at(mark.at, learner) for mark in (first, last))
+            begin, end = (self._bytes_at(mark.at, learner) for mark in (first, last))
             sent.append((end.sent - begin.sent) / (last.at - first.at))
             received.append((end.received - begin.received) / (last.at - first.at))
-        return Carried(round(statistics.fmean(sent)), round(statistics.fmean(received)))
+        return ByteCounts(round(statistics.fmean(sent)), round(statistics.fmean(received)))
 
-    def _carried_at(self, at: float, learner: int) -> Carried:
+    def _bytes_at(self, at: float, learner: int) -> ByteCounts:
         times = [time_ for time_, _ in self.counts]
         place = min(max(bisect_left(times, at), 1), len(times) - 1)
         (t0, before), (t1, after) = self.counts[place - 1], self.counts[place]
         share = min(max((at - t0) / max(t1 - t0, 1e-9), 0.0), 1.0)
         one, two = before[learner - 1], after[learner - 1]
-        return Carried(
+        return ByteCounts(
             round(one.sent + share * (two.sent - one.sent)),
             round(one.received + share * (two.received - one.received)),
         )
 
 
-class Watch:
+class RunWatch:
     """Looks at a run again and again: when to shape its links, and when enough was seen."""
 
     def __init__(
         self,
         name: str,
-        seen: Seen,
+        seen: ObservedRun,
         links: Links,
-        plan: list[tuple[Shape, int]],
+        plan: list[tuple[LinkParameters, int]],
         limit_s: float,
         from_the_start: bool = False,
     ) -> None:
         """`plan`: shapes one after the other, each for so many steps of everybody."""
         self.name = name
         self.seen = seen
-        self.shaped: list[tuple[float, Shape]] = []
+        self.shaped: list[tuple[float, LinkParameters]] = []
         self._links = links
         self._plan = list(plan)
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._limit_s = limit_s
-        self._until: int | None = None  # steps that everybody has to have done
+        self._until: int | None = None  # steps that every learner must have taken
         self._counted = 0.0
-        self._told = 0.0
-        links.shape(plan[0][0] if from_the_start else WIDE)
+        self._logged_at = 0.0
+        links.apply(plan[0][0] if from_the_start else UNSHAPED)
 
     def is_enough(self) -> bool:
         now = time.monotonic()
-        steps = self._least_steps()
-        self._count(now)
-        self._tell(now, steps)
-        if now - self._began > self._limit_s + (START_WAIT_S if self._until is None else 0.0):
+        steps = self._min_steps()
+        self._sample_traffic(now)
+        self._log_progress(now, steps)
+        if now - self._started_at > self._limit_s + (START_TIMEOUT_S if self._until is None else 0.0):
             if self._until is None:
-                raise JobFailed(f"{self.name}: not all learners train after {now - self._began:.0f} s")
-            return self._end()
-        if steps < (TRAINED_STEPS if self._until is None else self._until):
+                raise JobFailedError(f"{self.name}: not all learners train after {now - self._started_at:.0f} s")
+            return self._finish_part()
+        if steps < (WARMUP_STEPS if self._until is None else self._until):
             return False
         if self._until is None:
-            self._began = now
+            self._started_at = now
         if not self._plan:
-            return self._end()
+            return self._finish_part()
         wanted, count = self._plan.pop(0)
-        self._links.shape(wanted)
+        self._links.apply(wanted)
         at = time.time()
         self.seen.shaped_at = self.seen.shaped_at or at
         self.shaped.append((at, wanted))
         self._until = steps + count
-        say(f"  {self.name}: {wanted}, for {count} steps")
+        log_progress(f"  {self.name}: {wanted}, for {count} steps")
         return False
 
-    def parts(self) -> list[tuple[Shape, Seen]]:
+    def observations(self) -> list[tuple[LinkParameters, ObservedRun]]:
         """What was seen under each shape."""
         ends = [at for at, _ in self.shaped[1:]] + [self.seen.ended_at]
         return [
@@ -354,27 +361,29 @@ class Watch:
             for (at, shape), end in zip(self.shaped, ends, strict=True)
         ]
 
-    def _end(self) -> bool:
-        self._count(math.inf)
+    def _finish_part(self) -> bool:
+        self._sample_traffic(math.inf)
         self.seen.ended_at = time.time()
         return True
 
-    def _least_steps(self) -> int:
+    def _min_steps(self) -> int:
         lines = [newest_metrics(self.seen.run, n) for n in range(1, self.seen.learners + 1)]
         return min(line.get("step", 0) if line is not None else 0 for line in lines)
 
-    def _count(self, now: float) -> None:
-        if now - self._counted >= COUNT_EVERY_S:
+    def _sample_traffic(self, now: float) -> None:
+        if now - self._counted >= TRAFFIC_INTERVAL_S:
             self._counted = now
-            self.seen.counts.append((time.time(), self._links.carried()))
+            self.seen.counts.append((time.time(), self._links.byte_counts()))
 
-    def _tell(self, now: float, steps: int) -> None:
-        if now - self._told >= 15.0:
-            self._told = now
-            say(f"  {self.name}: {steps} steps" + (f" of {self._until}" if self._until is not None else ", starting"))
+    def _log_progress(self, now: float, steps: int) -> None:
+        if now - self._logged_at >= 15.0:
+            self._logged_at = now
+            log_progress(
+                f"  {self.name}: {steps} steps" + (f" of {self._until}" if self._until is not None else ", starting")
+            )
 
 
-def say(sentence: str) -> None:
+def log_progress(sentence: str) -> None:
     """Progress is for people; figures go to standard output."""
     print(sentence, file=sys.stderr, flush=True)
 
@@ -383,86 +392,86 @@ def say(sentence: str) -> None:
 # Running
 
 
-class _Enough(Exception):  # noqa: N818 - the end that was planned
+class _MeasurementDone(Exception):  # noqa: N818 - the end that was planned
     pass
 
 
-class _SiteSupervisor(Supervisor):
-    def __init__(self, settings: JobSettings, run: Path, links: Links, watch: Watch | None) -> None:
+class _WanSupervisor(Supervisor):
+    def __init__(self, settings: JobSettings, run: Path, links: Links, watch: RunWatch | None) -> None:
         self._links = links
         self._watch = watch
         view = LiveView(io.StringIO())
         super().__init__(settings, run, view, "", links.host)
 
-    def _learner_child(self, learner: int) -> Child:
+    def _learner_child(self, learner: int) -> ChildProcess:
         address = self._links.address(learner, self.address)
         args = (self._links.namespace(learner), self.settings, learner, address, self._token, self.run)
-        return Child(f"learner {learner}", self.run, learn_at_site, args)
+        return ChildProcess(f"learner {learner}", self.run, run_site_learner, args)
 
-    def _strike_due(self) -> None:
+    def _inject_due(self) -> None:
         if self._watch is not None and self._watch.is_enough():
-            raise _Enough
+            raise _MeasurementDone
 
 
-def learn_at_site(
+def run_site_learner(
     namespace: Path | None, settings: JobSettings, learner: int, syncer: str, token: str, run: Path
 ) -> None:
     """In the child."""
     if namespace is not None:
-        enter(namespace)
-    train_island(settings, learner, f"http://{syncer}", token, run)  # nothing of it leaves this machine
+        enter_namespace(namespace)
+    train_learner(settings, learner, f"http://{syncer}", token, run)  # nothing of it leaves this machine
 
 
-def baseline_at_site(namespace: Path | None, device: str, settings: JobSettings, learner: int, run: Path) -> None:
+def run_site_baseline(namespace: Path | None, device: str, settings: JobSettings, learner: int, run: Path) -> None:
     """In the child."""
     if namespace is not None:
-        enter(namespace)
+        enter_namespace(namespace)
     os.environ["GLOO_SOCKET_IFNAME"] = device
     train_baseline(settings, learner, run)
 
 
-def run_job(settings: JobSettings, run: Path, links: Links, watch: Watch | None) -> None:
+def run_job(settings: JobSettings, run: Path, links: Links, watch: RunWatch | None) -> None:
     """Until the watch has seen enough; without one to the end of the budget."""
     run.mkdir(parents=True)
-    settings.save(run / CONFIG)
+    settings.save(run / CONFIG_FILE)
     if settings.method == "decoupled":
-        with contextlib.suppress(_Enough):
-            _SiteSupervisor(settings, run, links, watch).train()
+        with contextlib.suppress(_MeasurementDone):
+            _WanSupervisor(settings, run, links, watch).train()
         return
     numbers = range(1, settings.learners + 1)
     children = [
-        Child(f"learner {n}", run, baseline_at_site, (links.namespace(n), links.device(), settings, n, run))
+        ChildProcess(f"learner {n}", run, run_site_baseline, (links.namespace(n), links.device(), settings, n, run))
         for n in numbers
     ]
-    context = processes()
+    context = fork_server_context()
     try:
         for child in children:
             child.start(context)
         running = list(children)
         while running and not (watch is not None and watch.is_enough()):
-            wait_for_any(running, LOOK_S)
+            wait_for_any(running, POLL_INTERVAL_S)
             for child in list(running):
-                code = child.ended()
+                code = child.poll_exit_code()
                 if code is not None:
                     running.remove(child)
-                    if code != FINE:
-                        raise JobFailed(f"{child.name} ended with {signal_name(code)}: {child.last_words()}")
+                    if code != EXIT_OK:
+                        raise JobFailedError(f"{child.name} ended with {signal_name(code)}: {child.last_log_line()}")
     finally:
-        end_all(children, END_WAIT_S)
-        (run / RENDEZVOUS).unlink(missing_ok=True)
+        terminate_all(children, EXIT_TIMEOUT_S)
+        (run / RENDEZVOUS_FILE).unlink(missing_ok=True)
 
 
-def watched_run(
+def run_observed(
     name: str,
     settings: JobSettings,
     run: Path,
     links: Links,
-    plan: list[tuple[Shape, int]],
+    plan: list[tuple[LinkParameters, int]],
     limit_s: float,
     from_the_start: bool = False,
-) -> Watch:
+) -> RunWatch:
     """A run that is ended when the plan is over, or after `limit_s` seconds in which all train."""
-    watch = Watch(name, Seen(run, settings.learners), links, plan, limit_s, from_the_start)
+    watch = RunWatch(name, ObservedRun(run, settings.learners), links, plan, limit_s, from_the_start)
     run_job(settings, run, links, watch)
     return watch
 
@@ -477,7 +486,7 @@ class Suspicion(NamedTuple):
     sentence: str
 
 
-class Rounds(NamedTuple):
+class RoundStats(NamedTuple):
     """Of a decoupled run between two moments."""
 
     merges: int
@@ -495,9 +504,9 @@ class Rounds(NamedTuple):
         return steps * fragments * learners / max(self.contributions, 1)
 
 
-def read_rounds(run: Path, begin: float, end: float) -> Rounds:
+def read_rounds(run: Path, begin: float, end: float) -> RoundStats:
     """`begin` and `end`: seconds of the Unix epoch."""
-    kept = run_settings(run)
+    kept = read_run_settings(run)
     assert kept is not None
     begin, end = begin - kept.founded_at, end - kept.founded_at
     delivered: dict[int, int] = {}
@@ -511,17 +520,17 @@ def read_rounds(run: Path, begin: float, end: float) -> Rounds:
             event = entry.event
             if type(event) is Persisted and event.key.kind == "version":
                 merges.append((entry.at, len(waiting.pop(event.key.number).contributions)))
-            elif type(event) is MessageArrived and type(event.envelope.body) is Delivered and begin <= entry.at <= end:
+            elif type(event) is MessageArrived and type(event.envelope.body) is PublishAck and begin <= entry.at <= end:
                 delivered[event.envelope.learner] = delivered.get(event.envelope.learner, 0) + 1
             for effect in entry.effects:
                 if type(effect) is Persist and type(effect.record) is VersionRecord:
                     waiting[effect.record.fragment] = effect.record
-                elif type(effect) is Say and effect.reason.code in SUSPICIONS and begin <= entry.at <= end:
+                elif type(effect) is LogReason and effect.reason.code in SUSPICION_CODES and begin <= entry.at <= end:
                     at = entry.at + kept.founded_at
                     suspicions.append(Suspicion(at, effect.subject[1], str(effect.reason)))
     merges = [merge for merge in sorted(merges) if begin <= merge[0] <= end]
     moments = [begin, *(at for at, _ in merges), end]
-    return Rounds(
+    return RoundStats(
         merges=len(merges),
         contributions=sum(count for _, count in merges),
         longest_pause_s=max(after - before for before, after in itertools.pairwise(moments)),
@@ -530,7 +539,7 @@ def read_rounds(run: Path, begin: float, end: float) -> Rounds:
     )
 
 
-def fragments_of(run: Path) -> int:
+def fragment_count(run: Path) -> int:
     return len(RunTapes(run).config.fragment_ids())
 
 
@@ -541,11 +550,11 @@ def paced_job(method: Method, **wanted: Any) -> JobSettings:
     return JobSettings(method=method, numerics=Numerics(up=codec, down=codec), **{**values, **wanted})
 
 
-def keep(path: Path, lines: list[dict[str, Any]], where: dict[str, Any]) -> None:
+def append_results(path: Path, lines: list[dict[str, Any]], where: dict[str, Any]) -> None:
     """Append figures to a file of results, each line with when, where and by which command."""
     given = [word for before, word in itertools.pairwise(["", *sys.argv[1:]]) if "--results" not in (before, word)]
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         for line in lines:
-            file.write(json.dumps({**where, "command": command, "emulation": emulation(), **line}) + "\n")
+            file.write(json.dumps({**where, "command": command, "emulation": describe_emulation(), **line}) + "\n")

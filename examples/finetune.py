@@ -1,7 +1,7 @@
-"""Fine-tune the byte model of plain.py: to which kind of token does each byte of a Python source belong?
+"""Fine-tune the byte model of plain.py to predict the token kind of each byte of a Python source.
 
-What an island of a real job may have: a frozen backbone, a head in bfloat16, a norm whose running statistics are
-buffers, parameter groups with rates of their own, and a schedule with a warm-up.
+Shows what a real job may have: a frozen backbone, a head in bfloat16, a norm whose running statistics are buffers,
+parameter groups with their own learning rates, and a schedule with a warmup.
 """
 
 import argparse
@@ -23,27 +23,27 @@ BATCH, CONTEXT, WIDTH = 16, 64, 64
 KINDS = ("SPACE", "NAME", "KEYWORD", "NUMBER", "OP", "STRING", "COMMENT")
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--backbone", default="model.pt", help="a model that plain.py or with_atoll.py has saved")
-parser.add_argument("--syncer", default=os.environ.get("ATOLL_SYNCER", "127.0.0.1:7400"), help="where it listens")
-parser.add_argument("--learner", type=int, help="number of this island, from 1")
+parser.add_argument("--backbone", default="model.pt", help="model saved by plain.py or with_atoll.py")
+parser.add_argument("--syncer", default=os.environ.get("ATOLL_SYNCER", "127.0.0.1:7400"), help="address of the syncer")
+parser.add_argument("--learner", type=int, help="number of this learner, from 1")
 parser.add_argument("--out", default="finetuned.pt", help="where to save the model")
 options = parser.parse_args()
 torch.set_num_threads(1)
 
 
-def read(*names: str) -> tuple[Tensor, Tensor]:
-    """The bytes of modules of the standard library, and the kind of each byte."""
+def read_sources(*names: str) -> tuple[Tensor, Tensor]:
+    """Return the bytes of standard library modules, and the token kind of each byte."""
     sources = [(Path(os.__file__).parent / f"{name}.py").read_bytes() for name in names]
     kinds = []
     for source in sources:
-        begins = list(itertools.accumulate(map(len, source.splitlines(keepends=True)), initial=0))  # of the lines
+        line_starts = list(itertools.accumulate(map(len, source.splitlines(keepends=True)), initial=0))
         kinds.append(torch.zeros(len(source), dtype=torch.long))
         for token in tokenize.tokenize(io.BytesIO(source).readline):
             kind = "KEYWORD" if keyword.iskeyword(token.string) else tokenize.tok_name[token.type]
-            kind = "STRING" if "STRING" in kind else kind  # also the pieces of an f-string
+            kind = "STRING" if "STRING" in kind else kind  # also parts of an f-string
             if kind in KINDS:
                 (row, column), (last_row, last_column) = token.start, token.end
-                kinds[-1][begins[row - 1] + column : begins[last_row - 1] + last_column] = KINDS.index(kind)
+                kinds[-1][line_starts[row - 1] + column : line_starts[last_row - 1] + last_column] = KINDS.index(kind)
     return torch.frombuffer(bytearray(b"".join(sources)), dtype=torch.uint8).long(), torch.cat(kinds)
 
 
@@ -53,7 +53,7 @@ class Highlighter(nn.Module):
         self.embed = nn.Embedding(256, WIDTH)
         self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.load_state_dict({name: value for name, value in backbone.items() if not name.startswith("head")})
-        self.requires_grad_(False)  # frozen: does not travel, must be the same on every island
+        self.requires_grad_(False)  # frozen: not synchronized, so it must be equal on every island
         self.norm = nn.BatchNorm1d(WIDTH)  # its running mean and variance are averaged over the islands
         self.head = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, len(KINDS))).to(torch.bfloat16)
 
@@ -63,7 +63,7 @@ class Highlighter(nn.Module):
         return scores.float()
 
 
-text, kinds = read("argparse", "inspect", "tarfile")
+text, kinds = read_sources("argparse", "inspect", "tarfile")
 model = Highlighter(torch.load(options.backbone, weights_only=True))
 groups = [{"params": model.norm.parameters(), "peak_lr": 1e-2}, {"params": model.head.parameters(), "peak_lr": 3e-3}]
 optimizer = torch.optim.AdamW(groups)
@@ -71,8 +71,8 @@ optimizer = torch.optim.AdamW(groups)
 with atoll.Learner(model, optimizer, options.syncer, os.environ.get("ATOLL_TOKEN"), learner=options.learner) as learner:
     torch.manual_seed(1000 * learner.id + learner.incarnation)
     while not learner.finished:
-        # Progress is the run's, not the island's: who joins in the middle goes on from there. It stands at 0 until the
-        # first merge, so the warm-up does not begin at 0.
+        # Progress is of the run, not of the island, so a learner that joins late continues the schedule. It is 0 until
+        # the first merge, so the warmup must not start at 0.
         warmup = min(1.0, 0.1 + learner.progress / 0.1)
         rate = warmup * 0.5 * (1.0 + math.cos(math.pi * learner.progress)) * learner.lr_scale
         for group in optimizer.param_groups:
@@ -86,9 +86,9 @@ with atoll.Learner(model, optimizer, options.syncer, os.environ.get("ATOLL_TOKEN
     steps = learner.stats().steps
 
 model.eval()
-text, kinds = read("subprocess")
-whole = len(text) // CONTEXT * CONTEXT
+text, kinds = read_sources("subprocess")
+length = len(text) // CONTEXT * CONTEXT
 with torch.no_grad():
-    right = model(text[:whole].view(-1, CONTEXT)).argmax(1) == kinds[:whole]
+    right = model(text[:length].view(-1, CONTEXT)).argmax(1) == kinds[:length]
 print(f"{steps} steps here; of a module that was held out, {100 * right.float().mean().item():.2f} % is right")
 torch.save(model.state_dict(), options.out)

@@ -1,8 +1,8 @@
-"""One island of several ranks: a small model of bytes, sharded by FSDP2 or copied by DDP, started by torchrun.
+"""One island of several ranks: a small byte model under torchrun, sharded with FSDP2 or replicated with DDP.
 
     torchrun --nproc-per-node 2 examples/many_ranks.py --learner 1
 
-Without torchrun it is an island of one rank. Islands of both kinds train one model.
+Without torchrun the island has one rank. Islands of all kinds can train one model together.
 """
 
 import argparse
@@ -22,14 +22,14 @@ import atoll
 BATCH, CONTEXT, WIDTH, LR = 64, 8, 64, 3e-3
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--syncer", default=os.environ.get("ATOLL_SYNCER", "127.0.0.1:7400"), help="where it listens")
-parser.add_argument("--learner", type=int, help="number of this island, from 1")
-parser.add_argument("--ddp", action="store_true", help="whole copies on all ranks; without it the model is sharded")
+parser.add_argument("--syncer", default=os.environ.get("ATOLL_SYNCER", "127.0.0.1:7400"), help="address of the syncer")
+parser.add_argument("--learner", type=int, help="number of this learner, from 1")
+parser.add_argument("--ddp", action="store_true", help="replicate the model with DDP; default: shard it with FSDP2")
 parser.add_argument("--out", default="model.pt", help="where to save the model")
 options = parser.parse_args()
 torch.set_num_threads(1)
 torch.manual_seed(0)
-if "RANK" in os.environ:  # by torchrun; with accelerators the group would be "nccl"
+if "RANK" in os.environ:  # set by torchrun; on GPUs use "nccl"
     dist.init_process_group("gloo")
 rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -39,7 +39,7 @@ held_out, training = text[: 1000 * (CONTEXT + 1)].view(1000, CONTEXT + 1), text[
 
 
 class ByteModel(nn.Module):
-    """The next byte from the last few."""
+    """Predict the next byte from the last few bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ elif dist.is_initialized():
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
 step = 0
 with atoll.Learner(model, optimizer, options.syncer, os.environ.get("ATOLL_TOKEN"), learner=options.learner) as learner:
-    torch.manual_seed((1000 * learner.id + learner.incarnation) * 64 + rank)  # every rank draws batches of its own
+    torch.manual_seed((1000 * learner.id + learner.incarnation) * 64 + rank)  # every rank draws its own batches
     if rank == 0:
         print(f"incarnation {learner.incarnation}, ranks: {ranks}", flush=True)
     while not learner.finished:
@@ -76,7 +76,7 @@ with atoll.Learner(model, optimizer, options.syncer, os.environ.get("ATOLL_TOKEN
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        learner.step(tokens=BATCH, loss=loss)  # of this rank; the island's are added up
+        learner.step(tokens=BATCH, loss=loss)  # tokens of this rank; the learner adds up all ranks
         step += 1
         if rank == 0 and step % 50 == 0:
             print(f"step {step} of incarnation {learner.incarnation}: loss {loss.item():.3f}", flush=True)
@@ -90,7 +90,7 @@ if rank == 0:
     torch.save(whole, options.out)
 if dist.is_initialized():
     dist.destroy_process_group()
-    # Threads of gloo may still hold tensors of the last collective. They abort a process whose interpreter ends before
-    # they let go (docs/islands.md): this one ends without.
+    # Threads of gloo may still reference tensors of the last collective, and abort the process when the interpreter
+    # shuts down (docs/islands.md). os._exit skips the shutdown.
     sys.stdout.flush()
     os._exit(0)

@@ -1,8 +1,8 @@
-"""One island with a loop of accelerate: a small Llama of bytes, on the sources of Python's standard library.
+"""One island with an accelerate loop: a small Llama on the bytes of Python's standard library.
 
     python examples/with_accelerate.py --learner 1
 
-Nothing is downloaded: the model is made from a configuration, and a byte is a token.
+Nothing is downloaded: the model is built from a configuration, and each byte is a token.
 """
 
 import argparse
@@ -19,19 +19,19 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atoll.integrations.accelerate import AcceleratedLearner
-from atoll.integrations.batches import count_of
+from atoll.integrations.batches import count_tokens_on_device
 from atoll.integrations.data import epochs
-from atoll.integrations.schedules import by_progress
+from atoll.integrations.schedules import progress_schedule
 
 CONTEXT = 64
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--syncer", help="where the syncer listens; without it ATOLL_SYNCER says")
-parser.add_argument("--learner", type=int, help="number of this island, from 1")
+parser.add_argument("--syncer", help="address of the syncer; default: ATOLL_SYNCER")
+parser.add_argument("--learner", type=int, help="number of this learner, from 1")
 parser.add_argument("--out", default="accelerate-island", help="where to save the model")
 options = parser.parse_args()
 torch.set_num_threads(1)
-torch.manual_seed(options.learner or 0)  # every island draws batches of its own
+torch.manual_seed(options.learner or 0)  # every island draws its own batches
 
 sources = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
 text = torch.frombuffer(bytearray(sources), dtype=torch.uint8).long()
@@ -56,7 +56,7 @@ def held_out_loss() -> float:
 
 batches = epochs(loader)
 with AcceleratedLearner(accelerator, model, optimizer, options.syncer, learner=options.learner) as learner:
-    scheduler = by_progress(optimizer, lambda progress: 0.1 + 0.45 * (1 + math.cos(math.pi * progress)), learner)
+    scheduler = progress_schedule(optimizer, lambda progress: 0.1 + 0.45 * (1 + math.cos(math.pi * progress)), learner)
     while not learner.finished:
         batch = next(batches)
         with accelerator.accumulate(model):
@@ -67,7 +67,9 @@ with AcceleratedLearner(accelerator, model, optimizer, options.syncer, learner=o
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        learner.step(tokens=count_of(batch), loss=loss)  # of a micro-batch; two of them are a step
+        learner.step(
+            tokens=count_tokens_on_device(batch), loss=loss
+        )  # called per micro-batch; two of them are one step
         steps = learner.stats().steps
         if accelerator.sync_gradients and steps % 10 == 0:
             with learner.published():

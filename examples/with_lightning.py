@@ -1,9 +1,9 @@
-"""One island with Lightning's Trainer: a small model of bytes on the sources of Python's standard library.
+"""One island with Lightning's Trainer: a small byte model on the sources of Python's standard library.
 
     python examples/with_lightning.py --learner 1
     torchrun --nproc-per-node 2 examples/with_lightning.py --learner 2
 
-By torchrun it is an island of several ranks (DDP). With `--leases` the run deals out the samples, each to one island.
+Under torchrun the island has several ranks (DDP). With `--leases` the syncer leases each sample to one island.
 """
 
 import argparse
@@ -18,17 +18,17 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from atoll.integrations.data import leased
+from atoll.integrations.data import leased_batches
 from atoll.integrations.lightning import AtollCallback
-from atoll.integrations.schedules import by_progress, cosine
+from atoll.integrations.schedules import cosine, progress_schedule
 
 BATCH, CONTEXT, WIDTH, LR = 16, 32, 64, 1e-2
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--syncer", default="127.0.0.1:7400", help="where the syncer listens")
-parser.add_argument("--learner", type=int, help="number of this island, from 1")
-parser.add_argument("--leases", action="store_true", help="train on the samples that the run deals out")
-parser.add_argument("--precision", default="32-true", help="as Lightning takes it, such as bf16-mixed")
+parser.add_argument("--syncer", default="127.0.0.1:7400", help="address of the syncer")
+parser.add_argument("--learner", type=int, help="number of this learner, from 1")
+parser.add_argument("--leases", action="store_true", help="train on samples leased by the syncer")
+parser.add_argument("--precision", default="32-true", help="precision of Lightning, such as bf16-mixed")
 parser.add_argument("--out", default="model.pt", help="where to save the model")
 options = parser.parse_args()
 torch.set_num_threads(1)
@@ -63,17 +63,17 @@ class ByteModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=LR)
-        return {"optimizer": optimizer, "lr_scheduler": by_progress(optimizer, cosine(warmup=0.05))}
+        return {"optimizer": optimizer, "lr_scheduler": progress_schedule(optimizer, cosine(warmup=0.05))}
 
 
 island = AtollCallback(options.syncer, learner=options.learner, tokens=lambda batch: batch[:, 1:].numel())
 if options.leases:
-    loader = leased(training, island, BATCH)
+    loader = leased_batches(training, island, BATCH)
 else:
-    torch.manual_seed(options.learner or 0)  # every island goes through the rows in its own order
+    torch.manual_seed(options.learner or 0)  # every island shuffles the rows differently
     loader = StatefulDataLoader(training, batch_size=BATCH, shuffle=True)
 trainer = Trainer(
-    max_epochs=-1,  # until the run is over
+    max_epochs=-1,  # until the run ends
     callbacks=[island],
     accelerator="cpu",
     strategy="ddp" if ranks > 1 else "auto",

@@ -1,9 +1,9 @@
-"""One island that fine-tunes with LoRA (peft): only the adapter travels, the base stays where it is.
+"""One island that fine-tunes with LoRA (peft): only the adapter is synchronized, the base model is not.
 
     python examples/with_lora.py --learner 1
 
-The base is a small GPT-2 of bytes, made from a configuration and a fixed seed: a stand-in for a pretrained model that
-every island has loaded. With --base it is a directory that save_pretrained wrote. Nothing is downloaded.
+The base is a small GPT-2 on bytes with a fixed seed, in place of a pretrained model that every island loads. With
+--base it is loaded from a directory that save_pretrained wrote. Nothing is downloaded.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from atoll.integrations.transformers import AtollCallback
 CONTEXT = 64
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--syncer", help="where the syncer listens; without it ATOLL_SYNCER says")
-parser.add_argument("--learner", type=int, help="number of this island, from 1")
-parser.add_argument("--base", help="a directory of transformers: as with_transformers.py has saved it")
+parser.add_argument("--syncer", help="address of the syncer; default: ATOLL_SYNCER")
+parser.add_argument("--learner", type=int, help="number of this learner, from 1")
+parser.add_argument("--base", help="directory of a transformers model, such as the output of with_transformers.py")
 parser.add_argument("--out", default="lora-island", help="where to save the adapter")
 options = parser.parse_args()
 torch.set_num_threads(1)
@@ -44,11 +44,11 @@ model = get_peft_model(base, adapter)
 arguments = TrainingArguments(
     options.out,
     use_cpu=True,
-    seed=options.learner or 0,  # every island draws batches of its own
+    seed=options.learner or 0,  # every island draws its own batches
     per_device_train_batch_size=8,
     learning_rate=1e-2,
     lr_scheduler_type="constant",
-    max_steps=100_000,  # the budget of the run ends it earlier
+    max_steps=100_000,  # the budget of the run ends training earlier
     eval_strategy="steps",
     eval_steps=10,
     save_strategy="no",
@@ -56,12 +56,14 @@ arguments = TrainingArguments(
     report_to="none",
     disable_tqdm=True,
     dataloader_pin_memory=False,
-    label_names=["labels"],  # of a model of peft the Trainer does not find them out
+    label_names=["labels"],  # the Trainer cannot find them in a peft model
 )
 atoll_island = AtollCallback(options.syncer, learner=options.learner)
 trainer = Trainer(model, arguments, train_dataset=samples[1000:], eval_dataset=samples[:64], callbacks=[atoll_island])
 trainer.train()
 loss, stats = trainer.evaluate()["eval_loss"], atoll_island.learner.stats()
-print(f"{stats.steps} steps here; of {model.num_parameters()} numbers {stats.parameters} travelled", flush=True)
+print(
+    f"{stats.steps} steps here; {stats.parameters} of {model.num_parameters()} parameters were synchronized", flush=True
+)
 print(f"held-out loss {loss:.4f}", flush=True)
 model.save_pretrained(options.out)

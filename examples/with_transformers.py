@@ -1,9 +1,9 @@
-"""One island that transformers.Trainer trains: a small GPT-2 of bytes, on the sources of Python's standard library.
+"""One island with transformers.Trainer: a small GPT-2 on the bytes of Python's standard library.
 
     python examples/with_transformers.py --learner 1
     torchrun --nproc-per-node 2 examples/with_transformers.py --learner 2
 
-Nothing is downloaded: the model is made from a configuration, and a byte is a token.
+Nothing is downloaded: the model is built from a configuration, and each byte is a token.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from atoll.integrations.transformers import AtollCallback
 CONTEXT = 64
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--syncer", help="where the syncer listens; without it ATOLL_SYNCER says")
-parser.add_argument("--learner", type=int, help="number of this island, from 1")
+parser.add_argument("--syncer", help="address of the syncer; default: ATOLL_SYNCER")
+parser.add_argument("--learner", type=int, help="number of this learner, from 1")
 parser.add_argument("--out", default="transformers-island", help="where to save checkpoints and the model")
 options = parser.parse_args()
 torch.set_num_threads(1)
@@ -41,13 +41,13 @@ model = GPT2LMHeadModel(config)
 arguments = TrainingArguments(
     options.out,
     use_cpu=True,
-    seed=options.learner or 0,  # every island draws batches of its own
+    seed=options.learner or 0,  # every island draws its own batches
     per_device_train_batch_size=8,
     gradient_accumulation_steps=2,
     learning_rate=3e-3,
     lr_scheduler_type="cosine",  # over the run, not over max_steps
     warmup_steps=5,
-    max_steps=100_000,  # the budget of the run ends it earlier
+    max_steps=100_000,  # the budget of the run ends training earlier
     eval_strategy="steps",
     eval_steps=10,
     save_strategy="no",
@@ -64,7 +64,7 @@ trainer = Trainer(
     eval_dataset=dataset(samples[:64]),
     callbacks=[atoll_island],
 )
-trainer.train()  # what it evaluates on the way is the published model, and so is what it has at the end
+trainer.train()  # evaluates the published model, and ends with it
 loss = trainer.evaluate()["eval_loss"]
 if trainer.is_world_process_zero():
     stats = atoll_island.learner.stats()

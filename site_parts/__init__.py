@@ -1,1 +1,1 @@
-"""What turns docs/*.md into a site (`make docs`): reference pages from the code, pictures, links out of the folder."""
+"""Build the site from docs/*.md (`make docs`): reference pages from the code, diagrams, links out of the folder."""

@@ -3,9 +3,9 @@
 Hypothesis draws the same examples on every run, so that a red build is red again when it is repeated. To look for new
 examples: `pytest --hypothesis-profile=explore`. `make test` draws fewer of them, `make test-all` all.
 
-`pytest --rewrite-scenarios` writes what the cores do into tests/scenarios. Read the difference before you commit it.
-`pytest --rewrite-vectors` does the same for the golden bytes in tests/transport/vectors: a difference there means that
-other programs no longer understand us, and that the wire version has to rise.
+`pytest --rewrite-scenarios` writes the effects of the cores to tests/scenarios. Read the diff before you commit it.
+`pytest --rewrite-vectors` does the same for the golden bytes in tests/transport/vectors. A diff there means that the
+wire format has changed, and that the wire version must rise.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.programs import FIXTURES, MARKERS, missing
+from tests.programs import FIXTURE_MARKERS, MARKER_CHECKS, find_missing
 
-# Read when torch is loaded, here and in every process that a test starts. Several workers share the cores, and threads
-# that wait for each other would take them from the other workers.
+# torch reads this when it is imported, here and in child processes. Several pytest workers share the cores, so each
+# uses one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How long an example takes to draw says how busy the machine is, and nothing about the code.
+# The time to draw an example depends on the load of the machine, not on the code, so there is no deadline.
 settings.register_profile(
     "repeatable",
     deadline=None,
@@ -39,35 +39,34 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure() -> None:
-    """A shell that starts us in the background has us ignore interrupts, and whatever we start would inherit that: a
-    test that sends one would wait for ever."""
+    """Restore SIGINT. A shell ignores it for background jobs, and child processes of tests would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a program that is missing here; the reason names it. The type check is the longest: it begins."""
+    """Skip tests whose program is missing, with the reason. Run the type checks first, because they take longest."""
     items.sort(key=lambda item: item.path.name != "test_checks.py")
     for item in items:
-        for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
-            item.add_marker(FIXTURES[fixture])
-        for marker in MARKERS:
-            if item.get_closest_marker(marker) is not None and (reason := missing(marker)) is not None:
+        for fixture in FIXTURE_MARKERS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(FIXTURE_MARKERS[fixture])
+        for marker in MARKER_CHECKS:
+            if item.get_closest_marker(marker) is not None and (reason := find_missing(marker)) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--rewrite-scenarios", action="store_true", help="write down what the cores do in tests/scenarios/*.scenario"
+        "--rewrite-scenarios", action="store_true", help="write the effects of the cores to tests/scenarios/*.scenario"
     )
     parser.addoption(
-        "--rewrite-vectors", action="store_true", help="write down what travels in tests/transport/vectors/*.json"
+        "--rewrite-vectors", action="store_true", help="write the golden bytes to tests/transport/vectors/*.json"
     )
 
 
 @pytest.fixture
-def no_thread_is_left() -> Iterator[None]:
+def no_leaked_threads() -> Iterator[None]:
     yield
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("atoll", "asyncio"))]
     assert left == []

@@ -1,9 +1,9 @@
-"""The parts of docs/protocol.md that are made from the code: state diagrams, reason sentences, shapes of types.
+"""Generate parts of docs/protocol.md from the code: state diagrams, reason sentences, fields of types.
 
-    python -m tests.diagrams --write docs/protocol.md     put them in their places (`make docs`)
+    python -m tests.diagrams --write docs/protocol.md     update the page (`make docs`)
     python -m tests.diagrams                              print them
 
-A part stands between two comments of the page, and whatever was there before is replaced:
+A part is the text between two comments of the page:
 
     <!-- generated: states of round -->
     <!-- end -->
@@ -22,17 +22,17 @@ from typing import Any, get_args
 
 from atoll.core import protocol
 from atoll.core.reasons import REASONS, Reason
-from atoll.core.states import TABLES
-from atoll.core.types import Accepted, Mark, RoundId
+from atoll.core.states import TRANSITION_TABLES
+from atoll.core.types import AcceptedContribution, MergedUpTo, RoundId
 
-PART = re.compile(r"<!-- generated: (?P<name>[^>]*) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
+GENERATED_PART = re.compile(r"<!-- generated: (?P<name>[^>]*) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
 
 Table = Mapping[tuple[Any, str], Enum]
 
 
-def states(name: str) -> str:
-    """One transition table as a diagram and as rows."""
-    table: Table = TABLES[name]
+def render_states(name: str) -> str:
+    """Return one transition table as a diagram and as table rows."""
+    table: Table = TRANSITION_TABLES[name]
     kind: type[Enum] = type(next(iter(table))[0])
     members = list(kind)
     arrows: dict[tuple[Enum, Enum], list[str]] = {}
@@ -40,26 +40,26 @@ def states(name: str) -> str:
         arrows.setdefault((state, to), []).append(trigger)
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {members[0].name}"]
     lines += [f"    {state.name} --> {to.name}: {', '.join(triggers)}" for (state, to), triggers in arrows.items()]
-    lines += [f"    {state.name} --> [*]" for state in members if not _moves(table, state)]
+    lines += [f"    {state.name} --> [*]" for state in members if not _outgoing(table, state)]
     lines += ["```", "", "| state | moves |", "|---|---|"]
     for state in members:
-        moves = [f"`{trigger}` to {to.name}" for trigger, to in _moves(table, state)]
+        moves = [f"`{trigger}` to {to.name}" for trigger, to in _outgoing(table, state)]
         lines.append(f"| {state.name} | {', '.join(moves) or 'none'} |")
     return "\n".join(lines) + "\n"
 
 
-def _moves(table: Table, state: Enum) -> list[tuple[str, Enum]]:
+def _outgoing(table: Table, state: Enum) -> list[tuple[str, Enum]]:
     return [(trigger, to) for (origin, trigger), to in table.items() if origin is state]
 
 
-def reasons() -> str:
+def render_reasons() -> str:
     lines = ["| code | sentence |", "|---|---|"]
     lines += [f"| `{code}` | {sentence} |" for code, sentence in REASONS.items()]
     return "\n".join(lines) + "\n"
 
 
-GROUPS: dict[str, Iterable[Any]] = {
-    "nouns": (RoundId, Mark, Accepted, Reason, protocol.RecordKey),
+TYPE_GROUPS: dict[str, Iterable[Any]] = {
+    "nouns": (RoundId, MergedUpTo, AcceptedContribution, Reason, protocol.RecordKey),
     "around every body": (protocol.Envelope,),
     "learner to syncer": get_args(protocol.LearnerBody),
     "syncer to learner": get_args(protocol.SyncerBody),
@@ -67,34 +67,36 @@ GROUPS: dict[str, Iterable[Any]] = {
 }
 
 
-def shapes() -> str:
-    """Everything that travels or is written, with its fields and their annotations; aliases first."""
+def render_types() -> str:
+    """Return all message and record types with their fields and annotations; aliases first."""
     lines = ["```python", "LearnerId = FragmentId = Version = Incarnation = int"]
     lines += ["Number = int | float", "Scalar = bool | Number | str | None"]
-    for title, types in GROUPS.items():
+    for title, types in TYPE_GROUPS.items():
         lines += ["", f"# {title}"]
-        lines += [f"{kind.__name__}({_fields(kind)})" for kind in types]
+        lines += [f"{kind.__name__}({_format_fields(kind)})" for kind in types]
     return "\n".join([*lines, "```"]) + "\n"
 
 
-def _fields(kind: Any) -> str:
+def _format_fields(kind: Any) -> str:
     return ", ".join(f"{name}: {hint}" for name, hint in kind.__annotations__.items())
 
 
-PARTS: dict[str, Callable[[], str]] = {
-    **{f"states of {name}": partial(states, name) for name in TABLES},
-    "reasons": reasons,
-    "shapes": shapes,
+PART_RENDERERS: dict[str, Callable[[], str]] = {
+    **{f"states of {name}": partial(render_states, name) for name in TRANSITION_TABLES},
+    "reasons": render_reasons,
+    "shapes": render_types,
 }
 
 
-def filled(text: str) -> str:
-    """The page with every generated part as the code has it now."""
-    found = [match["name"] for match in PART.finditer(text)]
-    missing, unknown = sorted(set(PARTS) - set(found)), sorted(set(found) - set(PARTS))
+def fill_generated_parts(text: str) -> str:
+    """Return the page with every generated part up to date."""
+    found = [match["name"] for match in GENERATED_PART.finditer(text)]
+    missing, unknown = sorted(set(PART_RENDERERS) - set(found)), sorted(set(found) - set(PART_RENDERERS))
     if missing or unknown or len(found) != len(set(found)):
         raise ValueError(f"parts of the page: missing {missing}, unknown {unknown}, found {found}; each goes in once")
-    return PART.sub(lambda match: f"<!-- generated: {match['name']} -->\n{PARTS[match['name']]()}<!-- end -->", text)
+    return GENERATED_PART.sub(
+        lambda match: f"<!-- generated: {match['name']} -->\n{PART_RENDERERS[match['name']]()}<!-- end -->", text
+    )
 
 
 def main() -> int:
@@ -102,10 +104,10 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="put them into this page")
     page: Path | None = parser.parse_args().write
     if page is None:
-        sys.stdout.write("\n".join(f"## {name}\n\n{part()}" for name, part in PARTS.items()))
+        sys.stdout.write("\n".join(f"## {name}\n\n{part()}" for name, part in PART_RENDERERS.items()))
         return 0
     before = page.read_text(encoding="utf-8")
-    after = filled(before)
+    after = fill_generated_parts(before)
     if after != before:
         page.write_text(after, encoding="utf-8")
     print(f"{page}: {'rewritten' if after != before else 'up to date'}")

@@ -1,6 +1,6 @@
-"""The markers of tests that need more than Python, and what this machine lacks for each.
+"""Markers of tests that need more than Python, and what is missing for them on this machine.
 
-A marked test is skipped with the reason where something is missing. `python -m tests.programs` prints the list.
+A marked test is skipped with the reason if something is missing. `python -m tests.programs` prints the list.
 """
 
 from __future__ import annotations
@@ -12,53 +12,58 @@ from functools import cache
 
 from atoll.chaos import netns
 from benchmarks import wan
-from tests.launch.own_slurm import why_not
+from tests.launch.local_slurm import why_not
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_browser() -> str | None:
-    """Return the path of the browser that the tests start, if there is one."""
+    """Return the path of the browser for the tests, or None."""
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
-def _root() -> str | None:
+def _missing_for_root() -> str | None:
     if os.geteuid() != 0:
         return "not root, and only root may mount disks and add network namespaces"
     if shutil.which("mount") is None:
         return "mount not found: install mount"
-    return netns.unavailable() or wan.unavailable()
+    return netns.unavailable_reason() or wan.unavailable_reason()
 
 
-def _browser() -> str | None:
+def _missing_for_browser() -> str | None:
     if importlib.util.find_spec("playwright") is None:
         return "playwright is not installed"
     return None if find_browser() else f"no browser found ({', '.join(BROWSERS)}): install chromium"
 
 
-def _ray() -> str | None:
+def _missing_for_ray() -> str | None:
     return None if importlib.util.find_spec("ray") else "ray is not installed"
 
 
-FIXTURES = {
+FIXTURE_MARKERS = {
     "slurm_nodes": "needs_slurm",
     "browser": "needs_browser",
     "mounted": "needs_root",
     "small_disk": "needs_root",
 }
-"""Tests that use such a fixture have its marker."""
+"""Marker of the tests that use each fixture."""
 
-MARKERS = {"needs_root": _root, "needs_browser": _browser, "needs_slurm": why_not, "needs_ray": _ray}
+MARKER_CHECKS = {
+    "needs_root": _missing_for_root,
+    "needs_browser": _missing_for_browser,
+    "needs_slurm": why_not,
+    "needs_ray": _missing_for_ray,
+}
 
 
 @cache
-def missing(marker: str) -> str | None:
-    """Return what this machine lacks for tests with this marker, or None."""
-    return MARKERS[marker]()
+def find_missing(marker: str) -> str | None:
+    """Return what is missing for tests with this marker, or None."""
+    return MARKER_CHECKS[marker]()
 
 
 def main() -> None:
-    absent = {marker: reason for marker in MARKERS if (reason := missing(marker)) is not None}
+    absent = {marker: reason for marker in MARKER_CHECKS if (reason := find_missing(marker)) is not None}
     for marker, reason in absent.items():
         print(f"tests marked {marker} are skipped: {reason}")
     if not absent:

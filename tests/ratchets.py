@@ -18,7 +18,7 @@ MAX_INHERITANCE = 2
 """A class and one base class of ours."""
 
 
-def class_names_are_unique(sources: Sequence[Source]) -> Iterator[str]:
+def check_unique_class_names(sources: Sequence[Source]) -> Iterator[str]:
     """Refuse a class name that is defined in several modules: readers search for it."""
     modules: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
@@ -26,14 +26,16 @@ def class_names_are_unique(sources: Sequence[Source]) -> Iterator[str]:
             modules[name].append(source)
     for name, defined in sorted(modules.items()):
         if len(defined) > 1:
-            yield defined[0].complain(1, f"class {name} is also in {', '.join(str(s.path) for s in defined[1:])}")
+            yield defined[0].format_violation(
+                1, f"class {name} is also in {', '.join(str(s.path) for s in defined[1:])}"
+            )
 
 
 _PUBLIC_WITH_UNDERSCORE = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 """Methods of named tuples, and `os._exit`: documented, and spelled so to stay apart from field names."""
 
 
-def objects_keep_their_attributes_private(sources: Sequence[Source]) -> Iterator[str]:
+def check_private_attributes(sources: Sequence[Source]) -> Iterator[str]:
     """Refuse access to a private attribute of anything but `self`, `cls`, `super()` and a class of the same module."""
     for source in sources:
         classes = {node.name for node in source.nodes if isinstance(node, ast.ClassDef)}
@@ -44,10 +46,10 @@ def objects_keep_their_attributes_private(sources: Sequence[Source]) -> Iterator
             is_own = isinstance(owner, ast.Name) and owner.id in {"self", "cls", *classes}
             is_super = isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "super"
             if not is_own and not is_super and node.attr not in _PUBLIC_WITH_UNDERSCORE:
-                yield source.complain(node.lineno, f"{ast.unparse(node)}: give it a public method")
+                yield source.format_violation(node.lineno, f"{ast.unparse(node)}: give it a public method")
 
 
-def inheritance_is_shallow(sources: Sequence[Source]) -> Iterator[str]:
+def check_inheritance_depth(sources: Sequence[Source]) -> Iterator[str]:
     """Refuse chains of our own classes: an object has its parts, it does not inherit them."""
     classes = {
         node.name: (source, node) for source in sources for node in source.nodes if isinstance(node, ast.ClassDef)
@@ -61,19 +63,39 @@ def inheritance_is_shallow(sources: Sequence[Source]) -> Iterator[str]:
 
     for name, (source, node) in sorted(classes.items()):
         if depth(name) > MAX_INHERITANCE:
-            yield source.complain(node.lineno, f"class {name} has {depth(name) - 1} levels of our classes above it")
+            yield source.format_violation(
+                node.lineno, f"class {name} has {depth(name) - 1} levels of our classes above it"
+            )
 
 
-def packages_say_what_they_do(sources: Sequence[Source]) -> Iterator[str]:
+def check_package_docstrings(sources: Sequence[Source]) -> Iterator[str]:
     """Every package has a docstring: what it does, and what it must not know."""
     for source in sources:
         if source.path.name == "__init__.py" and ast.get_docstring(ast.parse(source.text)) is None:
-            yield source.complain(1, "no docstring: say what the package does and what it must not know")
+            yield source.format_violation(1, "no docstring: say what the package does and what it must not know")
+
+
+_CLAUSE_STARTS = frozenset(
+    ("as", "at", "by", "for", "from", "how", "in", "it", "of", "one", "so", "they", "those", "to")
+) | frozenset(("what", "when", "where", "whether", "which", "while", "who", "whose", "with", "without"))
+
+
+def check_docstring_starts(sources: Sequence[Source]) -> Iterator[str]:
+    """A docstring begins with a verb or a noun, so that it can be understood without the code next to it."""
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                words = (ast.get_docstring(node) or "").split()
+                if words and words[0].lower().strip("`.,:") in _CLAUSE_STARTS:
+                    yield source.format_violation(
+                        node.lineno, f"{node.name}: begin with a verb or a noun, not {words[0]!r}"
+                    )
 
 
 LIMITS: dict[Ratchet, int] = {
-    class_names_are_unique: 0,
-    objects_keep_their_attributes_private: 8,
-    inheritance_is_shallow: 2,
-    packages_say_what_they_do: 0,
+    check_docstring_starts: 0,
+    check_unique_class_names: 0,
+    check_private_attributes: 8,
+    check_inheritance_depth: 2,
+    check_package_docstrings: 0,
 }

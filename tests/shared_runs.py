@@ -1,4 +1,4 @@
-"""A run that several tests only read is made once for all worker processes of a test session."""
+"""Make a run once per test session and share it between pytest workers, for tests that only read it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 
-def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
-    """Return an own folder for this name, and what `make` returned when it filled that folder.
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
+    """Return the folder of this name, and the result of the `make` call that filled it.
 
-    The first worker that comes here calls `make`, the others wait for it. The result has to be what JSON can hold. A
-    `make` that fails is called again by the next worker, in another folder.
+    The first worker calls `make`; the others wait. The result must be JSON. If `make` fails, the next worker calls it
+    again with another folder.
     """
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
     with open(base / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = base / f"{name}.json"
-        if not kept.exists():
+        result_file = base / f"{name}.json"
+        if not result_file.exists():
             new = factory.mktemp(name)
-            kept.write_text(json.dumps([str(new), make(new)]))
-        folder, made = json.loads(kept.read_text())
-        return Path(folder), made
+            result_file.write_text(json.dumps([str(new), make(new)]))
+        folder, result = json.loads(result_file.read_text())
+        return Path(folder), result

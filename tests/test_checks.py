@@ -1,6 +1,6 @@
-"""Style, types and import rules, as `make check` looks at them.
+"""Style, types and import rules, as in `make check`.
 
-As tests they run beside the others: `mypy` alone takes most of a minute of one core.
+As tests they run in parallel with the others: `mypy` alone takes most of a minute on one core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The import rules can fail: each is shown a planted violation, in a copy of the house with empty rooms."""
+"""The import contracts detect violations: each gets a planted import, in a copy of the package with empty modules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = Path(sys.executable).parent
 
 
-def lint_imports(house: Path) -> subprocess.CompletedProcess[str]:
+def lint_imports(project: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [TOOLS / "lint-imports", "--no-cache", "--no-logo"],
-        cwd=house,
-        env=os.environ | {"PYTHONPATH": str(house / "src"), "COLUMNS": "200"},
+        cwd=project,
+        env=os.environ | {"PYTHONPATH": str(project / "src"), "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -33,8 +33,8 @@ PACKAGES = (
 
 
 @pytest.fixture
-def house(tmp_path):
-    """A copy of the package with every subpackage empty, and our contracts."""
+def project(tmp_path):
+    """Return a copy of the package with empty subpackages and our contracts."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for package in ("", *PACKAGES.split()):
         (tmp_path / "src/atoll" / package).mkdir(parents=True, exist_ok=True)
@@ -44,8 +44,8 @@ def house(tmp_path):
     return tmp_path
 
 
-def test_empty_rooms_keep_every_contract(house):
-    done = lint_imports(house)
+def test_empty_packages_keep_every_contract(project):
+    done = lint_imports(project)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -68,15 +68,15 @@ def test_empty_rooms_keep_every_contract(house):
         ("syncer/planted.py", "import atoll.island", "a syncer process loads no code of the learner"),
         ("learner/planted.py", "import atoll.syncer", "a learner process loads no code of the syncer"),
         ("tape/planted.py", "import atoll.transport", "Imports point one way"),
-        ("attic.py", "", "Imports point one way"),  # a room without a place in the order
+        ("attic.py", "", "Imports point one way"),  # a module without a layer
     ],
 )
-def test_a_planted_import_breaks_its_contract(house, place, planted, contract):
-    for room in {Path(place).parent.name} - {"", "."}:
-        (house / "src/atoll" / room).mkdir(exist_ok=True)
-        (house / "src/atoll" / room / "__init__.py").touch()
-    (house / "src/atoll" / place).write_text(planted + "\n")
-    done = lint_imports(house)
+def test_a_planted_import_breaks_its_contract(project, place, planted, contract):
+    for package in {Path(place).parent.name} - {"", "."}:
+        (project / "src/atoll" / package).mkdir(exist_ok=True)
+        (project / "src/atoll" / package / "__init__.py").touch()
+    (project / "src/atoll" / place).write_text(planted + "\n")
+    done = lint_imports(project)
     assert done.returncode == 1, done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if contract in line and line.endswith("BROKEN")], done.stdout
 
@@ -103,7 +103,7 @@ def test_core_may_not_reach_outside(module):
     assert ruff_codes("src/atoll/planted.py", text) == set()
 
 
-def test_nobody_draws_from_an_unseeded_generator():
+def test_unseeded_random_generator_is_refused():
     place = "src/atoll/sim/planted.py"
     assert ruff_codes(place, "import random\n\nx = random.random()\n") == {"TID251"}
     assert ruff_codes(place, "import random\n\nx = random.Random(7).random()\n") == set()

@@ -1,4 +1,4 @@
-"""The pages say what the code does. What can be compared is, and each comparison is shown to be able to fail."""
+"""The docs agree with the code. Each check is shown to detect a planted error."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, get_args
 
 import pytest
 
-from atoll.chaos.scenario import shipped
+from atoll.chaos.scenario import shipped_scenarios
 from atoll.cli.keys import ACTIONS
 from atoll.cli.main import COMMANDS, build_command
 from atoll.core import protocol
 from atoll.core.learner.core import LearnerCore
 from atoll.core.reasons import REASONS, Reason
-from atoll.core.states import TABLES
-from atoll.core.types import Limits, Mark, RoundId, RunConfig, weight_of
-from atoll.sim.checkers import all_checkers
-from tests.diagrams import PART, filled
+from atoll.core.states import TRANSITION_TABLES
+from atoll.core.types import Limits, MergedUpTo, RoundId, RunConfig, contribution_weight
+from atoll.sim.checkers import create_checkers
+from tests.diagrams import GENERATED_PART, fill_generated_parts
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOCOL = ROOT / "docs/protocol.md"
@@ -32,64 +32,66 @@ FROM_SYNCER = {kind.__name__: kind for kind in get_args(protocol.SyncerBody)}
 BODIES: dict[str, Any] = FROM_LEARNER | FROM_SYNCER
 EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(protocol.Event)}
 EFFECTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(protocol.Effect)}
-OF_THE_SWARM = ("liveness", "core")  # found by the world itself, not by an observer of tapes
+WORLD_CHECKERS = ("liveness", "core")  # violations found by the world, not by a checker of tapes
 
 Check = Callable[[str], Iterator[str]]
 
 
 def by_hand(text: str) -> str:
-    """The page without its generated parts: nothing counts as explained because it was generated."""
-    return PART.sub("", text)
+    """Return the page without its generated parts, which do not count as explanations."""
+    return GENERATED_PART.sub("", text)
 
 
 def section(text: str, heading: str) -> str:
-    """From one heading to the next of any level."""
+    """Return the text from this heading to the next one of any level."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.DOTALL | re.MULTILINE)
     return found[1] if found else ""
 
 
 def coded(text: str) -> set[str]:
-    """Everything that stands between single backquotes, also where a line ends in it."""
+    """Return all inline code, including code with a line break."""
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     return {" ".join(found.split()) for found in re.findall(r"`([^`]+)`", prose)}
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Checks: the page goes in, complaints come out
+# Checks: functions from a page to problems
 
 
 def generated_parts_are_what_the_code_generates(text: str) -> Iterator[str]:
-    if filled(text) != text:
+    if fill_generated_parts(text) != text:
         yield "run `make docs`: a generated part is not what the code generates"
 
 
 def every_message_has_a_section_with_its_fields(text: str) -> Iterator[str]:
     for name, kind in BODIES.items():
-        told = section(by_hand(text), f"`{name}`")
-        if not told:
+        documented = section(by_hand(text), f"`{name}`")
+        if not documented:
             yield f"no section of the message {name}"
         for field in kind.__struct_fields__:
-            if told and field not in coded(told):
-                yield f"the section of {name} does not tell of {field}"
+            if documented and field not in coded(documented):
+                yield f"the section of {name} does not mention {field}"
 
 
-def every_message_says_its_lane_and_what_makes_good_for_its_loss(text: str) -> Iterator[str]:
+def every_message_has_its_lane_and_the_recovery_from_loss(text: str) -> Iterator[str]:
     for name in BODIES:
-        told = section(by_hand(text), f"`{name}`")
-        if not told.strip().startswith(("Control.", "Bulk")):
+        documented = section(by_hand(text), f"`{name}`")
+        if not documented.strip().startswith(("Control.", "Bulk")):
             yield f"the section of {name} does not begin with its lane"
-        if "Lost" not in told:
+        if "Lost" not in documented:
             yield f"the section of {name} does not say what happens when it is lost"
 
 
-def the_envelope_is_told(text: str) -> Iterator[str]:
-    told = coded(section(by_hand(text), "The envelope"))
+def envelope_is_documented(text: str) -> Iterator[str]:
+    documented = coded(section(by_hand(text), "The envelope"))
     yield from (
-        f"the envelope's {field} is not told" for field in protocol.Envelope.__struct_fields__ if field not in told
+        f"the envelope's {field} is not explained"
+        for field in protocol.Envelope.__struct_fields__
+        if field not in documented
     )
 
 
-def events_effects_and_records_are_told(text: str) -> Iterator[str]:
+def events_effects_and_records_are_documented(text: str) -> Iterator[str]:
     hand = by_hand(text)
     cells = coded("\n".join(re.findall(r"^\| (`[^|]*)\|", hand, re.MULTILINE)))
     for name in (*EVENTS, *EFFECTS, *(kind.__name__ for kind in get_args(protocol.Record))):
@@ -98,9 +100,9 @@ def events_effects_and_records_are_told(text: str) -> Iterator[str]:
 
 
 def every_trigger_is_explained(text: str) -> Iterator[str]:
-    told = coded(section_of_states(by_hand(text)))
-    for name, table in TABLES.items():
-        yield from (f"trigger {trigger!r} of the {name} table" for _, trigger in table if trigger not in told)
+    documented = coded(section_of_states(by_hand(text)))
+    for name, table in TRANSITION_TABLES.items():
+        yield from (f"trigger {trigger!r} of the {name} table" for _, trigger in table if trigger not in documented)
 
 
 def section_of_states(text: str) -> str:
@@ -110,50 +112,50 @@ def section_of_states(text: str) -> str:
 
 def every_checker_is_named_with_its_invariant(text: str) -> Iterator[str]:
     rows = re.findall(r"^\| *\d* *\| `([^`]+)` \| (.+) \|$", section(by_hand(text), "Invariants"), re.MULTILINE)
-    told = dict(rows)
-    expected = [(checker.name, checker.sentence) for checker in all_checkers(RunConfig())]
+    documented = dict(rows)
+    expected = [(checker.name, checker.invariant) for checker in create_checkers(RunConfig())]
     for name, sentence in expected:
-        if told.get(name) != sentence:
-            yield f"checker {name!r} says {sentence!r}, the page {told.get(name)!r}"
-    yield from (f"{name!r} is not named" for name in OF_THE_SWARM if name not in told)
-    unknown = set(told) - {name for name, _ in expected} - set(OF_THE_SWARM)
+        if documented.get(name) != sentence:
+            yield f"checker {name!r} says {sentence!r}, the page {documented.get(name)!r}"
+    yield from (f"{name!r} is not named" for name in WORLD_CHECKERS if name not in documented)
+    unknown = set(documented) - {name for name, _ in expected} - set(WORLD_CHECKERS)
     yield from (f"there is no checker {name!r}" for name in sorted(unknown))
     if [name for name, _ in rows if name in dict(expected)] != [name for name, _ in expected]:
         yield "the checkers are not in the order of all_checkers"
 
 
 def every_reason_code_is_listed(text: str) -> Iterator[str]:
-    told = coded(section(text, "Reasons"))
-    yield from (f"reason {code!r} is not listed" for code in REASONS if code not in told)
+    documented = coded(section(text, "Reasons"))
+    yield from (f"reason {code!r} is not listed" for code in REASONS if code not in documented)
 
 
 def settings_and_limits_have_their_defaults(text: str) -> Iterator[str]:
-    told = settings_told(by_hand(text))
+    documented = documented_settings(by_hand(text))
     for kind in (RunConfig, Limits):
         for field in dataclasses.fields(kind):
             if field.name == "limits":
                 continue
             default = "empty" if field.default == () else field.default
             expected = f"{default:g}" if isinstance(default, float) else str(default)
-            if told.get(field.name) != expected:
-                yield f"the default of {field.name} is {expected}, the page says {told.get(field.name)}"
+            if documented.get(field.name) != expected:
+                yield f"the default of {field.name} is {expected}, the page says {documented.get(field.name)}"
 
 
-def settings_told(text: str) -> dict[str, str]:
-    """From the tables of settings: names in a cell with backquotes, defaults in the last cell, in the same order."""
-    told: dict[str, str] = {}
+def documented_settings(text: str) -> dict[str, str]:
+    """Return the defaults by name: names are backquoted, and defaults are in the last cell in the same order."""
+    documented: dict[str, str] = {}
     for row in re.findall(r"^\| (.*) \|$", section(text, "Words and symbols"), re.MULTILINE):
         cells = [cell.strip() for cell in row.split("|")]
         names = next((re.findall(r"`([^`]+)`", cell) for cell in cells[:-1] if re.match(r"`\w+`", cell)), [])
-        told.update(zip(names, [value.strip(" `") for value in cells[-1].split(",")], strict=False))
-    return told
+        documented.update(zip(names, [value.strip(" `") for value in cells[-1].split(",")], strict=False))
+    return documented
 
 
 def diagrams_show_messages_that_exist(text: str) -> Iterator[str]:
-    """An arrow between a learner and a syncer or a shard is a body that travels that way; one between the syncer and
-    the disk or a shard is an effect or an event."""
+    """Yield arrows between a learner and a syncer or shard that are not messages, and arrows between the syncer and the
+    disk or a shard that are not effects or events."""
     for flow in re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", text, re.DOTALL):
-        who = dict(re.findall(r"participant (\w+) as (\w+)", flow))
+        roles = dict(re.findall(r"participant (\w+) as (\w+)", flow))
         for origin, to, name in re.findall(r"(\w+)->>(\w+): (\w+)", flow):
             known = {
                 ("learner", "syncer"): FROM_LEARNER,
@@ -163,12 +165,12 @@ def diagrams_show_messages_that_exist(text: str) -> Iterator[str]:
                 ("learner", "shard"): FROM_LEARNER,
                 ("syncer", "shard"): EFFECTS,
                 ("shard", "syncer"): EVENTS,
-            }.get((who.get(origin, ""), who.get(to, "")), {})
+            }.get((roles.get(origin, ""), roles.get(to, "")), {})
             if name not in known:
-                yield f"{origin}->>{to}: {name} is nothing that travels from {who.get(origin)} to {who.get(to)}"
+                yield f"{origin}->>{to}: {name} is not sent from {roles.get(origin)} to {roles.get(to)}"
 
 
-# What each check must notice: a change of the page that makes it wrong
+# Changes of the page that each check must detect
 PLANTED: dict[Check, list[tuple[str, str]]] = {
     generated_parts_are_what_the_code_generates: [
         ("IDLE --> PULLING: opened", "IDLE --> GRACE: opened"),
@@ -177,25 +179,25 @@ PLANTED: dict[Check, list[tuple[str, str]]] = {
     ],
     every_message_has_a_section_with_its_fields: [
         ("#### `Resync`", "#### Resync"),
-        ("`have` what is held", "and what is held"),
+        ("`received_version` what is held", "and what is held"),
     ],
-    every_message_says_its_lane_and_what_makes_good_for_its_loss: [
+    every_message_has_its_lane_and_the_recovery_from_loss: [
         ("Control. The operator wants this learner out", "The operator wants this learner out"),
-        ("Lost: it counts as AWAY", "It counts as AWAY"),
+        ("Lost: it counts as DISCONNECTED", "It counts as DISCONNECTED"),
     ],
-    the_envelope_is_told: [("- `seen`: newest tick", "- newest tick")],
-    events_effects_and_records_are_told: [
+    envelope_is_documented: [("- `seen_tick`: newest tick", "- newest tick")],
+    events_effects_and_records_are_documented: [
         ("| `StepTaken` |", "| StepTaken |"),
         ("| `OpenGrace` |", "| grace |"),
         ("| `ManifestRecord` |", "| manifest |"),
     ],
-    every_trigger_is_explained: [("`asked again`: ", "asked again: ")],
+    every_trigger_is_explained: [("`pull-retried`: ", "asked again: ")],
     every_checker_is_named_with_its_invariant: [
         ("| `bounds` |", "| `limits` |"),
         ("no merge with fewer than K contributions", "no merge below the quorum"),
         ("| 10 | `liveness` |", "| 10 | |"),
     ],
-    every_reason_code_is_listed: [("| `snapshot-busy` |", "| |")],
+    every_reason_code_is_listed: [("| `snapshot-in-progress` |", "| |")],
     settings_and_limits_have_their_defaults: [
         ("| `every_steps` | 24 |", "| `every_steps` | 500 |"),
         ("before its link is dropped | 5 |", "before its link is dropped | 6 |"),
@@ -214,13 +216,13 @@ def test_the_page_is_complete(check):
 
 
 @pytest.mark.parametrize(
-    ("check", "right", "wrong"),
+    ("check", "old", "new"),
     [(check, *change) for check, changes in PLANTED.items() for change in changes],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_check_notices_a_planted_mistake(check, right, wrong):
-    assert right in TEXT, "the planted mistake has no place in the page any more"
-    assert list(check(TEXT.replace(right, wrong, 1))) != []
+def test_check_detects_a_planted_error(check, old, new):
+    assert old in TEXT, "the text of the planted error is gone from the page"
+    assert list(check(TEXT.replace(old, new, 1))) != []
 
 
 @pytest.mark.parametrize(
@@ -233,11 +235,11 @@ def test_the_check_notices_a_planted_mistake(check, right, wrong):
 )
 def test_a_page_with_other_parts_than_the_generator_is_refused(page, complaint):
     with pytest.raises(ValueError, match=complaint):
-        filled(page)
+        fill_generated_parts(page)
 
 
 def test_filling_twice_changes_nothing():
-    assert filled(filled(TEXT)) == filled(TEXT)
+    assert fill_generated_parts(fill_generated_parts(TEXT)) == fill_generated_parts(TEXT)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def test_filling_twice_changes_nothing():
 
 
 def broken_links(page: Path, text: str) -> Iterator[str]:
-    """Relative links whose file or heading does not exist."""
+    """Yield relative links whose file or heading does not exist."""
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if re.match(r"[a-z]+:", target):
@@ -261,14 +263,14 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Headings as the usual renderers turn them into anchors."""
+    """Return the anchors that renderers make from headings."""
     bare = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", bare, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page):
+def test_relative_links_exist(page):
     assert list(broken_links(page, page.read_text(encoding="utf-8"))) == []
 
 
@@ -286,7 +288,7 @@ def test_relative_links_lead_somewhere(page):
         ("[x](protocol.md#no-such-heading)", 1),
     ],
 )
-def test_a_planted_link_is_judged(link, complaints):
+def test_planted_link_is_checked(link, complaints):
     assert len(list(broken_links(PROTOCOL, f"{TEXT}\n{link}\n"))) == complaints
 
 
@@ -300,30 +302,32 @@ def example_rows(text: str) -> list[dict[str, str]]:
 
 
 def learner_at_step_64(adopt: str) -> tuple[LearnerCore, protocol.Contribution]:
-    """A learner whose copy of step 40 is in the version that it adopted at step 42, and that has just been pulled."""
+    """Return a learner that was just pulled; its copy of step 40 is in the version that it adopted at step 42."""
     core = LearnerCore(RunConfig(fragments=1, adopt=adopt), learner=1, incarnation=1)  # type: ignore[arg-type]
     core.handle(0.0, protocol.Started())
-    core.handle(0.0, protocol.LinkOpened(1))
-    hear(core, protocol.Welcome((2,), 0.0, 1.0))
-    hear(core, protocol.Published(0, 2, None, None, 0.0))
-    hear(core, protocol.NoPeer(Reason("peer-none"), False))
+    core.handle(0.0, protocol.ConnectionOpened(1))
+    receive(core, protocol.Welcome((2,), 0.0, 1.0))
+    receive(core, protocol.Published(0, 2, None, None, 0.0))
+    receive(core, protocol.NoPeer(Reason("peer-none"), False))
     train_to(core, 39)
-    hear(core, protocol.Pull(RoundId(0, 2, 1, 1)))
+    receive(core, protocol.Pull(RoundId(0, 2, 1, 1)))
     train_to(core, 41)
-    hear(core, protocol.Published(0, 3, 2, Mark(1, 2, 40, 40_000, 0), 0.0))
+    receive(core, protocol.Published(0, 3, 2, MergedUpTo(1, 2, 40, 40_000, 0), 0.0))
     train_to(core, 63)
-    hear(core, protocol.Pull(RoundId(0, 3, 1, 1)))
+    receive(core, protocol.Pull(RoundId(0, 3, 1, 1)))
     sent = [effect.envelope.body for effect in train_to(core, 64) if isinstance(effect, protocol.Send)]
     (contribution,) = (body for body in sent if isinstance(body, protocol.Contribution))
     return core, contribution
 
 
-def hear(core: LearnerCore, body: protocol.SyncerBody) -> None:
-    core.handle(core.state.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.state.seen + 1, 0, 0, body)))
+def receive(core: LearnerCore, body: protocol.SyncerBody) -> None:
+    core.handle(
+        core.state.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.state.seen_tick + 1, 0, 0, body))
+    )
 
 
 def train_to(core: LearnerCore, step: int) -> list[protocol.LearnerEffect]:
-    """The effects of the last boundary."""
+    """Train up to a step, and return the effects of the last boundary."""
     effects: list[protocol.LearnerEffect] = []
     while core.state.step < step:
         effects = core.handle(core.state.now + 1.0, protocol.StepTaken(1, 1000, 1.0))
@@ -336,7 +340,7 @@ def test_the_worked_example_is_what_the_core_does(row):
     version, base, copied_at = map(int, re.findall(r"\d+", row["arrives with mark"]))
     adopted_at = int(row["adopted at step"])
     train_to(core, adopted_at - 1)
-    hear(core, protocol.Published(0, version, None, Mark(1, base, copied_at, copied_at * 1000, 0), 0.0))
+    receive(core, protocol.Published(0, version, None, MergedUpTo(1, base, copied_at, copied_at * 1000, 0), 0.0))
     effects = train_to(core, adopted_at)
     counts = [int(row[name]) for name in ("merged tokens", "dropped tokens", "pending tokens")]
     expected = protocol.AdoptFragment(0, version, row["mode"], row["merged copy"] == "yes", *counts)
@@ -347,7 +351,7 @@ def test_the_contribution_of_the_worked_example_is_what_the_core_sends():
     _, contribution = learner_at_step_64("carry")
     for name in ("copied_at", "steps", "tokens", "trained", "dropped"):
         assert f"`{name}` {getattr(contribution, name)}" in " ".join(section(TEXT, "Example").split())
-    assert f"= {weight_of(contribution.tokens, contribution.steps):,.0f}." in section(TEXT, "Example")
+    assert f"= {contribution_weight(contribution.tokens, contribution.steps):,.0f}." in section(TEXT, "Example")
 
 
 def test_the_worked_example_has_all_its_cases():
@@ -359,7 +363,7 @@ def test_the_worked_example_has_all_its_cases():
 
 
 def unknown_of_the_faults(page: str) -> list[str]:
-    """Names in the table of faults that are neither a test nor a scenario."""
+    """Return names in the table of faults that are neither a test nor a scenario."""
     tests = {
         name
         for path in ROOT.glob("tests/**/test_*.py")
@@ -367,13 +371,13 @@ def unknown_of_the_faults(page: str) -> list[str]:
     }
     rows = section(page, "Every fault, its test and its scenario").splitlines()
     cells = [name for row in rows if row.startswith("|") for name in re.findall(r"`([\w-]+)`", row)]
-    return [name for name in cells if name not in tests | shipped().keys()]
+    return [name for name in cells if name not in tests | shipped_scenarios().keys()]
 
 
-def test_every_fault_has_tests_and_a_scenario_that_there_are():
+def test_tests_and_scenarios_of_every_fault_exist():
     page = (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
     assert unknown_of_the_faults(page) == []
-    assert set(shipped()) - {"everything"} <= coded(section(page, "Every fault, its test and its scenario"))
+    assert set(shipped_scenarios()) - {"everything"} <= coded(section(page, "Every fault, its test and its scenario"))
     assert unknown_of_the_faults(page.replace("`kill-one`", "`kill-none`")) == ["kill-none"]
 
 
@@ -384,10 +388,10 @@ OPTIONS = {
     name: {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
     for name, command in ((name, build_command(name, each)) for name, each in COMMANDS.items())
 }
-OF_ANY = set().union(*OPTIONS.values()) | {"--help", "--traceback", "--version"}
+GLOBAL_OPTIONS = set().union(*OPTIONS.values()) | {"--help", "--traceback", "--version"}
 COMMAND = re.compile(r"(?<![\w./-])atoll ([a-z]+)((?:\\\n|[^\n`|;&#\")])*)")
 OPTION = re.compile(r"(?<!var\()(?<![\w-])--[a-z][a-z0-9-]*(?![\w-]*:)")  # not a variable of a style sheet
-OF_OTHERS = {
+FOREIGN_OPTIONS = {
     *("--nproc-per-node", "--max-restarts", "--logdir", "--head", "--object-store-memory", "--ray-client-server-port"),
     *("--name", "--user", "--format", "--job-name", "--chdir", "--output", "--nodes", "--cpus-per-task", "--signal"),
     *("--array", "--gres", "--log-file", "--socket", "--requeue", "--rewrite-vectors", "--pin", "--node"),
@@ -396,7 +400,7 @@ OF_OTHERS = {
 
 
 def unknown_commands(text: str) -> Iterator[str]:
-    """Commands that `atoll` does not have, and options and actions that the named command does not have."""
+    """Yield unknown commands of `atoll`, and unknown options and actions of known commands."""
     for command, rest in COMMAND.findall(text):
         if command not in OPTIONS:
             yield f"there is no command: atoll {command}"
@@ -408,12 +412,12 @@ def unknown_commands(text: str) -> Iterator[str]:
 
 
 def unknown_options(text: str) -> Iterator[str]:
-    known = OF_ANY | OF_OTHERS
+    known = GLOBAL_OPTIONS | FOREIGN_OPTIONS
     yield from (f"there is no {flag}" for flag in OPTION.findall(text) if flag not in known)
 
 
 def sentences(source: str) -> Iterator[str]:
-    """Strings of a module with more than one word: messages, help and docstrings."""
+    """Yield strings of a module with more than one word: messages, help and docstrings."""
     nodes = list(ast.walk(ast.parse(source)))
     parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in nodes:

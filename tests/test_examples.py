@@ -1,4 +1,4 @@
-"""The examples run as a reader of the tutorial runs them: as processes, on this machine, with a tiny budget."""
+"""The examples run as processes on this machine with a small budget, as in the tutorial."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.shared_runs import made_once
+from tests.shared_runs import make_once
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
 
-MOST_ADDED, MOST_REMOVED = 8, 3
-"""Lines that a training script may differ in for Atoll, indentation and empty lines apart."""
+MAX_ADDED, MAX_REMOVED = 8, 3
+"""Maximum number of lines that Atoll may change in a training script, without indentation and empty lines."""
 
 LIMIT_S = 300.0
-"""Of every process. Here one takes a few seconds; a machine with other things to do needs longer."""
+"""Timeout of every process. One takes a few seconds; a machine under load needs longer."""
 
 
 class Processes:
-    """Starts processes, and leaves none behind: one that takes too long is killed, and its output ends there."""
+    """Start processes, and kill those that exceed the timeout or are left at the end."""
 
     def __init__(self) -> None:
         self._started: list[tuple[subprocess.Popen[str], threading.Timer]] = []
@@ -66,7 +66,7 @@ class Processes:
 
 
 def _kill(child: subprocess.Popen[str]) -> None:
-    """And whatever it has started: ranks of torchrun are sessions of their own, and outlive it."""
+    """Kill a process and its children: ranks of torchrun have their own sessions and outlive it."""
     for pid in [child.pid, *children_of(child.pid)]:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -80,7 +80,7 @@ def processes() -> Iterator[Processes]:
 
 
 def finished(child: subprocess.Popen[str]) -> list[str]:
-    """The lines of a process that is expected to end well."""
+    """Return the output lines of a process that must succeed."""
     output, _ = child.communicate()
     assert child.returncode == 0, output
     return output.splitlines()
@@ -101,12 +101,12 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def difference(before: str, after: str, context: int = 1) -> list[str]:
-    """As `diff -wB` shows it: neither a line that was only moved in nor an empty one is a change."""
+    """Return the difference as in `diff -wB`, which ignores indentation and empty lines."""
     old, new = before.splitlines(), after.splitlines()
     matcher = difflib.SequenceMatcher(None, [line.strip() for line in old], [line.strip() for line in new], False)
     shown: list[str] = []
-    for place, group in enumerate(matcher.get_grouped_opcodes(context)):
-        shown += ["..."] if place else []
+    for index, group in enumerate(matcher.get_grouped_opcodes(context)):
+        shown += ["..."] if index else []
         for what, i, k, m, n in group:
             if what == "equal":
                 shown += [f" {line}" for line in new[m:n] if line]
@@ -118,8 +118,8 @@ def difference(before: str, after: str, context: int = 1) -> list[str]:
 def test_the_script_with_atoll_differs_in_a_few_lines():
     lines = difference((EXAMPLES / "plain.py").read_text(), (EXAMPLES / "with_atoll.py").read_text())
     print("\n".join(lines))
-    assert len([line for line in lines if line.startswith("+")]) <= MOST_ADDED
-    assert len([line for line in lines if line.startswith("-")]) <= MOST_REMOVED
+    assert len([line for line in lines if line.startswith("+")]) <= MAX_ADDED
+    assert len([line for line in lines if line.startswith("-")]) <= MAX_REMOVED
 
 
 def test_a_line_that_is_only_moved_in_is_no_difference():
@@ -130,7 +130,7 @@ def test_the_tutorial_shows_the_scripts_as_they_are():
     plain, with_atoll = (EXAMPLES / "plain.py").read_text(), (EXAMPLES / "with_atoll.py").read_text()
     shown: dict[str, str] = {}
     for kind, block in re.findall(r"^```(python|diff)\n(.*?)^```$", TUTORIAL, re.DOTALL | re.MULTILINE):
-        shown.setdefault(kind, block)  # what comes later is for other loops
+        shown.setdefault(kind, block)  # later blocks are for other loops
     assert shown["python"] in plain
     assert shown["diff"].splitlines() == difference(plain, with_atoll)
 
@@ -141,9 +141,9 @@ def test_the_tutorial_shows_the_scripts_as_they_are():
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """What plain.py has saved and said."""
-    directory, said = made_once(tmp_path_factory, "plain", train_plain)
-    return directory / "model.pt", said
+    """Path of the model that plain.py has saved, and its output."""
+    directory, output = make_once(tmp_path_factory, "plain", train_plain)
+    return directory / "model.pt", output
 
 
 def train_plain(directory: Path) -> list[str]:
@@ -155,15 +155,15 @@ def train_plain(directory: Path) -> list[str]:
 
 
 def test_the_plain_script_trains_and_saves_its_model(plain_run):
-    path, said = plain_run
-    first, last = (float(line.rpartition(" ")[2]) for line in said)
-    assert said[0].startswith("step 100: loss ")
-    assert said[1].startswith("held-out loss ")
-    assert max(first, last) < 3.5, "guessing has 5.5"
+    path, output = plain_run
+    first, last = (float(line.rpartition(" ")[2]) for line in output)
+    assert output[0].startswith("step 100: loss ")
+    assert output[1].startswith("held-out loss ")
+    assert max(first, last) < 3.5, "a random guess has 5.5"
     assert saved(path)["embed.weight"].shape == (256, 64)
 
 
-# A run that nobody can end alone: a merge needs both islands, and the budget is one of merges.
+# A run that one island cannot end alone: a merge needs both islands, and the budget is in merges.
 SYNCER = """
 import sys
 from pathlib import Path
@@ -183,8 +183,8 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_model(pro
     address = syncer.stdout.readline().strip()
 
     def island(number: int) -> subprocess.Popen[str]:
-        place = ("--syncer", address, "--learner", number, "--out", f"model-{number}.pt")
-        child: subprocess.Popen[str] = processes.start(EXAMPLES / "with_atoll.py", *place, cwd=tmp_path)
+        arguments = ("--syncer", address, "--learner", number, "--out", f"model-{number}.pt")
+        child: subprocess.Popen[str] = processes.start(EXAMPLES / "with_atoll.py", *arguments, cwd=tmp_path)
         return child
 
     first, second = island(1), island(2)
@@ -194,9 +194,9 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_model(pro
     output, _ = second.communicate()
     assert second.returncode == -signal.SIGKILL, output
     again = island(2)
-    said = [finished(first), finished(again)]
-    assert said[0][-1] == said[1][-1]
-    assert said[0][-1].startswith("held-out loss ")
+    outputs = [finished(first), finished(again)]
+    assert outputs[0][-1] == outputs[1][-1]
+    assert outputs[0][-1].startswith("held-out loss ")
     assert not (tmp_path / "model.pt").exists()
     assert differing(saved(tmp_path / "model-1.pt"), saved(tmp_path / "model-2.pt")) == []
     finished(syncer)
@@ -204,13 +204,13 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_model(pro
 
 @pytest.mark.long
 def test_two_islands_fine_tune_one_model_from_one_command(processes, plain_run, tmp_path):
-    """A frozen backbone, a head in bf16 and a norm with buffers, started by two_islands.py with a syncer of its own."""
+    """A frozen backbone, a head in bf16 and a norm with buffers, started by two_islands.py."""
     backbone, _ = plain_run
     run = ("--run", "run", "--tokens", "120k", "--port", free_port())
     script = (EXAMPLES / "finetune.py", "--backbone", backbone)
-    said = finished(processes.start(EXAMPLES / "two_islands.py", *run, *script, cwd=tmp_path))
-    shares = re.findall(r"([\d.]+) % is right", "\n".join(said))
-    assert len(shares) == 2, said
+    output = finished(processes.start(EXAMPLES / "two_islands.py", *run, *script, cwd=tmp_path))
+    shares = re.findall(r"([\d.]+) % is right", "\n".join(output))
+    assert len(shares) == 2, output
     assert shares[0] == shares[1]
     assert float(shares[0]) > 50, "the most frequent kind has 32 %"
     one, other = saved(tmp_path / "run/model-1.pt"), saved(tmp_path / "run/model-2.pt")
@@ -224,20 +224,22 @@ def test_two_islands_fine_tune_one_model_from_one_command(processes, plain_run, 
 
 @pytest.mark.long
 def test_an_island_of_torchrun_loses_a_rank_and_ends_with_the_model_of_one_without(processes, tmp_path):
-    """FSDP2 on two ranks beside one process: a rank is killed, torchrun starts all of them again."""
+    """FSDP2 on two ranks, and an island of one process: a rank is killed, and torchrun restarts all ranks."""
     syncer = processes.start("-c", SYNCER, tmp_path / "run", cwd=tmp_path)
     assert syncer.stdout is not None
     address = syncer.stdout.readline().strip()
     script = EXAMPLES / "many_ranks.py"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", 3)
-    place = ("--syncer", address, "--learner")
-    sharded = processes.start(*torchrun, "--nproc-per-node", 2, script, *place, 1, "--out", "model-1.pt", cwd=tmp_path)
+    arguments = ("--syncer", address, "--learner")
+    sharded = processes.start(
+        *torchrun, "--nproc-per-node", 2, script, *arguments, 1, "--out", "model-1.pt", cwd=tmp_path
+    )
     assert sharded.stdout is not None
-    said: list[str] = []
-    while not any(line.startswith("step 50 of incarnation 1") for line in said):
-        said.append(sharded.stdout.readline())
-        assert said[-1], said
-    alone = processes.start(script, *place, 2, "--out", "model-2.pt", cwd=tmp_path)
+    output: list[str] = []
+    while not any(line.startswith("step 50 of incarnation 1") for line in output):
+        output.append(sharded.stdout.readline())
+        assert output[-1], output
+    alone = processes.start(script, *arguments, 2, "--out", "model-2.pt", cwd=tmp_path)
     os.kill(rank_of(sharded.pid, 1), signal.SIGKILL)
     ended = [*finished(sharded), *finished(alone)]
     assert any("of incarnation 2" in line for line in ended), ended
@@ -250,8 +252,8 @@ def test_an_island_of_torchrun_loses_a_rank_and_ends_with_the_model_of_one_witho
 
 @pytest.mark.long
 def test_an_island_goes_on_with_fewer_ranks_when_one_of_its_hosts_is_lost(processes, tmp_path):
-    """Two agents of torchrun with a rank each; one of them dies with its rank, and the other starts again alone: with a
-    smaller batch, and as the same learner."""
+    """Two torchrun agents with a rank each. One is killed with its rank, and the other restarts alone: with a smaller
+    batch, and as the same learner."""
     syncer = processes.start(
         "-c",
         SYNCER.replace("quorum=2, budget_merges=60", "quorum=1, budget_merges=200"),
@@ -260,27 +262,27 @@ def test_an_island_goes_on_with_fewer_ranks_when_one_of_its_hosts_is_lost(proces
     )
     assert syncer.stdout is not None
     address, port = syncer.stdout.readline().strip(), free_port()
-    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "island")
-    patience = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    arguments = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "island")
+    timeouts = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--local-addr", "127.0.0.1", "--max-restarts", 3)
     job = (EXAMPLES / "many_ranks.py", "--ddp", "--syncer", address, "--learner", 1, "--out", "model.pt")
-    said: queue.Queue[str] = queue.Queue()
-    kept, lost = (  # they meet at the first one
-        processes.start(*torchrun, *place, "--rdzv-conf", f"{patience},is_host={is_host}", *job, cwd=tmp_path)
+    output: queue.Queue[str] = queue.Queue()
+    survivor, lost = (  # they meet at the first one
+        processes.start(*torchrun, *arguments, "--rdzv-conf", f"{timeouts},is_host={is_host}", *job, cwd=tmp_path)
         for is_host in ("true", "false")
     )
-    readers = [_read_on(child, said) for child in (kept, lost)]
+    readers = [_read_on(child, output) for child in (survivor, lost)]
     try:
-        _until(said, "ranks: 2")
-        before = _until(said, "step 50 of incarnation ")[-1]
+        _until(output, "ranks: 2")
+        before = _until(output, "step 50 of incarnation ")[-1]
         os.kill(rank_of(lost.pid), signal.SIGKILL)
         _kill(lost)
-        after = _until(said, "ranks: 1")[-1]
+        after = _until(output, "ranks: 1")[-1]
         assert int(after.split()[1].rstrip(",")) > int(before.split()[4].rstrip(":"))
-        _until(said, "held-out loss ")
-        assert kept.wait(LIMIT_S) == 0
+        _until(output, "held-out loss ")
+        assert survivor.wait(LIMIT_S) == 0
     finally:
-        for child in (kept, lost):
+        for child in (survivor, lost):
             with suppress(AssertionError):
                 os.kill(rank_of(child.pid), signal.SIGKILL)  # torchrun gives its ranks sessions of their own
             _kill(child)
@@ -300,10 +302,10 @@ def _read_on(child: subprocess.Popen[str], into: queue.Queue[str]) -> threading.
     return thread
 
 
-def _until(said: queue.Queue[str], words: str) -> list[str]:
+def _until(output: queue.Queue[str], text: str) -> list[str]:
     lines = [""]
-    while words not in lines[-1]:
-        lines.append(said.get(timeout=LIMIT_S))
+    while text not in lines[-1]:
+        lines.append(output.get(timeout=LIMIT_S))
     return lines
 
 
@@ -317,7 +319,7 @@ def children_of(parent: int) -> list[int]:
 
 
 def rank_of(parent: int, rank: int | None = None) -> int:
-    """The process of a rank, or any, among the children of torchrun."""
+    """Return the process of a rank, or of any rank, among the children of torchrun."""
     for pid in children_of(parent):
         with suppress(OSError):
             environment = Path(f"/proc/{pid}/environ").read_text()
@@ -327,7 +329,7 @@ def rank_of(parent: int, rank: int | None = None) -> int:
 
 
 def free_port() -> int:
-    """Not one of those that the system gives to outgoing connections: an island that dials could get it."""
+    """Return a free port below the ephemeral ports, which outgoing connections could take."""
     for port in range(21_000 + os.getpid() % 5_000, 32_000):
         if not is_open(port):
             return port

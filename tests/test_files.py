@@ -1,3 +1,5 @@
+"""Atomic and durable writes of files."""
+
 from __future__ import annotations
 
 import errno
@@ -16,32 +18,32 @@ from atoll.files import atomic_write, write_file, write_text
 from atoll.reference.job_settings import JobSettings
 
 
-def fsyncs_of(write: Any) -> int:
-    """Count the calls of os.fsync while `write` runs."""
-    seen: list[str] = []
+def count_fsyncs(write: Any) -> int:
+    """Return the number of calls of os.fsync while `write` runs."""
+    calls: list[str] = []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call" and arg.__module__ == "posix" and arg.__name__ == "fsync":
-            seen.append(arg.__name__)
+            calls.append(arg.__name__)
 
     sys.setprofile(profile)
     try:
         write()
     finally:
         sys.setprofile(None)
-    return len(seen)
+    return len(calls)
 
 
 def test_durable_write_syncs_file_and_folder_and_other_writes_sync_nothing(tmp_path):
     path = tmp_path / "x"
-    assert fsyncs_of(lambda: write_text(path, "durable")) == 2
-    assert fsyncs_of(lambda: write_text(path, "fast", durable=False)) == 0
+    assert count_fsyncs(lambda: write_text(path, "durable")) == 2
+    assert count_fsyncs(lambda: write_text(path, "fast", durable=False)) == 0
     assert path.read_text() == "fast"
 
 
 def test_config_and_model_of_a_run_are_durable(tmp_path):
-    assert fsyncs_of(lambda: JobSettings().save(tmp_path / "config.json")) == 2
-    assert fsyncs_of(lambda: write_tensors({"w": torch.ones(3)}, tmp_path / "model.safetensors")) == 2
+    assert count_fsyncs(lambda: JobSettings().save(tmp_path / "config.json")) == 2
+    assert count_fsyncs(lambda: write_tensors({"w": torch.ones(3)}, tmp_path / "model.safetensors")) == 2
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], torch.ones(3))
 
 

@@ -1,4 +1,4 @@
-"""Logs as JSON lines: every line of a real run parses and names what it is about; for people they stay as they are."""
+"""Logs as JSON lines: every line of a real run is a record with its context fields. Text logs keep their format."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ import pytest
 from atoll.cli.main import main
 from atoll.core.reasons import REASONS
 from atoll.dashboard.run_files import RunFiles
-from atoll.logs import ABOUT, FORMATS, VARIABLE, JsonLines, Named, about, set_up
-from atoll.reference.children import JobFailed
+from atoll.logs import (
+    LOG_FIELDS,
+    LOG_FORMAT_VARIABLE,
+    LOG_FORMATS,
+    ContextLogger,
+    JsonFormatter,
+    configure_logging,
+    log_fields,
+)
+from atoll.reference.child_processes import JobFailedError
 from atoll.reference.job import start_job
 from tests.cli.test_train import train_with_kill
-from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
-from tests.shared_runs import made_once
+from tests.reference.small_jobs import load_corpus, silent_view, small_settings, small_text
+from tests.shared_runs import make_once
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = 2 * 16  # tokens
 ALWAYS = {"time", "level", "logger", "message"}
-BESIDE = {"process", "traceback"}
+OPTIONAL = {"process", "traceback"}
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +53,12 @@ def small(text, tokens):
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
-    """Every line, or the test fails with the one that is no record."""
+    """Return every line as a record; fail with the first line that is not one."""
     found = []
     for line in text.splitlines():
         record = json.loads(line)
         assert record.keys() >= ALWAYS, line
-        assert record.keys() <= ALWAYS | BESIDE | set(ABOUT), line
+        assert record.keys() <= ALWAYS | OPTIONAL | set(LOG_FIELDS), line
         assert datetime.fromisoformat(record["time"]).tzinfo is not None
         assert record["level"] in ("debug", "info", "warning", "error", "critical")
         found.append(record)
@@ -59,13 +67,13 @@ def parsed(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def logs(text, tmp_path_factory):
-    """Logs of a run of three learners of which one is killed on the way, by the name of the process."""
-    folder, _ = made_once(tmp_path_factory, "finished", lambda folder: train_with_kill(text, folder / "run"))
+    """Logs of a run of three learners with one kill, by name of the process."""
+    folder, _ = make_once(tmp_path_factory, "finished", lambda folder: train_with_kill(text, folder / "run"))
     run = folder / "run"
     return run, {path.stem: parsed(path.read_text()) for path in (run / "logs").iterdir()}
 
 
-def test_every_line_of_a_run_is_a_record_that_names_what_it_is_about(logs):
+def test_every_line_of_a_run_is_a_record_with_context_fields(logs):
     _, found = logs
     assert found.keys() == {"syncer", "learner-1", "learner-2", "learner-3"}
     (run,) = {record["run"] for record in found["syncer"] if "run" in record}
@@ -88,33 +96,33 @@ def test_every_line_of_a_run_is_a_record_that_names_what_it_is_about(logs):
         assert {record["process"] for record in found[f"learner-{number}"]} == {f"learner {number}"}
 
 
-def test_the_last_words_of_a_process_are_a_sentence(logs):
+def test_log_tail_of_a_process_is_text(logs):
     run, found = logs
-    words = RunFiles(run).last_words("learner 2")
-    assert words is not None
-    assert found["learner-2"][-1]["message"] in words
-    assert "{" not in words
+    tail = RunFiles(run).log_tail("learner 2")
+    assert tail is not None
+    assert found["learner-2"][-1]["message"] in tail
+    assert "{" not in tail
 
 
-def test_what_went_wrong_is_a_record_too(text, tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "json")
+def test_exception_is_a_record(text, tmp_path, monkeypatch):
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "json")
     settings = small_settings(text, inner="nonsense")
-    with pytest.raises(JobFailed, match=r"learner \d cannot take part: learner \d: inner optimizer 'nonsense'"):
-        start_job(settings, tmp_path / "run", silent_view()[0], corpus_of(settings))
+    with pytest.raises(JobFailedError, match=r"learner \d cannot join: learner \d: inner optimizer 'nonsense'"):
+        start_job(settings, tmp_path / "run", silent_view()[0], load_corpus(settings))
     last = [parsed(path.read_text())[-1] for path in (tmp_path / "run/logs").glob("learner-*.log")]
     assert any(record["level"] == "critical" and "Traceback" in record.get("traceback", "") for record in last)
 
 
-def test_without_the_option_logs_are_for_people(text, tmp_path):
+def test_default_logs_are_text(text, tmp_path):
     settings = small_settings(text, tokens=2 * 20 * STEP)
-    start_job(settings, tmp_path / "run", silent_view()[0], corpus_of(settings))
+    start_job(settings, tmp_path / "run", silent_view()[0], load_corpus(settings))
     lines = (tmp_path / "run/logs/syncer.log").read_text().splitlines()
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} I atoll\.syncer: listening on", lines[0])
 
 
 @pytest.mark.long
-def test_a_syncer_and_a_learner_of_their_own_log_the_same_way(text, tmp_path):
-    run, environment = tmp_path / "run", {**os.environ, VARIABLE: "json"}
+def test_separate_syncer_and_learner_log_json(text, tmp_path):
+    run, environment = tmp_path / "run", {**os.environ, LOG_FORMAT_VARIABLE: "json"}
     command = [sys.executable, "-m", "atoll", "syncer", "--out", str(run), "--port", "0", "--learners", "1"]
     with open(tmp_path / "syncer.log", "w") as log:
         served = subprocess.Popen(
@@ -153,28 +161,28 @@ def test_an_unknown_format_is_one_line(command, capsys, tmp_path, monkeypatch):
 
 def test_a_named_logger_keeps_levels_filters_and_handlers_of_its_base(caplog):
     base = logging.getLogger("atoll.test.base")
-    log = Named(base, learner=3, run="one")
+    log = ContextLogger(base, learner=3, run="one")
     caplog.set_level(logging.INFO, "atoll.test.base")
     base.addFilter(quiet := lambda record: "quiet" not in record.getMessage())
     try:
-        log.info("said", extra=about("fragment", 7, version=2))
+        log.info("said", extra=log_fields("fragment", 7, version=2))
         log.debug("below the level")
         log.info("quiet")
-        log.info("of another learner", extra=about("learner", 4))
+        log.info("of another learner", extra=log_fields("learner", 4))
     finally:
         base.removeFilter(quiet)
     first, second = caplog.records
-    told = json.loads(JsonLines({"process": "learner 3"}).format(first))
+    fields = json.loads(JsonFormatter({"process": "learner 3"}).format(first))
     names = ("run", "learner", "fragment", "version", "process", "message")
-    assert [told[name] for name in names] == ["one", 3, 7, 2, "learner 3", "said"]
-    assert json.loads(JsonLines().format(second))["learner"] == 4, "what the call says is nearer"
+    assert [fields[name] for name in names] == ["one", 3, 7, 2, "learner 3", "said"]
+    assert json.loads(JsonFormatter().format(second))["learner"] == 4, "fields of the call take precedence"
 
 
 def test_a_record_of_several_lines_and_a_warning_are_one_line_each():
     stream = io.StringIO()
     before = logging.root.handlers[:], logging.root.level
     try:
-        set_up("json", logging.INFO, stream=stream)
+        configure_logging("json", logging.INFO, stream=stream)
         logging.getLogger("atoll.test").info("one\ntwo %s", {"three": 3})
         try:
             raise OSError("a\nb")
@@ -192,9 +200,9 @@ def test_a_record_of_several_lines_and_a_warning_are_one_line_each():
     assert records[1]["traceback"].endswith("OSError: a\nb")
 
 
-def test_the_page_tells_every_field():
+def test_docs_list_every_field():
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     section = page.split("## Logs")[1].split("\n## ")[0]
     cells = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE))))
-    assert cells == ALWAYS | BESIDE | set(ABOUT)
-    assert all(f"`{each}`" in section for each in FORMATS)
+    assert cells == ALWAYS | OPTIONAL | set(LOG_FIELDS)
+    assert all(f"`{each}`" in section for each in LOG_FORMATS)

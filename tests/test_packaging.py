@@ -1,4 +1,4 @@
-"""The package as a stranger gets it: built from the sources, with the version of a tag, into an empty environment."""
+"""The package as users install it: built from the sources with the version of a tag, in an empty environment."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ NOT_OURS = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "_version
 NO_TORCH = "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('numpy'))"
 
 
-def told(*words: str | Path, cwd: Path) -> str:
-    """What a command printed; its complaints are the story of a failure."""
-    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("GIT_")}
-    done = subprocess.run(words, cwd=cwd, env=alone, capture_output=True, text=True, timeout=300, check=False)
+def run_command(*arguments: str | Path, cwd: Path) -> str:
+    """Run a command and return its stdout; it must succeed."""
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("GIT_")
+    }
+    done = subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -41,26 +43,26 @@ def sources(tmp_path):
 
 
 def committed(folder: Path, tag: str | None) -> None:
-    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
-    told("git", "init", "-q", cwd=folder)
-    told("git", "add", "-A", cwd=folder)
-    told("git", *who, "commit", "-q", "-m", "All of it", "--no-gpg-sign", cwd=folder)
+    author = ("-c", "user.name=tester", "-c", "user.email=tester@example.org")
+    run_command("git", "init", "-q", cwd=folder)
+    run_command("git", "add", "-A", cwd=folder)
+    run_command("git", *author, "commit", "-q", "-m", "All of it", "--no-gpg-sign", cwd=folder)
     if tag is not None:
-        told("git", "tag", tag, cwd=folder)
+        run_command("git", "tag", tag, cwd=folder)
 
 
 def test_a_checkout_without_tags_and_a_copy_without_git_have_versions(sources):
-    ask = (sys.executable, "-m", "hatchling", "version")
-    assert told(*ask, cwd=sources).strip() == "0.1.dev0"
+    version_command = (sys.executable, "-m", "hatchling", "version")
+    assert run_command(*version_command, cwd=sources).strip() == "0.1.dev0"
     committed(sources, None)
-    assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]+", told(*ask, cwd=sources).strip())
+    assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]+", run_command(*version_command, cwd=sources).strip())
 
 
 # One test, because building and installing take most of the time, and parallel tests would each do it again.
 @pytest.mark.long
 def test_an_empty_environment_takes_the_wheel_and_runs_the_simulator_without_torch(sources, tmp_path):
     committed(sources, "v9.8.7")
-    told(sys.executable, "-m", "build", "--no-isolation", cwd=sources)  # the wheel is made from the sdist
+    run_command(sys.executable, "-m", "build", "--no-isolation", cwd=sources)  # the wheel is made from the sdist
     sdist, wheel = sources / "dist/atoll-9.8.7.tar.gz", sources / "dist/atoll-9.8.7-py3-none-any.whl"
     assert sorted((sources / "dist").iterdir()) == [wheel, sdist]
     the_sdist_can_be_tested(sdist)
@@ -68,10 +70,10 @@ def test_an_empty_environment_takes_the_wheel_and_runs_the_simulator_without_tor
     venv.create(tmp_path / "venv", symlinks=True)
     python, atoll = tmp_path / "venv/bin/python", tmp_path / "venv/bin/atoll"
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check")
-    told(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
-    assert told(python, "-c", NO_TORCH, cwd=tmp_path).strip() == "None None"
-    assert told(atoll, "--version", cwd=tmp_path) == "atoll 9.8.7\n"
-    assert "goodput" in told(
+    run_command(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    assert run_command(python, "-c", NO_TORCH, cwd=tmp_path).strip() == "None None"
+    assert run_command(atoll, "--version", cwd=tmp_path) == "atoll 9.8.7\n"
+    assert "goodput" in run_command(
         atoll, *["simulate", "--days", "1", "--protocol-hours", "0.1", "--seeds", "1"], cwd=tmp_path
     )
     done = subprocess.run([atoll, "train", "--out", "x"], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -97,7 +99,7 @@ def the_sdist_can_be_tested(path: Path) -> None:
     assert names >= {"Makefile", "constraints.txt", "mkdocs.yml", "tests/test_packaging.py", "docs/wire.md", ".ci/run"}
 
 
-def test_there_is_an_extra_for_every_use():
+def test_extras_have_version_ranges():
     extras = PROJECT["optional-dependencies"]
     assert {"train", "ray", "slurm", "transformers", "lightning", "dash", "dev", "docs"} <= set(extras)
     for needs in extras.values():
@@ -105,15 +107,15 @@ def test_there_is_an_extra_for_every_use():
 
 
 def unpinned(package: str, extras: frozenset[str], pins: set[str]) -> set[str]:
-    """Names of installed packages that this one needs, directly or not, and that have no pin."""
+    """Return the installed dependencies of a package, direct or not, without a pin."""
     found: set[str] = set()
     seen: set[tuple[str, frozenset[str]]] = set()
     waiting = [(package, extras)]
     while waiting:
-        name, wanted = waiting.pop()
-        if (name, wanted) in seen:
+        name, extra_names = waiting.pop()
+        if (name, extra_names) in seen:
             continue
-        seen.add((name, wanted))
+        seen.add((name, extra_names))
         try:
             needed = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
@@ -122,14 +124,13 @@ def unpinned(package: str, extras: frozenset[str], pins: set[str]) -> set[str]:
         for line in needed:
             requirement = Requirement(line)
             if requirement.marker is None or any(
-                requirement.marker.evaluate({"extra": extra}) for extra in wanted or {""}
+                requirement.marker.evaluate({"extra": extra}) for extra in extra_names or {""}
             ):
                 waiting.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
     return found - {package}
 
 
-def test_everything_that_the_set_up_installs_is_pinned():
-    """A set-up of tomorrow is that of today."""
+def test_all_installed_dependencies_are_pinned():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins: set[str] = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
     assert unpinned("atoll", frozenset({"train", "dev"}), pins) == set()

@@ -1,4 +1,4 @@
-"""Scripts of other people go on working: what they rely on is written down, and changes only where it is meant."""
+"""The public API equals tests/public_api.txt, so that it changes only on purpose."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 import atoll
 from atoll import errors as error_module
 from atoll.island.stats import LearnerStats
-from tests.public_api import KEPT, described, of_class, untyped
+from tests.public_api import API_FILE, describe_api, describe_class, find_untyped
 
-ADVICE = "if it is meant: python -m tests.public_api --write, and a line in CHANGELOG.md"
-
-
-def test_the_public_api_is_what_is_written_down():
-    assert described() == KEPT.read_text(encoding="utf-8"), ADVICE
+ADVICE = "if the change is intended: python -m tests.public_api --write, and a line in CHANGELOG.md"
 
 
-def another_learner(change: str) -> type[Any]:
-    """A copy of the class with one change, as text."""
+def test_public_api_equals_its_file():
+    assert describe_api() == API_FILE.read_text(encoding="utf-8"), ADVICE
+
+
+def changed_learner(change: str) -> type[Any]:
+    """Return a copy of the class with one change of its source."""
     source = inspect.getsource(atoll.Learner)
-    right, _, wrong = change.partition(" => ")
-    assert right in source, "the planted change has no place any more"
+    old, _, new = change.partition(" => ")
+    assert old in source, "the source of the planted change is gone"
     planted: dict[str, Any] = {}
     exec(
-        "from __future__ import annotations\n" + source.replace(right, wrong, 1),
+        "from __future__ import annotations\n" + source.replace(old, new, 1),
         vars(inspect.getmodule(atoll.Learner)) | {},
         planted,
     )
@@ -48,23 +48,23 @@ def another_learner(change: str) -> type[Any]:
         "keys: str | PathLike[str] | None = None, => ",
     ],
 )
-def test_a_planted_change_is_noticed(change):
-    before = list(of_class("atoll.Learner", atoll.Learner))
-    assert list(of_class("atoll.Learner", another_learner(change))) != before
+def test_planted_change_is_detected(change):
+    before = list(describe_class("atoll.Learner", atoll.Learner))
+    assert list(describe_class("atoll.Learner", changed_learner(change))) != before
 
 
-def test_a_change_that_nobody_sees_is_none():
-    before = list(of_class("atoll.Learner", atoll.Learner))
-    assert list(of_class("atoll.Learner", another_learner("def _close( => def _close_it("))) == before
+def test_private_change_is_not_reported():
+    before = list(describe_class("atoll.Learner", atoll.Learner))
+    assert list(describe_class("atoll.Learner", changed_learner("def _close( => def _close_it("))) == before
 
 
 def test_everything_public_has_types():
     kinds = [getattr(atoll, name) for name in atoll.__all__]
-    assert [found for kind in kinds if inspect.isclass(kind) for found in untyped(kind)] == []
+    assert [found for kind in kinds if inspect.isclass(kind) for found in find_untyped(kind)] == []
 
 
-def test_a_parameter_without_a_type_is_noticed():
-    assert untyped(another_learner("def step(self, tokens: SupportsIndex, => def step(self, tokens,")) == [
+def test_parameter_without_annotation_is_detected():
+    assert find_untyped(changed_learner("def step(self, tokens: SupportsIndex, => def step(self, tokens,")) == [
         "step(tokens)"
     ]
 
@@ -83,7 +83,9 @@ def test_dir_shows_what_is_exported_and_no_typing_helpers():
 
 
 def test_errors_are_caught_and_names_are_listed_without_torch():
-    code = "import sys, atoll; atoll.JoinTimeout, atoll.IslandBroken, dir(atoll); print('torch' in sys.modules)"
+    code = (
+        "import sys, atoll; atoll.JoinTimeoutError, atoll.IslandBrokenError, dir(atoll); print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -1,4 +1,4 @@
-"""The site of the documentation: it is built, its links lead somewhere, and it asks nobody else for anything."""
+"""The documentation site: it builds, its links exist, and it loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 
 import atoll
 from atoll.cli.main import COMMANDS
-from site_parts import pictures, reference
+from site_parts import mermaid_svg, reference
 
 ROOT = Path(__file__).resolve().parent.parent
-TROUBLES = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-BESIDE = ("benchmarks", "docs", "examples", "site_parts")  # what the site is made of, with the pages of the root
+TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+SOURCES = ("benchmarks", "docs", "examples", "site_parts")  # sources of the site, in addition to the pages in the root
 
 
 def build(root: Path, to: Path) -> subprocess.CompletedProcess[str]:
@@ -37,8 +37,8 @@ def build(root: Path, to: Path) -> subprocess.CompletedProcess[str]:
 
 
 def copied(to: Path) -> Path:
-    """The pages without their neighbours of megabytes."""
-    for folder in BESIDE:
+    """Copy the sources of the site without large files."""
+    for folder in SOURCES:
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
     shutil.copy(ROOT / "docs/grafana.json", to / "docs")
     for page in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml"):
@@ -48,32 +48,32 @@ def copied(to: Path) -> Path:
 
 
 # One test, because building takes most of the time, and parallel tests would each do it again.
-def test_the_site_is_built_and_needs_nothing_from_elsewhere(tmp_path):
+def test_site_is_built_and_loads_nothing_from_other_hosts(tmp_path):
     site = tmp_path / "site"
     done = build(ROOT, site)
     assert done.returncode == 0, done.stderr
     pages = {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
     assert {path.with_suffix(".html").name for path in ROOT.glob("docs/*.md")} <= set(pages)
     assert "files/examples/plain.py.html" in pages
-    assert [found for name, text in pages.items() for found in asked_elsewhere(name, text)] == []
+    assert [found for name, text in pages.items() for found in external_resources(name, text)] == []
     diagrams = (ROOT / "docs/protocol.md").read_text(encoding="utf-8").count("```mermaid")
     assert pages["protocol.html"].count('<div class="chart">') == diagrams
-    told = unescape(re.sub(r"<[^>]*>", "", pages["reference/commands.html"]))
-    assert [name for name in COMMANDS if f"atoll {name}" not in told] == []
+    text_only = unescape(re.sub(r"<[^>]*>", "", pages["reference/commands.html"]))
+    assert [name for name in COMMANDS if f"atoll {name}" not in text_only] == []
 
 
-def asked_elsewhere(name: str, page: str) -> Iterator[str]:
-    """What a browser would fetch by itself from another host. A link that somebody may click on is none of it."""
+def external_resources(name: str, page: str) -> Iterator[str]:
+    """Yield what a browser loads from another host. Links are not included."""
     for tag in re.findall(r"<(?:script|link|img|iframe|source|video|audio)\b[^>]*>", page):
         if re.search(r"(?:src|href)=[\"']?(?:https?:)?//", tag):
             yield f"{name}: {tag}"
     yield from (f"{name}: {found}" for found in re.findall(r"(?:@import|url\()[^;)]*//[^;)]*", page))
 
 
-def test_something_from_elsewhere_is_noticed():
-    assert list(asked_elsewhere("x", '<script src="https://example.org/x.js"></script>')) != []
-    assert list(asked_elsewhere("x", '<link rel="stylesheet" href="//fonts.example.org/a.css">')) != []
-    assert list(asked_elsewhere("x", '<a href="https://example.org">x</a><img src="dash.png">')) == []
+def test_external_resource_is_detected():
+    assert list(external_resources("x", '<script src="https://example.org/x.js"></script>')) != []
+    assert list(external_resources("x", '<link rel="stylesheet" href="//fonts.example.org/a.css">')) != []
+    assert list(external_resources("x", '<a href="https://example.org">x</a><img src="dash.png">')) == []
 
 
 @pytest.mark.long
@@ -81,7 +81,7 @@ def test_broken_links_and_lost_pages_stop_the_build(tmp_path):
     root = copied(tmp_path)
     page = root / "docs/plan.md"
     page.write_text(page.read_text(encoding="utf-8") + "\n[x](nowhere.md) [y](wire.md#no-heading) [z](../gone.py)\n")
-    (root / "docs/lost.md").write_text("# Nobody finds me\n")
+    (root / "docs/lost.md").write_text("# No page links here\n")
     done = build(root, tmp_path / "site")
     assert done.returncode != 0
     for name in ("nowhere.md", "#no-heading", "gone.py", "lost.md"):
@@ -91,25 +91,25 @@ def test_broken_links_and_lost_pages_stop_the_build(tmp_path):
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("pie title Pets", "cannot be drawn"),
-        ("sequenceDiagram\nparticipant A as learner\nloop every step", "not understood"),
-        ("sequenceDiagram\nparticipant A as learner\nA->>B: Hello", "which is no column"),
+        ("pie title Pets", "are not supported"),
+        ("sequenceDiagram\nparticipant A as learner\nloop every step", "not supported"),
+        ("sequenceDiagram\nparticipant A as learner\nA->>B: Hello", "which is not a column"),
     ],
 )
-def test_a_picture_that_cannot_be_drawn_is_refused(source, complaint):
+def test_unsupported_diagram_is_refused(source, complaint):
     with pytest.raises(ValueError, match=complaint):
-        pictures.svg(source)
+        mermaid_svg.render_svg(source)
 
 
-def test_a_picture_has_its_words_and_nothing_outside_its_frame():
-    drawn = pictures.svg("stateDiagram-v2\n[*] --> UP\nUP --> UP: <held>\nUP --> DOWN: closed\nDOWN --> [*]")
+def test_diagram_has_its_labels_and_stays_in_its_frame():
+    drawn = mermaid_svg.render_svg("stateDiagram-v2\n[*] --> UP\nUP --> UP: <held>\nUP --> DOWN: closed\nDOWN --> [*]")
     assert "&lt;held&gt;" in drawn
     width = float(re.findall(r'viewBox="0 0 (\d+) ', drawn)[0])
     assert [x for x in re.findall(r' x1?2?="(-?[\d.]+)"', drawn) if not 0 <= float(x) <= width] == []
 
 
-def test_the_reference_has_all_that_is_public():
-    page = reference.python_api()
+def test_reference_has_the_public_api():
+    page = reference.render_python_api()
     assert [name for name in atoll.__all__ if name not in page and name != "__version__"] == []
     public = [name for name, value in vars(atoll.Learner).items() if not name.startswith("_") and callable(value)]
     assert [name for name in public if f"### `{name}(...)`" not in page] == []
@@ -120,7 +120,7 @@ def test_the_reference_has_all_that_is_public():
 
 
 def sentences_of_the_code() -> str:
-    """All strings of the sources, each on a line; what is filled in later is a sign that no sentence has."""
+    """Return all strings of the sources, one per line, with a NUL in place of each value."""
     found = []
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -132,14 +132,16 @@ def sentences_of_the_code() -> str:
     return "\n".join(" ".join(text.split()) for text in found)
 
 
-def unsaid(page: str, said: str) -> list[str]:
-    """Sentences of the page that no code says. `...` stands for what is filled in, or left out."""
+def missing_sentences(page: str, code: str) -> list[str]:
+    """Return sentences of the page that are not in the code. `...` stands for a value or omitted text."""
     rows = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    return [row for row in rows if not re.search(".*".join(re.escape(part) for part in row.split("...")), said)]
+    return [row for row in rows if not re.search(".*".join(re.escape(part) for part in row.split("...")), code)]
 
 
-def test_every_sentence_of_the_troubles_is_said_by_the_code():
-    said = sentences_of_the_code()
-    assert len(re.findall(r"^\| `", TROUBLES, re.MULTILINE)) > 40
-    assert unsaid(TROUBLES, said) == []
-    assert unsaid(TROUBLES.replace("the run is paused", "the run has a break"), said) == ["the run has a break"]
+def test_sentences_of_troubleshooting_are_in_the_code():
+    code = sentences_of_the_code()
+    assert len(re.findall(r"^\| `", TROUBLESHOOTING, re.MULTILINE)) > 40
+    assert missing_sentences(TROUBLESHOOTING, code) == []
+    assert missing_sentences(TROUBLESHOOTING.replace("the run is paused", "the run has a break"), code) == [
+        "the run has a break"
+    ]

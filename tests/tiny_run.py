@@ -1,7 +1,7 @@
 """A small run of real cores on a virtual clock, for tests that need real entries.
 
-One syncer and a few learners over links with a fixed delay; processes can be killed and started again, and their clocks
-can be wrong. Nothing is random and nothing fails by itself.
+One syncer and a few learners over links with a fixed delay; processes can be killed and restarted, and their clocks
+can be offset. Nothing is random, and nothing fails unless a test requests it.
 """
 
 from __future__ import annotations
@@ -9,47 +9,52 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atoll.core.protocol import ControlRequested, FinishRequested, ShardBack, ShardLost, Stop
-from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, ControlWhat, RunConfig
-from atoll.sim.driver import Driver, Links, SimProcess, SimStore, Steps
+from atoll.core.protocol import ControlRequested, FinishRequested, ShardLost, ShardReconnected, Stop
+from atoll.core.syncer.state import RestoredState
+from atoll.core.types import SYNCER, ControlKind, RunConfig
+from atoll.sim.driver import SimDriver, SimLinks, SimProcess, SimStore, StepSimulator
 from atoll.tape.files import TapeWriter, new_header, tape_path
 from atoll.tape.format import Actor, Entry, Header
 
-DELAY_S, WORK_S, STEP_S, TOKENS = 0.05, 0.01, 1.0, 100
-SAMPLES = 4  # of one step, in a run with leases
+LINK_DELAY_S, STORE_DELAY_S, STEP_S, TOKENS_PER_STEP = 0.05, 0.01, 1.0, 100
+SAMPLES_PER_STEP = 4  # in a run with leases
 
 
 class TinyRun:
-    """Run it with `until`; between two calls processes may be killed and started.
+    """A run that `run_until` advances. Processes may be killed and started between two calls.
 
-    `clocks_s` is what a process adds to the true time, by learner id.
+    `clocks_s` is the clock offset of each process by learner id.
     """
 
     def __init__(self, learners: int = 3, clocks_s: dict[int, float] | None = None, **settings: object) -> None:
         self.config = RunConfig(**({"fragments": 3, "every_steps": 3, "quorum": 2} | settings))  # type: ignore[arg-type]
-        self.entries: list[Entry] = []  # in true order
+        self.entries: list[Entry] = []  # in the order of virtual time
         self.headers: dict[Actor, Header] = {}
-        self._driver = driver = Driver(self.config, clocks_s=clocks_s)
+        self._driver = driver = SimDriver(self.config, clocks_s=clocks_s)
         ids = range(1, 10)  # more may be started later
-        Links(driver, DELAY_S, DELAY_S)
-        SimStore(driver, WORK_S, WORK_S)
-        Steps(driver, dict.fromkeys(ids, STEP_S), dict.fromkeys(ids, TOKENS), dict.fromkeys(ids, SAMPLES))
+        SimLinks(driver, LINK_DELAY_S, LINK_DELAY_S)
+        SimStore(driver, STORE_DELAY_S, STORE_DELAY_S)
+        StepSimulator(
+            driver,
+            dict.fromkeys(ids, STEP_S),
+            dict.fromkeys(ids, TOKENS_PER_STEP),
+            dict.fromkeys(ids, SAMPLES_PER_STEP),
+        )
         driver.handlers[Stop] = self._on_stop
         driver.on_start.append(self._started)
         driver.on_entry.append(self.entries.append)
-        for who in range(learners + 1):
-            self.start(who)
+        for actor_id in range(learners + 1):
+            self.start(actor_id)
 
-    def _started(self, actor: Actor, restored: Restored | None) -> None:
+    def _started(self, actor: Actor, restored: RestoredState | None) -> None:
         self.headers[actor] = new_header(actor, self.config, seed=7, restored=restored, note="tiny")
 
     def _on_stop(self, proc: SimProcess, effect: Stop) -> None:
         """A learner process ends when its core has stopped; it leaves no timers on its tape."""
-        self._driver.engine.at(self._driver.engine.now, self._driver.kill, proc)
+        self._driver.engine.schedule(self._driver.engine.now, self._driver.kill, proc)
 
-    def _process(self, who: int) -> SimProcess:
-        proc = self._driver.learners[who] if who != SYNCER else self._driver.syncer
+    def _process(self, actor_id: int) -> SimProcess:
+        proc = self._driver.learners[actor_id] if actor_id != SYNCER else self._driver.syncer
         assert proc is not None
         return proc
 
@@ -57,35 +62,35 @@ class TinyRun:
     def syncer(self) -> Any:
         return self._process(SYNCER).core
 
-    def start(self, who: int) -> None:
-        if who == SYNCER:
+    def start(self, actor_id: int) -> None:
+        if actor_id == SYNCER:
             self._driver.start_syncer()
         else:
-            self._driver.start_learner(who)
+            self._driver.start_learner(actor_id)
 
-    def kill(self, who: int) -> None:
-        self._driver.kill(self._process(who))
+    def kill(self, actor_id: int) -> None:
+        self._driver.kill(self._process(actor_id))
 
-    def stop(self, who: int, for_s: float) -> None:
-        """As SIGSTOP and SIGCONT do: events wait, and the step under way ends when the process goes on, or later."""
-        self._process(who).paused_until = self._driver.engine.now + for_s
+    def suspend(self, actor_id: int, for_s: float) -> None:
+        """Suspend a process as SIGSTOP and SIGCONT do: events wait, and the current step ends later."""
+        self._process(actor_id).paused_until = self._driver.engine.now + for_s
 
     def finish(self) -> None:
         self._driver.deliver(self._process(SYNCER), FinishRequested())
 
-    def ask(self, what: ControlWhat, value: float | None, who: str) -> None:
-        """As an operator."""
-        self._driver.deliver(self._process(SYNCER), ControlRequested(what, value, who))
+    def request_control(self, what: ControlKind, value: float | None, requested_by: str) -> None:
+        """Send an operator request."""
+        self._driver.deliver(self._process(SYNCER), ControlRequested(what, value, requested_by))
 
-    def lose_shard(self, *fragments: int) -> None:
+    def disconnect_shard(self, *fragments: int) -> None:
         self._driver.deliver(self._process(SYNCER), ShardLost(fragments, "connection reset by peer"))
 
-    def find_shard(self, *fragments: int) -> None:
-        """With what is durable of these."""
-        held = tuple((p, self._driver.disk.version(p)) for p in fragments)
-        self._driver.deliver(self._process(SYNCER), ShardBack(held))
+    def reconnect_shard(self, *fragments: int) -> None:
+        """Reconnect the shard with the durable versions of these fragments."""
+        versions = tuple((p, self._driver.disk.durable_version(p)) for p in fragments)
+        self._driver.deliver(self._process(SYNCER), ShardReconnected(versions))
 
-    def until(self, end: float) -> TinyRun:
+    def run_until(self, end: float) -> TinyRun:
         self._driver.engine.run_until(end)
         self._driver.engine.now = end
         return self
@@ -102,16 +107,16 @@ class TinyRun:
 
 
 def eventful_run(**settings: object) -> TinyRun:
-    """Rounds, a killed learner that comes back, a killed syncer that comes back, and an orderly end."""
+    """Return a run with rounds, a killed and restarted learner, a killed and restarted syncer, and a regular end."""
     run = TinyRun(**settings)  # type: ignore[arg-type]
-    run.until(12.0)
+    run.run_until(12.0)
     run.kill(2)
-    run.until(14.0)
+    run.run_until(14.0)
     run.start(2)
-    run.until(20.0)
+    run.run_until(20.0)
     run.kill(SYNCER)
-    run.until(22.0)
+    run.run_until(22.0)
     run.start(SYNCER)
-    run.until(60.0)
+    run.run_until(60.0)
     run.finish()
-    return run.until(120.0)
+    return run.run_until(120.0)

@@ -1,6 +1,6 @@
-"""Atoll: Decoupled DiLoCo, training on islands that never wait for each other.
+"""Atoll: Decoupled DiLoCo, fault-tolerant training of one PyTorch model on islands that never wait for each other.
 
-`atoll.Learner` and `atoll.LearnerStats` are loaded on first use: tools that need no tensors start without torch.
+`atoll.Learner` and `atoll.LearnerStats` are loaded on first use, so that tools without tensors start without torch.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll.errors import AtollError as AtollError
-    from atoll.errors import BackgroundFailed as BackgroundFailed
-    from atoll.errors import IslandBroken as IslandBroken
-    from atoll.errors import JoinTimeout as JoinTimeout
-    from atoll.errors import KeysRefused as KeysRefused
-    from atoll.errors import LearnerRefused as LearnerRefused
-    from atoll.errors import SyncerUnreachable as SyncerUnreachable
+    from atoll.errors import BackgroundFailedError as BackgroundFailedError
+    from atoll.errors import IslandBrokenError as IslandBrokenError
+    from atoll.errors import JoinTimeoutError as JoinTimeoutError
+    from atoll.errors import KeysRefusedError as KeysRefusedError
+    from atoll.errors import LearnerRefusedError as LearnerRefusedError
+    from atoll.errors import SyncerUnreachableError as SyncerUnreachableError
     from atoll.island.stats import LearnerStats as LearnerStats
     from atoll.learner.api import Learner as Learner
 
-try:  # a file and not the metadata of the package, which takes 40 ms to read
+try:  # a file, because reading the metadata of the package takes 40 ms
     from atoll._version import version as __version__
-except ImportError:  # run from its sources, never built
+except ImportError:  # run from the sources without a build
     __version__ = "0+unknown"
 
 __all__ = [
     "AtollError",
-    "BackgroundFailed",
-    "IslandBroken",
-    "JoinTimeout",
-    "KeysRefused",
+    "BackgroundFailedError",
+    "IslandBrokenError",
+    "JoinTimeoutError",
+    "KeysRefusedError",
     "Learner",
-    "LearnerRefused",
+    "LearnerRefusedError",
     "LearnerStats",
-    "SyncerUnreachable",
+    "SyncerUnreachableError",
     "__version__",
 ]
 _MODULES = {"Learner": "atoll.learner.api", "LearnerStats": "atoll.island.stats"}

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> int:
-    """Loads the command only here, so that Ctrl-C is answered in one line even while modules are imported."""
+    """Run the command. It is imported here, so that Ctrl-C during the import prints one line, too."""
     try:
         from atoll.cli.main import main
 

@@ -1,40 +1,40 @@
-"""What can go wrong for a learner, for its user to catch.
+"""Errors that a learner raises, for its user to catch.
 
 AtollError
-  SyncerUnreachable    no syncer answers at the address: when joining, or in a `step` after `away_timeout_s`
-    JoinTimeout        somebody answers, but the learner could not start in the time that it was given
-  LearnerRefused       the syncer said no: another model, another run, quarantine, a key or token that is not good
-    KeysRefused        no word was said: one side does not trust the other's key, or one speaks TLS and the other not
-  IslandBroken         a rank of this island is gone, has failed, or is out of step with the others
-  BackgroundFailed     our bug: a background thread has ended; the cause is attached
+  SyncerUnreachableError    no syncer answers at the address: when joining, or in `step` after `disconnect_timeout_s`
+    JoinTimeoutError        the syncer answered, but the learner could not start within `join_timeout_s`
+  LearnerRefusedError       the syncer refused the learner: another model, another run, quarantine, invalid key or token
+    KeysRefusedError        the TLS handshake failed: one side does not trust the other's key, or only one side uses TLS
+  IslandBrokenError         a rank of this island was lost, has failed, or is out of step with the others
+  BackgroundFailedError     bug in Atoll: a background thread has ended; the cause is attached
 """
 
 from __future__ import annotations
 
 
 class AtollError(Exception):
-    """Everything that a learner raises by itself, except for ValueError for wrong arguments."""
+    """Base class of all errors that a learner raises, except for ValueError for invalid arguments."""
 
 
-class SyncerUnreachable(AtollError):  # noqa: N818 - named as the state of things that the user meets
+class SyncerUnreachableError(AtollError):
     pass
 
 
-class JoinTimeout(SyncerUnreachable):
+class JoinTimeoutError(SyncerUnreachableError):
     pass
 
 
-class LearnerRefused(AtollError):  # noqa: N818
+class LearnerRefusedError(AtollError):
     pass
 
 
-class KeysRefused(LearnerRefused):
+class KeysRefusedError(LearnerRefusedError):
     pass
 
 
-class IslandBroken(AtollError):  # noqa: N818
+class IslandBrokenError(AtollError):
     pass
 
 
-class BackgroundFailed(AtollError):  # noqa: N818
+class BackgroundFailedError(AtollError):
     pass

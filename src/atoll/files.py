@@ -2,7 +2,7 @@
 
 After a crash or on a full disk, a path holds its old content or the new one, never a part.
 
-The content goes to a temporary file beside the path, is made durable, and then gets its name in one step. `durable` is
+The content goes to a temporary file next to the path, is made durable, and then gets its name in one step. `durable` is
 False only where losing the file to a power cut is harmless: nothing is fsynced then.
 """
 
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-UNFINISHED = ".unfinished"
+TEMPORARY_SUFFIX = ".unfinished"
 """Suffix of a temporary file. One that is found was left by a killed process."""
 
-_OURS = os.urandom(4).hex()
+_PROCESS_TAG = os.urandom(4).hex()
 """Part of the name of every temporary file of this process: no other process may rename or overwrite them."""
 
 _CHUNK_BYTES = 2**20
@@ -33,11 +33,11 @@ def atomic_write(
     durable: bool = True,
     replace: bool = True,
     mode: int = 0o644,
-    before_naming: Callable[[], None] | None = None,
+    before_rename: Callable[[], None] | None = None,
 ) -> Iterator[BinaryIO]:
     """Open a temporary file that becomes `path` when the block ends, or is removed if the block raises.
 
-    Without `replace` an existing file stays, and the error is `FileExistsError`. `before_naming` is called when only
+    Without `replace` an existing file stays, and the error is `FileExistsError`. `before_rename` is called when only
     the name is missing, and may still raise. `name` of the yielded file is its path: a library that opens files itself
     may write there. Two threads must not write the same path at the same time.
     """
@@ -50,8 +50,8 @@ def atomic_write(
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        if before_naming is not None:
-            before_naming()
+        if before_rename is not None:
+            before_rename()
         if replace:
             os.replace(temporary, path)
         else:
@@ -60,14 +60,14 @@ def atomic_write(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename in (None, str(temporary), temporary):
-            error.filename, error.filename2 = str(path), None  # ENOSPC from a write names no file
+            error.filename, error.filename2 = str(path), None  # ENOSPC from a write has no file name
         raise
     if durable:
         sync_folder(path.parent)
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid():x}-{_OURS}{UNFINISHED}")
+    return path.with_name(f".{path.name}.{os.getpid():x}-{_PROCESS_TAG}{TEMPORARY_SUFFIX}")
 
 
 @contextlib.contextmanager
@@ -92,16 +92,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 def write_file(
     path: Path,
-    pieces: Iterable[memoryview | bytes | bytearray],
+    chunks: Iterable[memoryview | bytes | bytearray],
     *,
     durable: bool = True,
     replace: bool = True,
     mode: int = 0o644,
-    before_naming: Callable[[], None] | None = None,
+    before_rename: Callable[[], None] | None = None,
 ) -> None:
     """Write a file atomically; the arguments are those of `atomic_write`."""
-    with atomic_write(path, durable=durable, replace=replace, mode=mode, before_naming=before_naming) as file:
-        for piece in pieces:
+    with atomic_write(path, durable=durable, replace=replace, mode=mode, before_rename=before_rename) as file:
+        for piece in chunks:
             view = memoryview(piece)
             while view.nbytes:
                 written = os.write(file.fileno(), view[:_CHUNK_BYTES])
@@ -170,7 +170,7 @@ class LockHeldError(Exception):
         self.owner = owner
 
 
-def take_lock(path: Path, owner: str) -> int:
+def acquire_lock(path: Path, owner: str) -> int:
     """Lock a file, write its owner into it, and return it open. The lock ends when no process has the file open."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:

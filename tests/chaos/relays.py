@@ -1,4 +1,4 @@
-"""Relays that do to a link what only tests ask for: change chosen bytes, and break connections by their length."""
+"""Relays with faults for tests only: change chosen bytes, and break connections after a number of bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class BreakingRelay(Relay):
         self._break_after: float | None = None
         self._carried: Counter[object] = Counter()  # bytes of each direction of each connection
 
-    def change_down(self, how: Callable[[bytes], bytes]) -> None:
-        """Every piece towards the learner arrives as `how` returns it."""
-        self._loop.call_soon_threadsafe(setattr, self, "_change_down", how)
+    def change_down(self, transform: Callable[[bytes], bytes]) -> None:
+        """Replace every chunk towards the learner by the result of `transform`."""
+        self._loop.call_soon_threadsafe(setattr, self, "_change_down", transform)
 
     def break_after(self, bytes_each: float | None) -> None:
         """Break every connection that carries more than this many bytes in one direction, as some middleboxes do."""
@@ -31,7 +31,7 @@ class BreakingRelay(Relay):
 
         self._loop.call_soon_threadsafe(begin)
 
-    def arriving(self, data: bytes, up: bool) -> bytes:
+    def transform_chunk(self, data: bytes, up: bool) -> bytes:
         if self._change_down is not None and not up:
             data = self._change_down(data)
         task = asyncio.current_task()  # one for each direction of each connection
@@ -39,7 +39,7 @@ class BreakingRelay(Relay):
         if self._break_after is not None and self._carried[task] > self._break_after:
             self.broken += 1
             raise ConnectionResetError
-        return super().arriving(data, up)
+        return super().transform_chunk(data, up)
 
 
 class BreakingRelays(Relays):
@@ -52,6 +52,6 @@ class BreakingRelays(Relays):
 
 @contextmanager
 def relay_to(target: str) -> Iterator[BreakingRelay]:
-    """Open one relay for as long as it is needed."""
+    """Open one relay for the duration of a with block."""
     with closing(BreakingRelays()) as relays:
         yield relays.open(target)

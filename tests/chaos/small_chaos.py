@@ -1,4 +1,4 @@
-"""Scenarios that take seconds: a little text, a tiny model, real processes and real faults."""
+"""Scenarios that take seconds: a small text, a tiny model, real processes and real faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks: full and read-only for real, as the kernel says it, and everything as it was afterwards."""
+"""Disks: the kernel refuses writes during a fault and accepts them afterwards."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import os, sys
 for line in sys.stdin:
     try:
         with open(line.strip(), "ab", buffering=0) as file:
-            wrote = file.write(bytes(100_000))
-        print("wrote", wrote, flush=True)
-    except OSError as wrong:
-        print(wrong.errno, flush=True)
+            size = file.write(bytes(100_000))
+        print("wrote", size, flush=True)
+    except OSError as error:
+        print(error.errno, flush=True)
 """
 
 
 class Writer:
-    """A process that writes 100 kB into a file whenever it is told to."""
+    """A process that appends 100 kB to a file on request."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -47,51 +47,51 @@ class Writer:
 
 @pytest.fixture
 def writer():
-    made = Writer()
-    yield made
-    made.close()
+    process = Writer()
+    yield process
+    process.close()
 
 
 @pytest.fixture
 def mounted(tmp_path):
     disk = Disk(tmp_path / "disk")
-    assert disk.how_full == "a tmpfs that is full"
+    assert disk.full_method == "a tmpfs that is full"
     yield disk
     disk.close()
-    assert [where for _, where in disks.mounts() if where.startswith(str(tmp_path))] == []
+    assert [path for _, path in disks.list_mounts() if path.startswith(str(tmp_path))] == []
 
 
-def test_a_full_disk_takes_no_byte_more(mounted, writer):
+def test_full_disk_refuses_writes_until_freed(mounted, writer):
     file = mounted.folder / "file"
     assert writer.write(file) == "wrote 100000"
     assert mounted.fill(writer.pid)
     assert writer.write(mounted.folder / "other") == str(errno.ENOSPC)
-    file.unlink()  # what is freed is taken up again
+    file.unlink()  # the next call fills the freed space
     assert mounted.fill(writer.pid)
     assert writer.write(mounted.folder / "other") == str(errno.ENOSPC)
-    mounted.empty()
+    mounted.free()
     assert writer.write(mounted.folder / "other") == "wrote 100000"
 
 
-def test_a_read_only_disk_can_be_read_and_is_written_again_later(mounted, writer):
+def test_read_only_disk_can_be_read_and_becomes_writable_again(mounted, writer):
     file = mounted.folder / "file"
     assert writer.write(file) == "wrote 100000"
-    with open(file, "ab", buffering=0) as held:  # was open before, as a tape is
-        assert mounted.protect()
+    with open(file, "ab", buffering=0) as tape:  # was open before the fault
+        assert mounted.make_read_only()
         assert writer.write(file) == str(errno.EROFS)
         assert len(file.read_bytes()) == 100_000
-        held.write(b"x")
-        mounted.unprotect()
+        tape.write(b"x")
+        mounted.make_writable()
     assert writer.write(file) == "wrote 100000"
     assert file.stat().st_size == 200_001
 
 
-def test_what_was_written_stays_when_the_disk_goes(tmp_path, writer):
+def test_closed_disk_leaves_its_files_in_place(tmp_path, writer):
     disk = Disk(tmp_path / "disk")
     (disk.folder / "deep").mkdir()
     writer.write(disk.folder / "deep" / "file")
     disk.fill(writer.pid)
-    disk.protect()
+    disk.make_read_only()
     disk.close()
     disk.close()
     assert (tmp_path / "disk/deep/file").stat().st_size == 100_000
@@ -101,40 +101,40 @@ def test_what_was_written_stays_when_the_disk_goes(tmp_path, writer):
     assert not os.path.ismount(tmp_path / "disk")
 
 
-def test_without_root_a_limit_on_the_process_stands_for_a_full_disk(tmp_path, writer):
+def test_full_disk_without_root_limits_file_size_of_process(tmp_path, writer):
     disk = Disk(tmp_path / "disk", try_mount=False)
-    assert "limit" in disk.how_full
+    assert "limit" in disk.full_method
     file = disk.folder / "file"
     assert disk.fill(writer.pid)
-    assert writer.write(file) == f"wrote {disks.FREE_WHEN_LIMITED}"
+    assert writer.write(file) == f"wrote {disks.FILE_SIZE_LIMIT_BYTES}"
     assert writer.write(file) == str(errno.EFBIG)
-    (tmp_path / "other").write_bytes(bytes(100_000))  # nobody else is limited
-    disk.empty()
+    (tmp_path / "other").write_bytes(bytes(100_000))  # only that process is limited
+    disk.free()
     assert writer.write(file) == "wrote 100000"
     disk.fill(writer.pid)
     disk.close()
     assert writer.write(file) == "wrote 100000"
-    assert not disk.fill(None)  # nobody to limit
+    assert not disk.fill(None)  # no process to limit
     assert not disk.fill(2**22 + 1)
 
 
-def test_without_root_folders_lose_the_right_to_write(tmp_path):
+def test_read_only_disk_without_root_removes_write_permission(tmp_path):
     disk = Disk(tmp_path / "disk", try_mount=False)
     (disk.folder / "deep").mkdir()
     if os.geteuid() == 0:
-        assert not disk.protect()  # root may write everywhere: it says that nothing happened
+        assert not disk.make_read_only()  # root ignores permissions, so it reports failure
         return
-    assert disk.protect()
+    assert disk.make_read_only()
     with pytest.raises(PermissionError):
         (disk.folder / "deep/file").write_text("x")
-    disk.unprotect()
+    disk.make_writable()
     (disk.folder / "deep/file").write_text("x")
 
 
-def test_what_a_killed_tool_has_left_is_swept_away(tmp_path, mounted):
+def test_disks_of_killed_process_are_removed(tmp_path, mounted):
     text = (
         "import sys; from pathlib import Path; from atoll.chaos.disks import Disk; d = Disk(Path(sys.argv[1]));"
-        " d.protect(); print(d.how_full, flush=True); input()"
+        " d.make_read_only(); print(d.full_method, flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", text, str(tmp_path / "left")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -142,6 +142,6 @@ def test_what_a_killed_tool_has_left_is_swept_away(tmp_path, mounted):
         assert tool.stdout is not None
         assert tool.stdout.readline() == "a tmpfs that is full\n"
         tool.kill()
-    assert str(tmp_path / "left") in disks.sweep()
+    assert str(tmp_path / "left") in disks.remove_stale()
     assert not os.path.ismount(tmp_path / "left")
-    assert os.path.ismount(mounted.folder)  # that of a living process stays
+    assert os.path.ismount(mounted.folder)  # the disk of a running process stays

@@ -1,4 +1,4 @@
-"""The relay: each thing that it can do to a link is measured at both ends, and nothing of it is left behind."""
+"""The relay: every fault is measured at both ends, and close removes everything."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 
 from atoll.chaos.relay import Relay, Relays
 
-LIMIT_S = 300.0
-"""Of a wait for bytes that arrive: only a relay that lost them takes so long."""
+ARRIVAL_TIMEOUT_S = 300.0
+"""Timeout for bytes that must arrive."""
 
 
 class Echo:
-    """Sends back what it gets, until told to swallow it."""
+    """A server that returns all bytes that it receives."""
 
     def __init__(self) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.socket.getsockname()[1]}"
-        self.got = bytearray()
+        self.received = bytearray()
         self.arrived = threading.Condition()
         self.threads = [threading.Thread(target=self._accept, daemon=True)]
         self.threads[0].start()
@@ -29,19 +29,19 @@ class Echo:
     def _accept(self) -> None:
         while True:
             try:
-                taken, _ = self.socket.accept()
+                connection, _ = self.socket.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(taken,), name="echo", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="echo", daemon=True).start()
 
-    def _serve(self, taken: socket.socket) -> None:
-        with taken:
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
             try:
-                while data := taken.recv(65536):
+                while data := connection.recv(65536):
                     with self.arrived:
-                        self.got += data
+                        self.received += data
                         self.arrived.notify_all()
-                    taken.sendall(data)
+                    connection.sendall(data)
             except OSError:
                 return
 
@@ -50,16 +50,16 @@ class Echo:
             self.socket.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept would keep it open
         self.socket.close()
 
-    def wait_for(self, count: int, timeout_s: float = LIMIT_S) -> bool:
+    def wait_for(self, count: int, timeout_s: float = ARRIVAL_TIMEOUT_S) -> bool:
         with self.arrived:
-            return self.arrived.wait_for(lambda: len(self.got) >= count, timeout_s)
+            return self.arrived.wait_for(lambda: len(self.received) >= count, timeout_s)
 
 
 @pytest.fixture
 def echo():
-    served = Echo()
-    yield served
-    served.close()
+    server = Echo()
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -68,17 +68,17 @@ def relay(echo):
         yield relays.open(echo.address, seed=3)
 
 
-def dialled(relay: Relay) -> socket.socket:
+def connect(relay: Relay) -> socket.socket:
     host, _, port = relay.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=LIMIT_S)
+    return socket.create_connection((host, int(port)), timeout=ARRIVAL_TIMEOUT_S)
 
 
-def received(link: socket.socket, count: int) -> bytes:
+def receive(link: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        piece = link.recv(count - len(data))
-        assert piece, f"the link ended after {len(data)} of {count} bytes"
-        data += piece
+        chunk = link.recv(count - len(data))
+        assert chunk, f"the link ended after {len(data)} of {count} bytes"
+        data += chunk
     return data
 
 
@@ -89,130 +89,130 @@ def is_silent(link: socket.socket, for_s: float = 0.3) -> bool:
     except TimeoutError:
         return True
     finally:
-        link.settimeout(LIMIT_S)
+        link.settimeout(ARRIVAL_TIMEOUT_S)
 
 
-def test_what_is_sent_arrives_as_it_is(relay):
-    with dialled(relay) as link:
+def test_relay_forwards_bytes_unchanged(relay):
+    with connect(relay) as link:
         sent = bytes(range(256)) * 1000
         threading.Thread(target=link.sendall, args=(sent,)).start()
-        assert received(link, len(sent)) == sent
+        assert receive(link, len(sent)) == sent
     counts = relay.counts()
-    assert (counts.up_bytes, counts.down_bytes, counts.damaged_bytes) == (len(sent), len(sent), 0)
+    assert (counts.up_bytes, counts.down_bytes, counts.corrupted_bytes) == (len(sent), len(sent), 0)
 
 
-@pytest.mark.parametrize("way", ["both", "up", "down"])
-def test_a_cut_holds_its_direction_and_only_that(relay, echo, way):
-    with dialled(relay) as link:
+@pytest.mark.parametrize("direction", ["both", "up", "down"])
+def test_cut_holds_only_its_direction(relay, echo, direction):
+    with connect(relay) as link:
         link.sendall(b"a")
-        assert received(link, 1) == b"a"
-        relay.cut(way)
+        assert receive(link, 1) == b"a"
+        relay.cut(direction)
         link.sendall(b"b")
-        assert echo.wait_for(2) if way == "down" else not echo.wait_for(2, 0.3)
+        assert echo.wait_for(2) if direction == "down" else not echo.wait_for(2, 0.3)
         assert is_silent(link)
-        relay.cut(way, on=False)
-        assert received(link, 1) == b"b"  # it was held, not lost
+        relay.cut(direction, is_cut=False)
+        assert receive(link, 1) == b"b"  # it was held, not lost
 
 
-def test_a_new_connection_waits_while_the_link_is_cut(relay, echo):
+def test_new_connection_waits_while_the_link_is_cut(relay, echo):
     relay.cut("down")
-    with dialled(relay) as link:
+    with connect(relay) as link:
         link.sendall(b"a")
         assert not echo.wait_for(1, 0.3)  # a handshake needs both directions
-        relay.cut("down", on=False)
-        assert received(link, 1) == b"a"
+        relay.cut("down", is_cut=False)
+        assert receive(link, 1) == b"a"
 
 
-def test_a_thin_link_carries_so_many_bytes_per_second(relay, echo):
-    relay.thin(40_000)
-    with dialled(relay) as link:
-        began = time.monotonic()
+def test_throttle_limits_bytes_per_second(relay, echo):
+    relay.throttle(40_000)
+    with connect(relay) as link:
+        started_at = time.monotonic()
         threading.Thread(target=link.sendall, args=(bytes(20_000),)).start()
         assert echo.wait_for(20_000)
-        took_s = time.monotonic() - began
+        took_s = time.monotonic() - started_at
     assert took_s >= 0.4
-    slowed = relay.counts().slowed_pieces
-    assert slowed >= 5
-    relay.thin(None)
-    with dialled(relay) as link:
+    delayed = relay.counts().delayed_chunks
+    assert delayed >= 5
+    relay.throttle(None)
+    with connect(relay) as link:
         link.sendall(bytes(20_000))
-        received(link, 20_000)
-    assert relay.counts().slowed_pieces == slowed
+        receive(link, 20_000)
+    assert relay.counts().delayed_chunks == delayed
 
 
-def test_a_late_link_is_late_in_each_direction(relay):
-    with dialled(relay) as link:
+def test_delay_applies_to_each_direction(relay):
+    with connect(relay) as link:
         link.sendall(b"a")
-        received(link, 1)
+        receive(link, 1)
         relay.delay(0.2)
-        began = time.monotonic()
+        started_at = time.monotonic()
         link.sendall(b"b")
-        received(link, 1)
-        assert time.monotonic() - began >= 0.4
+        receive(link, 1)
+        assert time.monotonic() - started_at >= 0.4
 
 
-def test_damage_changes_about_as_many_bytes_as_asked(relay, echo):
-    relay.damage(1000, "up")
-    with dialled(relay) as link:
+def test_corruption_changes_about_the_requested_share_of_bytes(relay, echo):
+    relay.corrupt(1000, "up")
+    with connect(relay) as link:
         sent = bytes(200_000)
         threading.Thread(target=link.sendall, args=(sent,)).start()
-        back = received(link, len(sent))
-    wrong = sum(byte != 0 for byte in echo.got)
-    assert 100 <= wrong <= 320
-    assert relay.counts().damaged_bytes == wrong
-    assert back == bytes(echo.got)  # on the way back nothing was changed
-    assert all(bin(byte).count("1") <= 1 for byte in echo.got)
-    relay.damage(None)
-    with dialled(relay) as link:
+        back = receive(link, len(sent))
+    changed = sum(byte != 0 for byte in echo.received)
+    assert 100 <= changed <= 320
+    assert relay.counts().corrupted_bytes == changed
+    assert back == bytes(echo.received)  # the other direction is unchanged
+    assert all(bin(byte).count("1") <= 1 for byte in echo.received)
+    relay.corrupt(None)
+    with connect(relay) as link:
         link.sendall(sent[:5000])
-        assert received(link, 5000) == sent[:5000]
+        assert receive(link, 5000) == sent[:5000]
 
 
-def test_damage_is_drawn_by_the_seed(echo):
-    def damaged() -> bytes:
-        echo.got.clear()
+def test_corruption_is_drawn_by_the_seed(echo):
+    def corrupted() -> bytes:
+        echo.received.clear()
         with contextlib.closing(Relays()) as relays:
             relay = relays.open(echo.address, seed=9)
-            relay.damage(100, "up")
-            with dialled(relay) as link:
+            relay.corrupt(100, "up")
+            with connect(relay) as link:
                 link.sendall(bytes(3000))
-                received(link, 3000)
-        return bytes(echo.got)
+                receive(link, 3000)
+        return bytes(echo.received)
 
-    assert damaged() == damaged() != bytes(3000)
+    assert corrupted() == corrupted() != bytes(3000)
 
 
-def test_a_reset_ends_connections_and_new_ones_work(relay):
-    with dialled(relay) as link:
+def test_reset_aborts_connections_and_new_ones_work(relay):
+    with connect(relay) as link:
         link.sendall(b"a")
-        received(link, 1)
+        receive(link, 1)
         relay.reset()
         with pytest.raises((ConnectionError, AssertionError)):
-            received(link, 1)
-    with dialled(relay) as link:
+            receive(link, 1)
+    with connect(relay) as link:
         link.sendall(b"b")
-        assert received(link, 1) == b"b"
+        assert receive(link, 1) == b"b"
 
 
-def test_nobody_behind_it_ends_the_connection(echo):
+def test_relay_without_server_closes_the_connection(echo):
     echo.close()
-    with contextlib.closing(Relays()) as relays, dialled(relays.open(echo.address)) as link:  # noqa: SIM117
+    with contextlib.closing(Relays()) as relays, connect(relays.open(echo.address)) as link:  # noqa: SIM117
         with pytest.raises((ConnectionError, AssertionError)):
-            received(link, 1)
+            receive(link, 1)
 
 
-def test_nothing_is_left_of_it(echo):
+def test_close_leaves_no_thread_and_no_connection(echo):
     before = {thread.name for thread in threading.enumerate()}
     relays = Relays()
     relay = relays.open(echo.address)
-    with dialled(relay) as link:
+    with connect(relay) as link:
         relay.cut("both")
         link.sendall(b"a")
         relays.close()
         relays.close()
         left = {thread.name for thread in threading.enumerate()} - before
-        assert left <= {"echo"}, "the other end may not have noticed yet; of the relay nothing is left"
+        assert left <= {"echo"}, "the server thread may still run, the relay's threads may not"
         with pytest.raises(ConnectionError):
-            dialled(relay)
+            connect(relay)
         with pytest.raises((ConnectionError, AssertionError)):
-            received(link, 1)
+            receive(link, 1)

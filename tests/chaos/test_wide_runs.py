@@ -1,4 +1,4 @@
-"""The benchmarks of the wide network in their short form: a thin, long, lossy link, and nobody is suspected."""
+"""Short form of the wide-area network benchmarks: no learner on a slow, long, lossy link is suspected."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import pytest
 
 from atoll.chaos import netns
-from benchmarks.bench_links import cell
-from benchmarks.wide_runs import Carried, Mark, Seen, Shape, marks_of, paced_job
+from benchmarks.bench_links import measure_cell
+from benchmarks.wide_runs import ByteCounts, LinkParameters, ObservedRun, StepSample, paced_job, read_step_samples
 from tests.reference.small_jobs import small_text
 
 
 @pytest.mark.long
 @pytest.mark.needs_root
-def test_learners_on_thin_long_lossy_links_are_not_suspected_and_merge(tmp_path):
+def test_learners_on_slow_lossy_links_merge_and_are_not_suspected(tmp_path):
     small = paced_job(
         "decoupled",
         learners=2,
@@ -24,53 +24,59 @@ def test_learners_on_thin_long_lossy_links_are_not_suspected_and_merge(tmp_path)
         step_time_s=0.05,
         every_steps=8,
         fragments=4,
-        codec="f32",  # 480 KB in 0.4 s: as much as the link carries
+        codec="f32",  # 480 KB in 0.4 s: the capacity of the link
     )
-    shape = Shape(10e6, delay_s=0.15, loss=0.01)  # more of them: benchmarks/bench_links.py
-    row = cell("test", small, shape, 6.0, tmp_path / "run")
+    shape = LinkParameters(10e6, delay_s=0.15, loss=0.01)  # more cells: benchmarks/bench_links.py
+    row = measure_cell("test", small, shape, 6.0, tmp_path / "run")
     assert row["broken"] == []
     assert set(row["delivered"]) == {1, 2}
-    assert row["effective_h"] > 8  # the link does not carry the plan
-    assert [name for name in netns.ours() if f"-{os.getpid()}-" in name] == []
+    assert row["effective_h"] > 8  # the link is too slow for the planned H
+    assert [name for name in netns.list_namespaces() if f"-{os.getpid()}-" in name] == []
 
 
-class Written(Seen):
-    """A run with given lines of metrics."""
+class RecordedRun(ObservedRun):
+    """A run with given step samples."""
 
-    lines: tuple[Mark, ...] = ()
+    samples: tuple[StepSample, ...] = ()
 
-    def marks(self, learner: int) -> list[Mark]:
-        return [mark for mark in self.lines if mark.at >= self.shaped_at]
-
-
-def written(tmp_path, *lines: tuple[float, int], shaped_at: float = 0.0) -> Seen:
-    seen = Written(tmp_path, learners=1, shaped_at=shaped_at)
-    seen.lines = tuple(Mark(*line) for line in lines)
-    return seen
+    def step_samples(self, learner: int) -> list[StepSample]:
+        return [sample for sample in self.samples if sample.at >= self.shaped_at]
 
 
-def test_steps_are_counted_from_when_links_have_their_shape_in_whole_periods(tmp_path):
-    seen = written(tmp_path, *((10.0 + n, n) for n in range(60)), shaped_at=15.0)
-    assert seen.span(skip=2) == {1: (Mark(17.0, 7), Mark(69.0, 59))}
-    assert seen.span(skip=0, whole=24) == {1: (Mark(15.0, 5), Mark(63.0, 53))}
-    assert seen.step_s(skip=0, whole=24) == 1.0
+def recorded_run(tmp_path, *samples: tuple[float, int], shaped_at: float = 0.0) -> ObservedRun:
+    run = RecordedRun(tmp_path, learners=1, shaped_at=shaped_at)
+    run.samples = tuple(StepSample(*sample) for sample in samples)
+    return run
 
 
-def test_too_few_steps_are_no_measurement(tmp_path):
+def test_steps_count_in_whole_periods_after_links_are_shaped(tmp_path):
+    run = recorded_run(tmp_path, *((10.0 + n, n) for n in range(60)), shaped_at=15.0)
+    assert run.span(skip=2) == {1: (StepSample(17.0, 7), StepSample(69.0, 59))}
+    assert run.span(skip=0, whole=24) == {1: (StepSample(15.0, 5), StepSample(63.0, 53))}
+    assert run.step_s(skip=0, whole=24) == 1.0
+
+
+def test_too_few_steps_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match="too few steps"):
-        written(tmp_path, (1.0, 1), (2.0, 2)).step_s(skip=0, whole=24)
+        recorded_run(tmp_path, (1.0, 1), (2.0, 2)).step_s(skip=0, whole=24)
     with pytest.raises(RuntimeError, match="took no step"):
-        written(tmp_path, (1.0, 1), shaped_at=5.0).step_s(skip=0)
+        recorded_run(tmp_path, (1.0, 1), shaped_at=5.0).step_s(skip=0)
 
 
-def test_bytes_are_of_the_same_time_as_steps(tmp_path):
-    seen = written(tmp_path, (10.0, 1), (20.0, 11))
-    seen.counts = [(9.0, [Carried(0, 0)]), (11.0, [Carried(200, 20)]), (19.0, [Carried(1000, 20)])]
-    seen.counts.append((21.0, [Carried(1200, 40)]))
-    assert seen.bytes_per_s(skip=0) == Carried(100, 2)
+def test_bytes_and_steps_cover_the_same_time(tmp_path):
+    run = recorded_run(tmp_path, (10.0, 1), (20.0, 11))
+    run.counts = [(9.0, [ByteCounts(0, 0)]), (11.0, [ByteCounts(200, 20)]), (19.0, [ByteCounts(1000, 20)])]
+    run.counts.append((21.0, [ByteCounts(1200, 40)]))
+    assert run.bytes_per_s(skip=0) == ByteCounts(100, 2)
 
 
-def test_a_line_of_several_steps_is_a_mark_for_each_unless_they_waited_in_between():
+def test_line_of_several_steps_is_split_unless_learner_waited():
     lines = [(10.0, 2), (11.0, 4), (22.0, 6), (22.5, 7)]
-    found = marks_of([{"at": at, "step": step, "step_s": 0.5} for at, step in lines])
-    assert found == [Mark(10.0, 2), Mark(10.5, 3), Mark(11.0, 4), Mark(22.0, 6), Mark(22.5, 7)]
+    found = read_step_samples([{"at": at, "step": step, "step_s": 0.5} for at, step in lines])
+    assert found == [
+        StepSample(10.0, 2),
+        StepSample(10.5, 3),
+        StepSample(11.0, 4),
+        StepSample(22.0, 6),
+        StepSample(22.5, 7),
+    ]

@@ -1,4 +1,4 @@
-"""Models out of a run and into another: whatever way they take, they are the same to the last bit."""
+"""Export, import and --init: models keep their bits in every format."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from atoll.checkpoint.formats import model_of, read_checkpoint
-from atoll.checkpoint.model_file import MODEL, model_digest, tensors_digest
-from atoll.checkpoint.published import assembled, plan_of
+from atoll.checkpoint.formats import read_checkpoint, read_run_model
+from atoll.checkpoint.model_file import MODEL_FILE, model_digest, tensors_digest
+from atoll.checkpoint.published_model import assemble_tensors, read_plan
 from atoll.cli.main import main
 from atoll.core.protocol import SnapshotRecord
 from atoll.reference.job import start_job
 from atoll.reference.saved_models import load_model
 from atoll.store.tensor_file import read_tensors
 from atoll.store.version_store import Store
-from atoll.syncer.initial_model import INIT
-from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
+from atoll.syncer.initial_model import INIT_FILE
+from tests.reference.small_jobs import load_corpus, silent_view, small_settings, small_text
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two learners, and its report."""
-    place = tmp_path_factory.mktemp("checkpoints")
-    settings = small_settings(small_text(place / "text"))
-    report = start_job(settings, place / "run", silent_view()[0], corpus_of(settings))
-    return place / "run", report
+    """Return the directory and the report of a run with two learners."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    settings = small_settings(small_text(folder / "text"))
+    report = start_job(settings, folder / "run", silent_view()[0], load_corpus(settings))
+    return folder / "run", report
 
 
-def told(capsys, *words) -> dict:
-    assert main([*map(str, words), "--json"]) == 0, capsys.readouterr().err
-    found: dict = json.loads(capsys.readouterr().out)
-    return found
+def run_command(capsys, *arguments) -> dict:
+    """Run a command that succeeds. Return its JSON output."""
+    assert main([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    output: dict = json.loads(capsys.readouterr().out)
+    return output
 
 
-def complaint(capsys, *words) -> str:
-    assert main([*map(str, words)]) == 2
+def run_failing_command(capsys, *arguments) -> str:
+    """Run a command with a usage error. Return its error output."""
+    assert main([*map(str, arguments)]) == 2
     return str(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_what_is_exported_and_imported_is_what_was_published(finished, tmp_path, capsys, to):
+def test_exported_and_imported_model_equals_the_published_one(finished, tmp_path, capsys, to):
     run, report = finished
-    exported = told(capsys, "export", run, "--to", to, "--out", tmp_path / "out" / f"model.{to}")
-    imported = told(capsys, "import", tmp_path / "out" / f"model.{to}", "--out", tmp_path / "start.safetensors")
+    exported = run_command(capsys, "export", run, "--to", to, "--out", tmp_path / "out" / f"model.{to}")
+    imported = run_command(capsys, "import", tmp_path / "out" / f"model.{to}", "--out", tmp_path / "start.safetensors")
     assert exported["digest"] == imported["digest"] == model_digest(load_model(run)[1]) == report.final_digest
     assert exported["which"] == "the final model"
     assert tensors_digest(load_file(tmp_path / "start.safetensors")) == exported["digest"]
@@ -56,105 +58,110 @@ def test_what_is_exported_and_imported_is_what_was_published(finished, tmp_path,
         assert file.metadata()["digest"] == exported["digest"]
 
 
-def test_a_run_that_is_not_over_gives_its_newest_published_versions(finished, tmp_path, capsys):
+def test_export_of_an_unfinished_run_has_its_newest_published_versions(finished, tmp_path, capsys):
     run, report = finished
     shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / MODEL).unlink()
-    exported = told(capsys, "export", tmp_path / "run", "--out", tmp_path / "model.safetensors")
+    (tmp_path / "run" / MODEL_FILE).unlink()
+    exported = run_command(capsys, "export", tmp_path / "run", "--out", tmp_path / "model.safetensors")
     assert exported["digest"] == report.final_digest
-    assert "the run is not over" in exported["which"]
+    assert "the run is not finished" in exported["which"]
 
 
-def test_a_snapshot_gives_the_values_of_its_cut(finished, tmp_path, capsys):
-    """It is written here, of versions that are not the newest: so short a run may be over before it takes one."""
+def test_export_of_a_snapshot_has_the_values_of_its_cut(finished, tmp_path, capsys):
+    """The test writes the snapshot, of versions before the newest: the run is too short to save one reliably."""
     run = shutil.copytree(finished[0], tmp_path / "run")
     with Store.open(run / "store") as store:
-        fragments = range(len(plan_of(run).fragments))
+        fragments = range(len(read_plan(run).fragments))
         older = tuple(sorted((run / "store/fragments" / f"{p:03d}").iterdir())[-2] for p in fragments)
         store.write(SnapshotRecord(7, tuple(int(path.stem) for path in older), (), (), ()))
-    exported = told(capsys, "export", run, "--snapshot", 7, "--out", tmp_path / "cut.safetensors")
+    exported = run_command(capsys, "export", run, "--snapshot", 7, "--out", tmp_path / "cut.safetensors")
     values = ((p, read_tensors(path)[1]["published"]) for p, path in enumerate(older))
-    cut = assembled(plan_of(run), values)
+    cut = assemble_tensors(read_plan(run), values)
     assert exported["which"] == "snapshot 7"
     assert exported["digest"] == tensors_digest(cut) != finished[1].final_digest
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_directory_of_distributed_checkpoint_is_loaded_by_torch_itself(finished, tmp_path, capsys):
+def test_exported_distributed_checkpoint_is_loaded_by_torch(finished, tmp_path, capsys):
     run, _ = finished
-    told(capsys, "export", run, "--to", "dcp", "--out", tmp_path / "dcp")
+    run_command(capsys, "export", run, "--to", "dcp", "--out", tmp_path / "dcp")
     _, model = load_model(run)
-    state = {name: torch.zeros_like(tensor) for name, tensor in model_of(run).tensors.items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in read_run_model(run).tensors.items()}
     load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert tensors_digest(state) == model_digest(model)
 
 
 @pytest.mark.long
-def test_a_new_run_starts_from_an_exported_model(finished, tmp_path, capsys):
-    """Replay derives the new run from its beginning, so it ends with the same bits only if that was the file."""
+def test_new_run_starts_from_the_model_of_another_run(finished, tmp_path, capsys):
+    """Replay recomputes the new run from its initial model, so it gives the same bits only with the same file."""
     run, report = finished
     data = json.loads((run / "config.json").read_text())["data"]
-    words = ("--data", data, "--model", "100k", "--context", "16", "--batch", "2", "--eval-tokens", "256")
-    pace = ("--learners", "2", "--kill", "none", "--every", "8", "--fragments", "4", "--inner", "adamw")
-    warm = told(capsys, "train", "--init", run, "--out", tmp_path / "warm", *words, *pace, "--tokens", 2 * 2 * 16 * 40)
+    options = ("--data", data, "--model", "100k", "--context", "16", "--batch", "2", "--eval-tokens", "256")
+    schedule = ("--learners", "2", "--kill", "none", "--every", "8", "--fragments", "4", "--inner", "adamw")
+    warm = run_command(
+        capsys, "train", "--init", run, "--out", tmp_path / "warm", *options, *schedule, "--tokens", 2 * 2 * 16 * 40
+    )
     assert warm["eval_loss_before"] == pytest.approx(report.eval_loss)
-    assert tensors_digest(load_file(tmp_path / "warm" / INIT)) == report.final_digest
+    assert tensors_digest(load_file(tmp_path / "warm" / INIT_FILE)) == report.final_digest
     assert main(["replay", str(tmp_path / "warm")]) == 0
-    (tmp_path / "warm" / INIT).unlink()
+    (tmp_path / "warm" / INIT_FILE).unlink()
     assert main(["replay", str(tmp_path / "warm")]) != 0
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "message"),
     [
         (["export", "RUN", "--to", "transformers", "--out", "new"], "transformers has no architecture for the model"),
-        (["export", "RUN", "--to", "onnx", "--out", "new"], "there is no format 'onnx'; give one of safetensors, dcp"),
-        (["export", "RUN", "--out", "old.safetensors"], "is there already, and nothing is written over"),
-        (["export", "RUN", "--to", "dcp", "--out", "."], "is there already, and nothing is written over"),
-        (["export", "RUN", "--snapshot", "77", "--out", "new"], "has no whole snapshot 77; it has "),
+        (["export", "RUN", "--to", "onnx", "--out", "new"], "unknown format 'onnx'; use one of safetensors, dcp"),
+        (["export", "RUN", "--out", "old.safetensors"], "exists and is not overwritten"),
+        (["export", "RUN", "--to", "dcp", "--out", "."], "exists and is not overwritten"),
+        (["export", "RUN", "--snapshot", "77", "--out", "new"], "has no complete snapshot 77; it has "),
         (["export", "gone", "--out", "new"], "gone: no such run directory"),
         (["export", "empty", "--out", "new"], "empty has no model yet: no learner has joined"),
-        (["import", "gone", "--out", "new.safetensors"], "gone: there is no such checkpoint"),
-        (["import", "empty", "--out", "new.safetensors"], "empty holds neither model.safetensors, "),
-        (["import", "RUN", "--out", "old.safetensors"], "is there already, and nothing is written over"),
-        (["import", "RUN", "--out", "new.bin"], "end its name with .safetensors"),
-        (["import", "RUN", "--prefix", "model.", "--out", "new.safetensors"], "no parameters below 'model.'"),
+        (["import", "gone", "--out", "new.safetensors"], "gone: no such checkpoint"),
+        (["import", "empty", "--out", "new.safetensors"], "empty contains neither model.safetensors, "),
+        (["import", "RUN", "--out", "old.safetensors"], "exists already and is not overwritten"),
+        (["import", "RUN", "--out", "new.bin"], "end --out with .safetensors"),
+        (["import", "RUN", "--prefix", "model.", "--out", "new.safetensors"], "no parameters with prefix 'model.'"),
         (["import", "RUN", "--rename", "a=b", "--out", "new.safetensors"], "--rename 'a=b': give NEW=OLD"),
         (["import", "text.pt", "--out", "new.safetensors"], "neither safetensors nor tensors of torch.save"),
         (["import", "text.safetensors", "--out", "new.safetensors"], "is not a safetensors file, or is damaged"),
         (
             ["train", "--init", "old.safetensors", "--out", "new", "--model", "100k"],
-            ": of another model",
+            ": it is a file of another model",
         ),
-        (["train", "--init", "RUN", "--method", "ddp", "--out", "new"], "--init means nothing to ddp"),
-        (["syncer", "--init", "gone", "--out", "new"], "gone: there is no such checkpoint"),
-        (["syncer", "--init", "RUN", "--resume", "--out", "RUN"], "--init means nothing with --resume"),
+        (["train", "--init", "RUN", "--method", "ddp", "--out", "new"], "--init has no effect with method ddp"),
+        (["syncer", "--init", "gone", "--out", "new"], "gone: no such checkpoint"),
+        (["syncer", "--init", "RUN", "--resume", "--out", "RUN"], "--init has no effect with --resume"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_leaves_nothing(finished, tmp_path, monkeypatch, capsys, words, sentence):
+def test_failed_command_explains_the_error_and_leaves_no_files(
+    finished, tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     save_file({"x": torch.ones(2)}, tmp_path / "old.safetensors")
     for name in ("text.pt", "text.safetensors"):
-        (tmp_path / name).write_text("this is a text, and no model at all")
+        (tmp_path / name).write_text("text, not a model")
     before = sorted(tmp_path.iterdir())
-    assert sentence in complaint(capsys, *[str(finished[0]) if word == "RUN" else word for word in words])
+    arguments = [str(finished[0]) if argument == "RUN" else argument for argument in arguments]
+    assert message in run_failing_command(capsys, *arguments)
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_files_of_torch_save_and_models_in_several_files_are_read(tmp_path):
+def test_torch_save_files_and_sharded_models_are_read(tmp_path):
     model = {"a.weight": torch.rand(3, 2), "b": torch.rand(4).to(torch.bfloat16), "seen": torch.tensor(7)}
     torch.save({"model": model, "step": 12}, tmp_path / "saved.pt")
-    found = read_checkpoint(tmp_path / "saved.pt", "model.", ["c=b"])
-    assert (list(found.tensors), found.left_out) == (["a.weight", "c"], ("seen",))
-    assert found.tensors["c"].equal(model["b"])
+    checkpoint = read_checkpoint(tmp_path / "saved.pt", "model.", ["c=b"])
+    assert (list(checkpoint.tensors), checkpoint.skipped) == (["a.weight", "c"], ("seen",))
+    assert checkpoint.tensors["c"].equal(model["b"])
     folder = tmp_path / "several"
     folder.mkdir()
     save_file({"a.weight": model["a.weight"]}, folder / "1.safetensors")
     save_file({"b": model["b"]}, folder / "2.safetensors")
-    places = {"a.weight": "1.safetensors", "b": "2.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    weight_map = {"a.weight": "1.safetensors", "b": "2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert tensors_digest(read_checkpoint(folder).tensors) == tensors_digest({k: model[k] for k in ("a.weight", "b")})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../saved.pt"}}))
-    with pytest.raises(ValueError, match="which is no file of that directory"):
+    with pytest.raises(ValueError, match="which is not a file in that directory"):
         read_checkpoint(folder)

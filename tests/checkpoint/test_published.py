@@ -1,4 +1,4 @@
-"""The model of a run that is over, read from its directory."""
+"""The published model, read from the directory of a finished run."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.checkpoint.published import published_tensors
+from atoll.checkpoint.published_model import read_published_tensors
 from atoll.core.protocol import ManifestRecord
 from atoll.store.run_settings import RunSettings
-from atoll.store.snapshots import SHARDS
+from atoll.store.snapshots import SHARDS_FOLDER
 from atoll.store.version_store import Store
-from atoll.tensors.plan import make_plan, tensors_of
-from tests.store.store_samples import version
+from atoll.tensors.plan import describe_tensors, make_plan
+from tests.store.store_samples import make_version
 
 
-def run_with_a_shard(run: Path, manifest: ManifestRecord | None) -> None:
-    """Its one fragment has version 2 at the shard; values of version n are all n."""
-    plan = make_plan(tensors_of(nn.Linear(2, 2, bias=False)), 1, "balanced")
+def make_run_with_shard(run: Path, manifest: ManifestRecord | None) -> None:
+    """Create a run whose only fragment has version 2 at a shard. All values of version n are n."""
+    plan = make_plan(describe_tensors(nn.Linear(2, 2, bias=False)), 1, "balanced")
     with Store.open(run / "store") as store:
         store.write_settings(RunSettings(plan=plan, shards=1).to_json())
         if manifest is not None:
             store.write(manifest)
-    with Store.open(run / SHARDS / "0" / "store") as shard:
+    with Store.open(run / SHARDS_FOLDER / "0" / "store") as shard:
         shard.write_initial(0, {"published": torch.zeros(4)})
         for number in (1, 2):
-            shard.write(version(0, number), {"published": torch.full((4,), float(number))})
+            shard.write(make_version(0, number), {"published": torch.full((4,), float(number))})
 
 
-@pytest.mark.parametrize(("final", "wanted"), [(None, 2.0), (2, 2.0), (1, 1.0)])
-def test_a_run_that_is_over_has_the_versions_with_which_it_ended(tmp_path, final, wanted):
-    """A shard that was away at the end may hold a later version, which nobody has seen."""
-    run_with_a_shard(tmp_path, ManifestRecord((final,), final, 100) if final is not None else None)
-    assert published_tensors(tmp_path)["weight"].tolist() == [[wanted] * 2] * 2
+@pytest.mark.parametrize(("final", "expected"), [(None, 2.0), (2, 2.0), (1, 1.0)])
+def test_finished_run_has_the_final_versions_of_its_manifest(tmp_path, final, expected):
+    """A shard that was disconnected at the end may have a later version, which was never published."""
+    make_run_with_shard(tmp_path, ManifestRecord((final,), final, 100) if final is not None else None)
+    assert read_published_tensors(tmp_path)["weight"].tolist() == [[expected] * 2] * 2
 
 
-def test_a_final_version_that_is_not_there_is_named(tmp_path):
-    run_with_a_shard(tmp_path, ManifestRecord((3,), 3, 100))
-    with pytest.raises(ValueError, match=r"000000003.safetensors is not there, and the run has ended with it"):
-        published_tensors(tmp_path)
+def test_missing_final_version_is_named(tmp_path):
+    make_run_with_shard(tmp_path, ManifestRecord((3,), 3, 100))
+    with pytest.raises(ValueError, match=r"000000003.safetensors is missing, and it is a final version of the run"):
+        read_published_tensors(tmp_path)

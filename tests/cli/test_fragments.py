@@ -1,4 +1,4 @@
-"""`atoll fragments`: what it shows of a model, at any width, and what it refuses."""
+"""`atoll fragments`: output for models at any terminal width, and refused inputs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def model(tmp_path):
     return path
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What the command prints to stdout; it must succeed."""
-    code = main(["fragments", *map(str, words)], COMMANDS)
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run the command, and return its stdout; it must succeed."""
+    code = main(["fragments", *map(str, arguments)], COMMANDS)
     out, err = capsys.readouterr()
     assert code == 0, err
     return out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    code = main(["fragments", *map(str, words)], COMMANDS)
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    code = main(["fragments", *map(str, arguments)], COMMANDS)
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
@@ -46,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 def test_a_file_is_shown_by_fragment(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    out = told(capsys, model, "--fragments", 3)
+    out = run_command(capsys, model, "--fragments", 3)
     lines = out.replace("\n  ", " ").splitlines()
     assert lines[0].endswith("small.safetensors: 3 fragments, 1.18k parameters, balanced")
     assert lines[2].split() == ["p", "tensors", "params", "as", "f32"]
@@ -65,15 +65,15 @@ def test_a_file_is_shown_by_fragment(model, capsys, monkeypatch):
     ]
 
 
-def test_rows_make_it_even(model, capsys):
-    out = told(capsys, model, "--fragments", 3, "--plan", "rows")
+def test_plan_rows_is_balanced(model, capsys):
+    out = run_command(capsys, model, "--fragments", 3, "--plan", "rows")
     assert "balance 1.0" in out
     assert "would cut" not in out
 
 
 def test_json_has_every_fragment_and_every_piece(model, capsys):
-    shown = json.loads(told(capsys, model, "--fragments", 3, "--json"))
-    assert (shown["plan"], shown["asked"], shown["parameters"], shown["tensors"]) == ("balanced", 3, 1184, 7)
+    shown = json.loads(run_command(capsys, model, "--fragments", 3, "--json"))
+    assert (shown["plan"], shown["requested"], shown["parameters"], shown["tensors"]) == ("balanced", 3, 1184, 7)
     assert shown["balance"] == pytest.approx(800 / (1184 / 3))
     assert shown["embeddings"] == [0]
     assert shown["fragments"][0] == {
@@ -86,42 +86,42 @@ def test_json_has_every_fragment_and_every_piece(model, capsys):
     }
 
 
-def test_which_names_are_embeddings_can_be_said(model, capsys):
-    shown = json.loads(told(capsys, model, "--fragments", 3, "--embeddings", "blocks.0.*", "--json"))
+def test_embeddings_option_selects_names(model, capsys):
+    shown = json.loads(run_command(capsys, model, "--fragments", 3, "--embeddings", "blocks.0.*", "--json"))
     kinds = [fragment["kinds"] for fragment in shown["fragments"]]
     assert sum(each.get("embedding", 0) for each in kinds) == 64
 
 
-def test_a_run_is_its_model(model, capsys):
+def test_run_directory_shows_its_model(model, capsys):
     model.rename(model.with_name("model.safetensors"))
-    assert "2 fragments" in told(capsys, model.parent, "--fragments", 2)
+    assert "2 fragments" in " ".join(run_command(capsys, model.parent, "--fragments", 2).split())
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_reference_models_have_names(size, capsys):
-    shown = json.loads(told(capsys, size, "--fragments", 8, "--json"))
+    shown = json.loads(run_command(capsys, size, "--fragments", 8, "--json"))
     assert shown["fragments"][7]["parameters"] > 0
     assert 1.0 <= shown["balance"] < 1.5
     assert shown["embeddings"]
 
 
 @pytest.mark.parametrize("width", [1, 40, 63, 100, 200, 500])
-@pytest.mark.parametrize("how", ["balanced", "layers", "rows"])
-def test_it_fits_any_width(model, width, how, capsys, monkeypatch):
+@pytest.mark.parametrize("method", ["balanced", "layers", "rows"])
+def test_it_fits_any_width(model, width, method, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
-    out = told(capsys, model, "--plan", how, "--fragments", 40)
+    out = run_command(capsys, model, "--plan", method, "--fragments", 40)
     lines = out.splitlines()
     assert max(map(len, lines)) <= min(max(width, 40), 200)
     assert any("▒" in line for line in lines)
 
 
-def test_fewer_fragments_than_asked_for_are_pointed_out(model, capsys):
-    out = told(capsys, model, "--fragments", 40)
+def test_fewer_fragments_than_requested_are_reported(model, capsys):
+    out = run_command(capsys, model, "--fragments", 40)
     assert "7 fragments" in out
-    assert "Fewer than the 40 asked for" in out
+    assert "Fewer than the 40 fragments requested" in out
 
 
-def test_it_needs_neither_a_terminal_nor_its_alphabet(model):
+def test_output_without_unicode_uses_ascii(model):
     script = (
         "import sys; from atoll.cli.main import Command, main; from atoll.cli import fragments\n"
         "command = Command(fragments.run, '')\n"
@@ -141,10 +141,10 @@ def test_it_needs_neither_a_terminal_nor_its_alphabet(model):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is refused
+# Refused inputs
 
 
-def test_what_is_no_model_is_refused_in_one_line(tmp_path, capsys):
+def test_unknown_model_is_refused_in_one_line(tmp_path, capsys):
     assert "there is no model '7b'; give a .safetensors file or one of 100k" in refused(capsys, "7b")
     assert "No such file" in refused(capsys, tmp_path / "none.safetensors")
     assert "No such file" in refused(capsys, tmp_path)
@@ -152,15 +152,15 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path, capsys):
 
 def test_impossible_plans_are_refused_in_one_line(model, capsys):
     assert "not 0" in refused(capsys, model, "--fragments", 0)
-    assert "no fragment plan 'even'" in refused(capsys, model, "--plan", "even")
+    assert "unknown fragment plan 'even'" in refused(capsys, model, "--plan", "even")
 
 
 @pytest.mark.parametrize(
     ("raw", "sentence"),
     [
-        (b"", "cut short"),
-        (b"PK\x03\x04 this is a zip file, not a model", "cut short"),
-        (struct.pack("<Q", 2**62) + b"{}", "cut short"),
+        (b"", "is truncated"),
+        (b"PK\x03\x04 this is a zip file, not a model", "is truncated"),
+        (struct.pack("<Q", 2**62) + b"{}", "is truncated"),
         (struct.pack("<Q", 5) + b"hello", "not JSON"),
         (struct.pack("<Q", 2) + b"[]", "not JSON"),
         (struct.pack("<Q", 2) + b"{}", "nothing to cut"),
@@ -169,7 +169,7 @@ def test_impossible_plans_are_refused_in_one_line(model, capsys):
         (b'{"w":{"dtype":"F32","shape":[1.5]}}', "'w' has no shape"),
         (b'{"w":{"dtype":1,"shape":[2]}}', "'w' has no dtype"),
         (b'{"w":{"dtype":"I64","shape":[2]}}', "nothing to cut"),
-        (b'{"w":{"dtype":"F32","shape":[281474976710656,9]}}', "claims"),
+        (b'{"w":{"dtype":"F32","shape":[281474976710656,9]}}', "the maximum is"),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(raw, sentence, tmp_path, capsys):
@@ -178,8 +178,8 @@ def test_damaged_files_are_refused_in_one_line(raw, sentence, tmp_path, capsys):
     assert sentence in refused(capsys, path)
 
 
-def test_names_that_cannot_be_written_are_shown_anyway(tmp_path, capsys):
+def test_names_that_cannot_be_encoded_are_replaced(tmp_path, capsys):
     path = tmp_path / "odd.safetensors"
     raw = b'{"w\\ud800":{"dtype":"F32","shape":[2]}}'
     path.write_bytes(struct.pack("<Q", len(raw)) + raw)
-    assert json.loads(told(capsys, path, "--json"))["fragments"][0]["pieces"] == [["w?", 0, 2]]
+    assert json.loads(run_command(capsys, path, "--json"))["fragments"][0]["pieces"] == [["w?", 0, 2]]

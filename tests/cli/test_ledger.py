@@ -1,4 +1,4 @@
-"""`atoll ledger`: every sample is somewhere and nowhere twice, and a tape that says otherwise is noticed."""
+"""`atoll ledger`: every sample has exactly one status, and tapes that violate this are reported."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from atoll.cli.ledger import compact, read_history, sums_of
+from atoll.cli.ledger import count_samples, group_ranges, read_history
 from atoll.cli.main import main
 from atoll.core.protocol import LeaseRecord, Persist, VersionRecord
-from atoll.sim.draws import draw
+from atoll.sim.scenarios import draw_scenario
 from atoll.sim.world import SwarmWorld
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Actor
@@ -27,48 +27,48 @@ LEASES = {"lease_samples": 8, "leases_ahead": 2, "fragments": 2, "every_steps": 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Learner 2 is killed and comes back, then the syncer."""
+    """A run in which learner 2 and then the syncer are killed and restarted."""
     return eventful_run(**LEASES).save(tmp_path_factory.mktemp("run"))
 
 
-def told_of(run: Path, capsys, code: int = 0) -> dict:
+def ledger_fields(run: Path, capsys, code: int = 0) -> dict:
     assert main(["ledger", str(run), "--json"]) == code
-    told: dict = json.loads(capsys.readouterr().out)
-    return told
+    fields: dict = json.loads(capsys.readouterr().out)
+    return fields
 
 
-def test_every_sample_has_a_history_and_one_place(saved, capsys):
-    told = told_of(saved, capsys)
-    ranges = told["ranges"]
+def test_every_sample_has_one_history_and_one_status(saved, capsys):
+    fields = ledger_fields(saved, capsys)
+    ranges = fields["ranges"]
     assert [each["begin"] for each in ranges[1:]] == [each["end"] for each in ranges[:-1]]
-    assert (ranges[0]["begin"], ranges[-1]["end"]) == (0, told["samples"]["leased"])
+    assert (ranges[0]["begin"], ranges[-1]["end"]) == (0, fields["samples"]["leased"])
     places = {place: sum(e["end"] - e["begin"] for e in ranges if e["place"] == place) for place in ("merged", "held")}
-    assert places == {"merged": told["samples"]["merged"], "held": told["samples"]["held"]}
+    assert places == {"merged": fields["samples"]["merged"], "held": fields["samples"]["held"]}
     assert places["merged"] > 100
     for each in ranges:
-        assert sum(stay["fate"] == "merged" for stay in each["history"]) <= 1
+        assert sum(lease["outcome"] == "merged" for lease in each["history"]) <= 1
         if each["place"] == "merged":
             assert each["history"][-1]["version"] >= 1
 
 
-def test_what_the_killed_learner_had_is_returned_and_merged_by_somebody(saved, capsys):
-    ranges = told_of(saved, capsys)["ranges"]
-    returned = [each for each in ranges if each["history"][0]["fate"] == "returned"]
+def test_samples_of_killed_learner_are_returned_and_merged_by_others(saved, capsys):
+    ranges = ledger_fields(saved, capsys)["ranges"]
+    returned = [each for each in ranges if each["history"][0]["outcome"] == "returned"]
     assert any(each["history"][0]["trained"] for each in returned)
     for each in returned:
-        assert (each["history"][0]["learner"], each["history"][0]["why"]) == (2, "replaced by incarnation 2")
+        assert (each["history"][0]["learner"], each["history"][0]["cause"]) == (2, "replaced by incarnation 2")
         assert each["place"] == "merged"
 
 
-def test_tokens_are_what_the_syncers_books_say(saved, capsys):
-    told = told_of(saved, capsys)
+def test_tokens_agree_with_the_ledger_of_the_syncer(saved, capsys):
+    fields = ledger_fields(saved, capsys)
     core = eventful_run(**LEASES).syncer
-    for line in told["tokens"]:
-        books = core.state.ledger.line(line["fragment"])
-        assert line["merged"] == books.merged
+    for line in fields["tokens"]:
+        ledger = core.state.ledger.fragment_totals(line["fragment"])
+        assert line["merged"] == ledger.merged
         assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
-        assert line["trained"] >= books.trained  # what a process trained after its last word is on its tape alone
-        assert set(line["dropped"]) == {"replaced by a new incarnation"}
+        assert line["trained"] >= ledger.trained  # steps after the last report are on the tape of the learner only
+        assert set(line["dropped"]) == {"superseded"}
 
 
 def test_printed_parts_of_the_tokens_add_up_to_the_printed_sum(tmp_path, capsys):
@@ -81,37 +81,37 @@ def test_printed_parts_of_the_tokens_add_up_to_the_printed_sum(tmp_path, capsys)
     assert trained == sum(parts) == 18_200, printed
 
 
-def test_an_island_whose_tape_is_elsewhere_is_no_reason_to_call_the_books_wrong(saved, tmp_path, capsys):
+def test_ledger_without_the_tape_of_one_learner_balances(saved, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(saved, run)
     (run / "tapes" / "learner-1-i1.tape").unlink()
-    told = told_of(run, capsys)
-    assert (told["balanced"], told["problems"]) == (True, [])
-    lacking = "no step of learner 1 incarnation 1 is on a tape here: only what was merged is known of it"
-    assert told["incomplete"][-1] == lacking
+    fields = ledger_fields(run, capsys)
+    assert (fields["balanced"], fields["problems"]) == (True, [])
+    lacking = "no step of learner 1 incarnation 1 is on a tape here: only its merged tokens are known"
+    assert fields["incomplete"][-1] == lacking
     assert main(["ledger", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "what is on these tapes balances"
+    assert capsys.readouterr().out.splitlines()[-1] == "the ledger of these tapes balances"
 
 
-def test_people_get_one_row_for_neighbours_with_the_same_fate(saved, capsys):
+def test_text_output_has_one_row_for_adjacent_ranges_with_equal_history(saved, capsys):
     assert main(["ledger", str(saved)]) == 0
     shown = capsys.readouterr().out.splitlines()
     tapes = RunTapes(saved)
     ranges = read_history(tapes).ranges()
-    groups = compact(ranges)
+    groups = group_ranges(ranges)
     assert len(groups) < len(ranges)
     assert sum(" to " in line for line in shown if not line.startswith("tokens")) == min(len(groups), 40)
     assert any("trained, returned: replaced by incarnation 2; then learner" in line for line in shown)
-    assert shown[-1] == "everything balances"
+    assert shown[-1] == "the ledger balances"
     assert main(["ledger", str(saved), "--rows", "3"]) == 0
     assert f"... and {len(groups) - 3:,} more" in capsys.readouterr().out
 
 
-def test_a_run_without_leases_still_has_its_tokens(tmp_path, capsys):
+def test_run_without_leases_has_a_token_ledger(tmp_path, capsys):
     run = eventful_run().save(tmp_path)
-    told = told_of(run, capsys)
-    assert told["ranges"] == []
-    assert told["lease_samples"] == 0
+    fields = ledger_fields(run, capsys)
+    assert fields["ranges"] == []
+    assert fields["lease_samples"] == 0
     assert main(["ledger", str(run)]) == 0
     assert "this run has no leases" in capsys.readouterr().out
 
@@ -120,13 +120,13 @@ def test_a_run_without_leases_still_has_its_tokens(tmp_path, capsys):
 # A ledger that does not balance
 
 
-def changed(record_type, change):
-    """A change of every record of one type that the syncer asked to be durable, also of what it found."""
+def change_records(record_type, change):
+    """Return a change of every durable record of one type, including restored records."""
 
-    def at(header, entries):
-        found = header.restored
-        if found is not None and found.leases is not None and record_type is LeaseRecord:
-            header = dataclasses.replace(header, restored=dataclasses.replace(found, leases=change(found.leases)))
+    def apply(header, entries):
+        restored = header.restored
+        if restored is not None and restored.leases is not None and record_type is LeaseRecord:
+            header = dataclasses.replace(header, restored=dataclasses.replace(restored, leases=change(restored.leases)))
         for place, entry in enumerate(entries):
             effects = tuple(
                 Persist(change(e.record)) if type(e) is Persist and type(e.record) is record_type else e
@@ -135,65 +135,72 @@ def changed(record_type, change):
             entries[place] = entry._replace(effects=effects)
         return header, entries
 
-    return at
+    return apply
 
 
-def leased_to_both(record: LeaseRecord) -> LeaseRecord:
-    """Everybody's first lease is that of learner 1."""
-    first = next((h.intervals[0] for h in record.holdings if h.learner == 1 and h.first == 0), None)
+def lease_to_both(record: LeaseRecord) -> LeaseRecord:
+    """Lease the first interval of learner 1 to learner 3, too."""
+    first = next((h.intervals[0] for h in record.holdings if h.learner == 1 and h.first_lease == 0), None)
     holdings = [
-        structs.replace(h, intervals=(first, *h.intervals[1:])) if first and h.first == 0 and h.learner == 3 else h
+        structs.replace(h, intervals=(first, *h.intervals[1:]))
+        if first and h.first_lease == 0 and h.learner == 3
+        else h
         for h in record.holdings
     ]
     return structs.replace(record, holdings=tuple(holdings))
 
 
-def never_leased(record: LeaseRecord) -> LeaseRecord:
-    return structs.replace(record, next=record.next + 5)
+def skip_lease(record: LeaseRecord) -> LeaseRecord:
+    return structs.replace(record, next_sample=record.next_sample + 5)
 
 
-def another_total(record: VersionRecord) -> VersionRecord:
+def change_merged_tokens(record: VersionRecord) -> VersionRecord:
     return structs.replace(record, merged_tokens=record.merged_tokens + 1)
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "sentence"),
     [
-        (LeaseRecord, leased_to_both, "and was leased to"),
-        (LeaseRecord, never_leased, "was leased to nobody"),
-        (VersionRecord, another_total, "its contributions of"),
+        (LeaseRecord, lease_to_both, "but was leased to"),
+        (LeaseRecord, skip_lease, "was never leased"),
+        (VersionRecord, change_merged_tokens, "its contributions"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_does_not_balance_is_said_and_is_exit_code_1(saved, tmp_path, capsys, kind, change, sentence):
+def test_unbalanced_ledger_is_printed_with_exit_code_1(saved, tmp_path, capsys, kind, change, sentence):
     run = saved
     for number, epoch in enumerate((1, 2)):
-        run = rewritten(run, tmp_path / str(number), Actor(0, epoch), changed(kind, change))
-    told = told_of(run, capsys, code=1)
-    assert not told["balanced"]
-    assert any(sentence in problem for problem in told["problems"]), told["problems"]
+        run = rewritten(run, tmp_path / str(number), Actor(0, epoch), change_records(kind, change))
+    fields = ledger_fields(run, capsys, code=1)
+    assert not fields["balanced"]
+    assert any(sentence in problem for problem in fields["problems"]), fields["problems"]
     assert main(["ledger", str(run)]) == 1
-    assert "the books do not balance" in capsys.readouterr().out
+    assert "the ledger does not balance" in capsys.readouterr().out
 
 
-def test_a_sample_that_a_learner_took_without_having_it_is_noticed(saved, tmp_path, capsys):
+def test_consumed_sample_without_a_lease_is_reported(saved, tmp_path, capsys):
     def greedy(header, entries):
-        last = max(place for place, entry in enumerate(entries) if getattr(entry.event, "samples", 0))
+        last = max(place for place, entry in enumerate(entries) if getattr(entry.event, "new_samples", 0))
         event = entries[last].event
-        entries[last] = entries[last]._replace(event=structs.replace(event, samples=event.samples + 10_000))
+        entries[last] = entries[last]._replace(event=structs.replace(event, new_samples=event.new_samples + 10_000))
         return header, entries
 
-    told = told_of(rewritten(saved, tmp_path, Actor(1, 1), greedy), capsys, code=1)
-    assert any("were leased to it" in problem for problem in told["problems"])
+    fields = ledger_fields(rewritten(saved, tmp_path, Actor(1, 1), greedy), capsys, code=1)
+    assert any("were leased to it" in problem for problem in fields["problems"])
 
 
-def test_the_sums_are_those_of_the_core(saved):
-    """The books in memory, and what the tapes alone say."""
+def test_sums_agree_with_the_core(saved):
+    """Compare the leases of the core with the sums from its tapes."""
     tapes = RunTapes(saved)
     history = read_history(tapes)
-    sums = sums_of(history, history.ranges())
-    books = eventful_run(**LEASES).syncer.state.leases.sums()
-    assert (sums.leased, sums.merged, sums.held, sums.waiting) == (books.leased, books.merged, books.held, books.pool)
+    sums = count_samples(history, history.ranges())
+    ledger = eventful_run(**LEASES).syncer.state.leases.sums()
+    assert (sums.leased, sums.merged, sums.held, sums.waiting) == (
+        ledger.leased,
+        ledger.merged,
+        ledger.held,
+        ledger.pool,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -201,31 +208,31 @@ def test_the_sums_are_those_of_the_core(saved):
 
 
 @pytest.mark.parametrize("seed", range(0, 96, 8))
-def test_the_tapes_of_a_hostile_world_say_what_its_books_say(seed):
-    """Killed learners, zombies, syncers that were replaced: everything is found again, from entries alone."""
-    drawn = draw(seed)
+def test_ledger_from_tapes_agrees_with_the_core_in_hostile_worlds(seed):
+    """The worlds have killed learners, zombie processes and replaced syncers."""
+    drawn = draw_scenario(seed)
     assert drawn.config.lease_samples
     history = DataHistory(drawn.config)
-    world = SwarmWorld(drawn, on_entry=history.observe, on_start=history.started)
+    world = SwarmWorld(drawn, on_entry=history.observe, on_start=history.on_process_started)
     world.run()
-    sums = sums_of(history, history.ranges())
-    assert sums.balanced()
-    assert all(line.balanced() for line in history.tokens().values())
+    sums = count_samples(history, history.ranges())
+    assert sums.is_balanced()
+    assert all(line.is_balanced() for line in history.token_ledger().values())
     assert history.problems == []
     assert world.driver.syncer is not None
     core = world.driver.syncer.core
-    books = core.state.leases.sums()
+    ledger = core.state.leases.sums()
     undurable = sum(holder.count - holder.durable for holder in core.state.leases.holders.values())
-    assert (sums.merged, sums.waiting) == (books.merged, books.pool)
-    assert (sums.leased == books.leased) or undurable, "what is not durable is on no tape as leased"
-    assert [line.merged for line in history.tokens().values()] == [
+    assert (sums.merged, sums.waiting) == (ledger.merged, ledger.pool)
+    assert (sums.leased == ledger.leased) or undurable, "a lease that is not durable is on no tape"
+    assert [line.merged for line in history.token_ledger().values()] == [
         core.state.ledger.merged(p) for p in core.state.fragments
     ]
 
 
-def test_the_tapes_of_a_seed_have_a_ledger(tmp_path, capsys):
+def test_tapes_of_a_swarm_seed_have_a_ledger(tmp_path, capsys):
     assert main(["swarm", "--seeds", "1", "--start", "67", "--small", "--tape", str(tmp_path / "world")]) == 0
     assert main(["ledger", str(tmp_path / "world")]) == 0
     shown = capsys.readouterr().out
     assert "returned" in shown
-    assert "everything balances" in shown
+    assert "the ledger balances" in shown

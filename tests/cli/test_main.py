@@ -1,4 +1,4 @@
-"""The command line: it teaches, it is quick to start, and it fails in one line."""
+"""The command line: help, startup time, and errors in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAVY = ("atoll.core.types", "atoll.sim", "hypothesis", "matplotlib", "msgspec",
 
 
 def command_that(action):
-    """A table with one command, `act`, that does `action`."""
+    """Return a command table in which `act` calls `action`."""
 
     def run() -> None:
         """Act."""
@@ -33,9 +33,9 @@ def failing_with(error):
     return command_that(action)
 
 
-def atoll(*words: str, **options) -> subprocess.CompletedProcess[str]:
+def atoll(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "atoll", *words], capture_output=True, text=True, timeout=300, check=False, **options
+        [sys.executable, "-m", "atoll", *arguments], capture_output=True, text=True, timeout=300, check=False, **options
     )
 
 
@@ -51,18 +51,18 @@ def test_version_is_shown_in_three_ways(capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_says_what_it_does_and_ends_with_an_example(name, capsys):
     assert main([name, "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     doc = COMMANDS[name].run.__doc__
     assert doc
-    assert doc.split("\n")[0].strip() in told
+    assert doc.split("\n")[0].strip() in output
     assert COMMANDS[name].example.startswith(f"atoll {name}")
-    assert told.endswith(f"Example: {COMMANDS[name].example}")
+    assert output.endswith(f"Example: {COMMANDS[name].example}")
 
 
 def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert [name for name in COMMANDS if f"\n  {name} " not in told] == []
+    output = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"\n  {name} " not in output] == []
 
 
 def test_help_loads_nothing_heavy():
@@ -76,7 +76,7 @@ def test_help_loads_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "", "import it inside the command's run()"
 
 
-def test_a_wrong_wish_is_one_line_and_exit_code_2(capsys):
+def test_value_error_is_one_line_and_exit_code_2(capsys):
     assert main(["act"], failing_with(ValueError("quorum is 5 of 4 learners:\n  lower it"))) == 2
     assert capsys.readouterr() == ("", "atoll: quorum is 5 of 4 learners: lower it\n")
 
@@ -91,7 +91,7 @@ def test_traceback_shows_where_an_error_came_from():
         main(["--traceback", "act"], failing_with(ValueError("too few")))
 
 
-def test_our_own_mistake_is_not_hidden():
+def test_other_exceptions_pass_through():
     with pytest.raises(AssertionError, match="the story"):
         main(["act"], failing_with(AssertionError("the story")))
 
@@ -107,34 +107,34 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "codes"),
+    ("arguments", "codes"),
     [
         (["version"], {141}),
         (["--version"], {141}),
         (["simulate", "--days", "1", "--protocol-hours", "0.1", "--seeds", "1"], {141}),
         (["--help"], {1, 141}),
-    ],  # help is printed by Typer, unbuffered or not
+    ],  # Typer prints the help, with or without a buffer
 )
-def test_a_reader_that_went_away_is_no_news(words, codes):
+def test_closed_pipe_is_silent(arguments, codes):
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "atoll", *words], stdout=writing, stderr=subprocess.PIPE, timeout=300, check=False
+        [sys.executable, "-m", "atoll", *arguments], stdout=writing, stderr=subprocess.PIPE, timeout=300, check=False
     )
     os.close(writing)
     assert done.stderr == b""
     assert done.returncode in codes
 
 
-@pytest.mark.parametrize("words", ["version", "version --json", "--help", "swarm --seeds 1 --small --jobs 1"])
-def test_a_closed_stdout_is_no_traceback(words):
-    line = f"exec {sys.executable} -m atoll {words} >&-"
+@pytest.mark.parametrize("arguments", ["version", "version --json", "--help", "swarm --seeds 1 --small --jobs 1"])
+def test_a_closed_stdout_is_no_traceback(arguments):
+    line = f"exec {sys.executable} -m atoll {arguments} >&-"
     done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no disk that is always full")
-def test_a_full_disk_is_named():
+def test_full_disk_is_reported_with_its_file():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "atoll", "version"],
@@ -165,6 +165,6 @@ def test_python_m_atoll_is_the_same_command():
     assert atoll("--version").stdout == f"atoll {__version__}\n"
 
 
-def test_json_refuses_what_is_not_json():
+def test_print_json_refuses_nan():
     with pytest.raises(ValueError, match="JSON"):
         print_json({"goodput": float("nan")})

@@ -1,4 +1,4 @@
-"""`atoll plan`: its rates, its tables, its bill, its warnings, and what it refuses."""
+"""`atoll plan`: bandwidths, tables, cost, warnings, and refused options."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ METHODS = ("data-parallel", "diloco-bf16", "streaming-bf16")
 DECOUPLED = ("decoupled-f32", "decoupled-bf16", "decoupled-int8", "decoupled-int4")
 
 
-def told(capsys, *words: str) -> str:
-    code = main(["plan", *words])
+def run_command(capsys, *arguments: str) -> str:
+    code = main(["plan", *arguments])
     out, err = capsys.readouterr()
     assert code == 0, err
     return str(out)
 
 
-def fields(capsys, *words: str):
-    return json.loads(told(capsys, *words, "--json"))
+def fields(capsys, *arguments: str):
+    return json.loads(run_command(capsys, *arguments, "--json"))
 
 
 def test_rates_of_every_method_at_every_utilisation(capsys):
@@ -42,11 +42,11 @@ def test_rates_of_every_method_at_every_utilisation(capsys):
 
 
 def test_published_cells_are_shown_for_the_published_question_only(capsys):
-    for words in (SMALL, ("--params", "5e9", "--step-time", "1s", "--sites", "8", "--every", "48")):
-        assert fields(capsys, *words)["published_rates_gbit_s"] is None
+    for arguments in (SMALL, ("--params", "5e9", "--step-time", "1s", "--sites", "8", "--every", "48")):
+        assert fields(capsys, *arguments)["published_rates_gbit_s"] is None
 
 
-def test_without_links_and_budget_nothing_is_made_up(capsys):
+def test_plan_without_links_and_budget_has_no_figures_for_them(capsys):
     plan = fields(capsys, *SMALL)
     for row in plan["methods"].values():
         assert (row["goodput"], row["days"], row["cost"], row["gb_per_site"]) == (None, None, None, None)
@@ -73,8 +73,8 @@ def test_a_whole_plan_adds_up(capsys):
 
 
 def test_bytes_of_a_budget_do_not_depend_on_whether_rates_are_known(capsys):
-    words = (*SMALL, "--tokens-per-step", "1000", "--tokens", "1M")
-    slow, unknown = (fields(capsys, *words, *more)["methods"] for more in (("--rate", "10mbit"), ()))
+    arguments = (*SMALL, "--tokens-per-step", "1000", "--tokens", "1M")
+    slow, unknown = (fields(capsys, *arguments, *more)["methods"] for more in (("--rate", "10mbit"), ()))
     for method in METHODS:
         assert slow[method]["gb_per_site"] == pytest.approx(unknown[method]["gb_per_site"])
     assert unknown["data-parallel"]["days"] is None
@@ -82,21 +82,21 @@ def test_bytes_of_a_budget_do_not_depend_on_whether_rates_are_known(capsys):
 
 
 def test_tables_name_methods_in_full_choose_a_unit_and_are_the_same_twice(capsys):
-    small, whole = told(capsys, *SMALL), told(capsys, *WHOLE)
-    assert told(capsys, *WHOLE) == whole
+    small, complete = run_command(capsys, *SMALL), run_command(capsys, *WHOLE)
+    assert run_command(capsys, *WHOLE) == complete
     assert "Mbit/s that a site's link needs" in small
-    assert "Gbit/s that a site's link needs" in whole
+    assert "Gbit/s that a site's link needs" in complete
     for method in (*METHODS, *DECOUPLED):
         assert small.count(f"\n {method} ") == 1
-        assert whole.count(f"\n {method} ") == 2
-    assert max(map(len, whole.splitlines())) <= 80
+        assert complete.count(f"\n {method} ") == 2
+    assert max(map(len, complete.splitlines())) <= 80
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Unequal islands
 
 
-def test_who_waits_goes_at_the_pace_of_the_slowest_and_who_does_not_at_its_own(capsys, tmp_path):
+def test_synchronous_methods_run_at_the_slowest_pace_and_decoupled_at_each_own_pace(capsys, tmp_path):
     options = fields(
         capsys,
         *("--params", "1B", "--step-time", "1s", "--rate", "1gbit", "--tokens-per-step", "1k"),
@@ -114,7 +114,7 @@ def test_who_waits_goes_at_the_pace_of_the_slowest_and_who_does_not_at_its_own(c
         '[[island]]\nname = "north"\ncount = 2\n\n'
         '[[island]]\nname = "south"\nstep_time = "2s"\nrate = "200mbit"\ntokens_per_step = 500\n'
     )
-    words = (
+    arguments = (
         "--params",
         "1B",
         "--step-time",
@@ -126,12 +126,21 @@ def test_who_waits_goes_at_the_pace_of_the_slowest_and_who_does_not_at_its_own(c
         "--islands",
         str(file),
     )
-    assert fields(capsys, *words) == options
+    assert fields(capsys, *arguments) == options
 
 
 def test_an_island_with_flops_takes_no_step_time_from_the_options(capsys):
-    words = ("--params", "1B", "--step-time", "1s", "--tokens-per-step", "1M", "--island", "chips=4,flops=1P,mfu=0.5")
-    plan = fields(capsys, *words, "--island", "name=b")
+    arguments = (
+        "--params",
+        "1B",
+        "--step-time",
+        "1s",
+        "--tokens-per-step",
+        "1M",
+        "--island",
+        "chips=4,flops=1P,mfu=0.5",
+    )
+    plan = fields(capsys, *arguments, "--island", "name=b")
     assert [island["step_s"] for island in plan["islands"]] == [pytest.approx(3.0), 1.0]
 
 
@@ -140,21 +149,21 @@ def test_an_island_with_flops_takes_no_step_time_from_the_options(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
-        ("--params 5e9 --step-time 1s --sites 8", "models trained here had up to 10.7 M"),
-        ("--params 1M --step-time 1s --sites 2 --every 100", "measured here with H from 8 to 48"),
+        ("--params 5e9 --step-time 1s --sites 8", "models of up to 10.7 M"),
+        ("--params 1M --step-time 1s --sites 2 --every 100", "measured with H from 8 to 48"),
         ("--params 1M --step-time 1s --sites 65", "up to 64 learners"),
         ("--params 1M --step-time 1s --sites 2 --fragments 48", "several rounds per step"),
-        ("--params 1M --step-time 1s --sites 2 --rate 500kbit", "a fragment comes round every 32 steps, not 24"),
-        ("--params 1M --step-time 1s --sites 2 --rate 100kbit", "160 steps, not 24, more than was measured here"),
+        ("--params 1M --step-time 1s --sites 2 --rate 500kbit", "a fragment has a round every 32 steps, not 24"),
+        ("--params 1M --step-time 1s --sites 2 --rate 100kbit", "160 steps, not 24, longer than was measured"),
         ("--params 1M --step-time 1s --sites 2 --rate 1gbit --delay 1s", "longer than tau = 2 steps"),
         ("--params 1M --step-time 1s --sites 2 --rate 1mbit", "16.3 times slower per step than decoupled"),
-        ("--params 1M --step-time 1s --sites 4 --star", "its own link carries 4 models in and out"),
+        ("--params 1M --step-time 1s --sites 4 --star", "its link carries 4 models in and out"),
     ],
 )
-def test_it_warns_where_a_plan_is_beyond_what_was_measured_or_what_links_carry(capsys, words, sentence):
-    assert any(sentence in warning for warning in fields(capsys, *words.split())["warnings"])
+def test_it_warns_where_a_plan_is_beyond_what_was_measured_or_what_links_carry(capsys, arguments, sentence):
+    assert any(sentence in warning for warning in fields(capsys, *arguments.split())["warnings"])
 
 
 def test_a_modest_plan_has_no_warning(capsys):
@@ -175,14 +184,14 @@ def test_the_figure_is_drawn(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         ("--params 5e9 --step-time 1s", "give --sites 8"),
-        ("--params 5e9 --step-time 1s --sites 1", "give 2 to 4096: with one site nothing travels"),
+        ("--params 5e9 --step-time 1s --sites 1", "give 2 to 4096: one site has nothing to synchronize"),
         ("--params big --step-time 1s --sites 2", "give one such as 5e9, 5B or 1.5T"),
         ("--params 0 --step-time 1s --sites 2", "give a number above 0"),
         ("--params=-5 --step-time 1s --sites 2", "not a number above 0"),
-        ("--params 1B --sites 2", "how long does a step of site 1 take? give --step-time 1s"),
+        ("--params 1B --sites 2", "the step time of site 1 is missing; give --step-time 1s"),
         ("--params 1B --sites 2 --step-time 1", "give one with its unit, such as 40ms, 1s"),
         ("--params 1B --sites 2 --step-time 0s", "give a number above 0"),
         ("--params 1B --sites 2 --step-time inf", "give seconds above 0"),
@@ -204,18 +213,18 @@ def test_the_figure_is_drawn(capsys, tmp_path):
         ("--params 1B --sites 2 --step-time 1s --fragments 0", "at least 1 fragment"),
         ("--params 1B --sites 2 --step-time 1s --tau 0", "give at least 1 step"),
         ("--params 1B --sites 2 --step-time 1s --slice-chips 0", "give at least 1"),
-        ("--params 1B --step-time 1s --island name=a", "with one nothing travels"),
+        ("--params 1B --step-time 1s --island name=a", "one island has nothing to synchronize"),
         ("--params 1B --step-time 1s --island a", "write KEY=VALUE with commas"),
-        ("--params 1B --step-time 1s --island color=red", "has a key 'color'; there are name, count"),
-        ("--params 1B --step-time 1s --sites 3 --island count=2", "leave --sites out"),
+        ("--params 1B --step-time 1s --island color=red", "has the unknown key 'color'; the keys are name, count"),
+        ("--params 1B --step-time 1s --sites 3 --island count=2", "omit --sites"),
         ("--params 1B --step-time 1s --islands gone.toml", "gone.toml: No such file"),
-        ("--params 1B --step-time 1s --island count=9 --islands gone.toml", "give one of them"),
+        ("--params 1B --step-time 1s --island count=9 --islands gone.toml", "give only one of them"),
         ("--params 1B --step-time 1s --island count=5000", "more than 4096 islands"),
         ("--params 1B --sites 2 --step-time 1s --plot plan.gif", "end its name with .png, .svg or .pdf"),
     ],
 )
-def test_a_wrong_wish_is_one_line_with_the_fix(words, sentence, capsys):
-    assert main(["plan", *words.split()]) == 2
+def test_invalid_option_is_refused_with_one_line_and_the_fix(arguments, sentence, capsys):
+    assert main(["plan", *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -227,13 +236,13 @@ def test_a_wrong_wish_is_one_line_with_the_fix(words, sentence, capsys):
     ("text", "sentence"),
     [
         ("sites = 3", "begin each with a line [[island]]"),
-        ("[[island]]\nrates = 3", "has a key 'rates'"),
-        ("[[island]]\nrate = [3]", "give a number, or a text with a unit"),
+        ("[[island]]\nrates = 3", "has the unknown key 'rates'"),
+        ("[[island]]\nrate = [3]", "give a number, or a string with a unit"),
         ("island = [3]", "is not a table"),
         ("[[island", "is not TOML"),
     ],
 )
-def test_a_wrong_file_is_named(text, sentence, capsys, tmp_path):
+def test_invalid_file_is_refused_with_its_name(text, sentence, capsys, tmp_path):
     file = tmp_path / "islands.toml"
     file.write_text(text)
     assert main(["plan", "--params", "1B", "--step-time", "1s", "--islands", str(file)]) == 2

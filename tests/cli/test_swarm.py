@@ -1,4 +1,4 @@
-"""`atoll swarm` as people and scripts meet it."""
+"""`atoll swarm`: text and JSON output, tapes, and refused options."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import main
-from atoll.cli.swarm import Swarm, _show
+from atoll.cli.swarm import SwarmResult, print_result
 from atoll.sim.swarm import Coverage, SeedResult
 
 
-def test_a_clean_swarm_says_so_and_shows_what_it_met(capsys: pytest.CaptureFixture[str]) -> None:
+def test_clean_swarm_prints_its_coverage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["swarm", "--seeds", "20", "--small", "--jobs", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "20 worlds" in said
-    assert "seeds/s" in said
-    assert "of a state and an event met" in said
-    assert said.rstrip().endswith("no violation")
+    output = capsys.readouterr().out
+    assert "20 worlds" in output
+    assert "seeds/s" in output
+    assert "of a state and an event met" in output
+    assert output.rstrip().endswith("no violation")
 
 
 def test_json_is_one_object_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,13 +42,13 @@ def test_the_digest_is_of_the_seeds_and_nothing_else(capsys: pytest.CaptureFixtu
 
 def test_a_violation_names_its_seed_and_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
     result = SeedResult(17, 100, 3, "quorum", "1 contributions, the quorum is 2", ("fragment", 0), {}, {}, {}, {})
-    _show(Swarm(1, 100, 0.5, Coverage(), [result], digest=None), small=True)
-    said = capsys.readouterr().out
-    assert "seed 17: quorum: 1 contributions, the quorum is 2" in said
-    assert "atoll swarm --seeds 1 --start 17 --small --story" in said
+    print_result(SwarmResult(1, 100, 0.5, Coverage(), [result], digest=None), small=True)
+    output = capsys.readouterr().out
+    assert "seed 17: quorum: 1 contributions, the quorum is 2" in output
+    assert "atoll swarm --seeds 1 --start 17 --small --story" in output
 
 
-def test_the_tapes_of_a_seed_can_be_checked_replayed_and_told(
+def test_tapes_of_a_seed_can_be_checked_replayed_and_shown_as_story(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(tmp_path / "seed")
@@ -60,7 +60,7 @@ def test_the_tapes_of_a_seed_can_be_checked_replayed_and_told(
     assert "incarnation 1" in capsys.readouterr().out
 
 
-def test_tapes_are_not_written_among_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tapes_are_not_written_to_a_folder_with_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "letter").write_text("dear")
     assert main(["swarm", "--seeds", "1", "--tape", str(tmp_path)]) == 2
     assert "is not empty" in capsys.readouterr().err
@@ -77,11 +77,13 @@ def test_tapes_of_many_worlds_are_refused(tmp_path: Path, capsys: pytest.Capture
     assert "--seeds 1" in capsys.readouterr().err
 
 
-def test_kept_seeds_are_run_too_and_a_bad_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = tmp_path / "kept.txt"
-    kept.write_text("# why\n7  # once found\n")
-    assert main(["swarm", "--seeds", "1", "--small", "--jobs", "1", "--also", str(kept)]) == 0
+def test_seeds_of_a_file_are_run_and_an_invalid_line_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds_file = tmp_path / "kept.txt"
+    seeds_file.write_text("# why\n7  # once found\n")
+    assert main(["swarm", "--seeds", "1", "--small", "--jobs", "1", "--also", str(seeds_file)]) == 0
     assert "2 worlds" in capsys.readouterr().out
-    kept.write_text("seven\n")
-    assert main(["swarm", "--seeds", "1", "--also", str(kept)]) == 2
+    seeds_file.write_text("seven\n")
+    assert main(["swarm", "--seeds", "1", "--also", str(seeds_file)]) == 2
     assert "line 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`atoll syncer` and `atoll shard` on the command line: what they refuse, what they leave behind, how to go on."""
+"""`atoll syncer` and `atoll shard` on the command line: refused options, files after a failed start, resuming."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PORTS = {
     "dash": ["RUN", "--port"],
     "train": ["--out", "RUN", "--dash", "--dash-port"],
 }
-"""Every command that listens, up to the number of its port."""
+"""Arguments of every command that listens, without the number of its port."""
 
 
-def words(command: str, run: Path) -> list[str]:
+def arguments(command: str, run: Path) -> list[str]:
     return [command, *(str(run) if word == "RUN" else word for word in PORTS[command])]
 
 
@@ -44,28 +44,28 @@ def taken_port() -> Iterator[int]:
 @pytest.mark.parametrize("port", ["65536", "70000"])
 @pytest.mark.parametrize("command", PORTS)
 def test_port_above_65535_is_refused(tmp_path, capsys, command, port):
-    assert main([*words(command, tmp_path / "run"), port]) == 2
-    said = capsys.readouterr().err
-    assert f"port': {port} is not a port; give a number from 0 to 65535" in said
+    assert main([*arguments(command, tmp_path / "run"), port]) == 2
+    output = capsys.readouterr().err
+    assert f"port': {port} is not a port; give a number from 0 to 65535" in output
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("command", PORTS)
 def test_negative_port_is_refused_and_host_is_not_blamed(tmp_path, capsys, command):
-    assert main([*words(command, tmp_path / "run"), "-5"]) == 2
-    said = capsys.readouterr().err
-    assert "port': -5 is not a port; give a number from 0 to 65535" in said
-    assert "--host" not in said
+    assert main([*arguments(command, tmp_path / "run"), "-5"]) == 2
+    output = capsys.readouterr().err
+    assert "port': -5 is not a port; give a number from 0 to 65535" in output
+    assert "--host" not in output
     assert not (tmp_path / "run").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A start that fails leaves nothing behind
+# A failed start leaves no files
 
 
 @pytest.mark.parametrize("command", ["syncer", "shard"])
 def test_port_in_use_leaves_no_directory(tmp_path, capsys, taken_port, command):
-    assert main([*words(command, tmp_path / "runs" / "first"), str(taken_port)]) == 2
+    assert main([*arguments(command, tmp_path / "runs" / "first"), str(taken_port)]) == 2
     assert f"cannot listen on 127.0.0.1:{taken_port}: Address already in use; give another --port" in (
         capsys.readouterr().err
     )
@@ -80,7 +80,7 @@ def test_unknown_host_leaves_no_directory(tmp_path, capsys):
 
 
 def test_out_that_cannot_be_created_leaves_no_parents(tmp_path, capsys):
-    run = tmp_path / "runs" / ("x" * 300)  # also root cannot create it
+    run = tmp_path / "runs" / ("x" * 300)  # not even root can create it
     assert main(["syncer", "--out", str(run), "--port", "0"]) == 2
     assert "File name too long" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -92,7 +92,7 @@ def test_bad_keys_leave_no_directory(tmp_path, capsys, command):
     keys.mkdir()
     for name in ("certificate.pem", "key.pem", "authority.pem"):
         (keys / name).write_text("nothing of a key")
-    assert main([*words(command, tmp_path / "run"), "0", "--keys", str(keys)]) == 2
+    assert main([*arguments(command, tmp_path / "run"), "0", "--keys", str(keys)]) == 2
     assert str(keys) in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [keys]
 
@@ -107,38 +107,38 @@ def test_bad_certificate_leaves_no_directory(tmp_path, capsys):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Going on
+# Resuming
 
 
-def _serve(words: list[str], token: str | None, pipe: Connection) -> None:
-    """A command in a process of its own, whose output goes to the pipe."""
+def _serve(arguments: list[str], token: str | None, pipe: Connection) -> None:
+    """Run `atoll syncer` in a child process with its output in the pipe."""
     for stream in (1, 2):
         os.dup2(pipe.fileno(), stream)
-    sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: SIM115 - to its end
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: SIM115 - open until the process exits
     if token is not None:
         os.environ["ATOLL_TOKEN"] = token
-    sys.exit(main(["syncer", *words]))
+    sys.exit(main(["syncer", *arguments]))
 
 
-def stopped_syncer(*words: str, token: str | None = None) -> tuple[str, str]:
-    """Serve until the address is printed, then Ctrl-C. Returns the port and the command that goes on."""
+def stopped_syncer(*arguments: str, token: str | None = None) -> tuple[str, str]:
+    """Serve until the address is printed, then send SIGINT. Return the port and the resume command."""
     context = processes()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(list(words), token, theirs))
+    process = context.Process(target=_serve, args=(list(arguments), token, theirs))
     process.start()
     theirs.close()
-    said = ""
+    output = ""
     try:
         with open(ours.fileno(), closefd=False) as lines:
             for line in lines:
-                said += line
+                output += line
                 if line.startswith("On each island:"):
                     os.kill(process.pid, signal.SIGINT)
         process.join()
-        assert process.exitcode == 130, said
-        assert TOKEN not in said
-        hint = said.partition("learners train on and wait for: ")[2].splitlines()[0]
-        return said.partition("The syncer listens on 127.0.0.1:")[2].partition(".\n")[0], hint
+        assert process.exitcode == 130, output
+        assert TOKEN not in output
+        hint = output.partition("learners continue to train; resume with: ")[2].splitlines()[0]
+        return output.partition("The syncer listens on 127.0.0.1:")[2].partition(".\n")[0], hint
     finally:
         process.kill()
         process.join()
@@ -159,10 +159,10 @@ def test_run_that_had_a_token_is_not_resumed_without_one(tmp_path, capsys, monke
     run = tmp_path / "run"
     port, hint = stopped_syncer("--out", str(run), "--port", "0", token=TOKEN)
     assert hint == f"atoll syncer --out {run} --resume --port {port}, with the same ATOLL_TOKEN"
-    for how in ("--resume", "--or-resume", "--standby"):
-        assert main(["syncer", "--out", str(run), "--port", "0", how]) == 2
-        said = capsys.readouterr().err
-        assert f"{run} was served with a token, and none is given now: set ATOLL_TOKEN or give --token" in said
+    for option in ("--resume", "--or-resume", "--standby"):
+        assert main(["syncer", "--out", str(run), "--port", "0", option]) == 2
+        output = capsys.readouterr().err
+        assert f"{run} was served with a token, and none is given now: set ATOLL_TOKEN or give --token" in output
     assert not any(TOKEN in path.read_text(errors="replace") for path in run.rglob("*") if path.is_file())
 
 

@@ -1,1 +1,1 @@
-"""Tests of the two state machines, as conversations."""
+"""Tests of the two state machines, event by event."""

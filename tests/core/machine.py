@@ -1,4 +1,4 @@
-"""What the two machines of `test_state_machines` have in common: time, nonsense, and a look at the core."""
+"""Common base of the state machines of `test_state_machines`: time, invalid messages, and a check of the view."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from atoll.core.protocol import (
     Contribution,
-    Delivered,
-    FetchTime,
+    DownloadTime,
+    DrainRequest,
     FinishAck,
-    InnerState,
-    Leaving,
+    OptimizerState,
     Ping,
+    PublishAck,
     Ready,
     Report,
     Resync,
@@ -31,50 +31,57 @@ from atoll.core.types import RoundId
 LEARNERS = st.integers(1, 3)
 FRAGMENTS = st.integers(0, 2)
 WAITS_S = st.sampled_from([0.0, 0.01, 0.5, 1.0, 5.0, 40.0, 700.0, -3.0, -1e6])
-WILD = st.sampled_from([-(10**9), -1, 0, 1, 2, 7, 10**6, 10**12])
-STORY = 60
-NONSENSE = st.one_of(
-    st.builds(Report, WILD, WILD.map(lambda n: min(n, 10**6)), st.sampled_from([-1.0, 0.0, math.nan, math.inf])),
-    st.builds(Delivered, WILD, WILD),
-    st.builds(Resync, WILD, WILD),
+EXTREME = st.sampled_from([-(10**9), -1, 0, 1, 2, 7, 10**6, 10**12])
+MAX_STORY_LINES = 60
+INVALID_MESSAGES = st.one_of(
+    st.builds(Report, EXTREME, EXTREME.map(lambda n: min(n, 10**6)), st.sampled_from([-1.0, 0.0, math.nan, math.inf])),
+    st.builds(PublishAck, EXTREME, EXTREME),
+    st.builds(Resync, EXTREME, EXTREME),
     st.builds(
         Contribution,
-        st.builds(RoundId, WILD, WILD, WILD, WILD),
-        WILD,
-        WILD,
-        WILD,
-        WILD,
-        WILD,
+        st.builds(RoundId, EXTREME, EXTREME, EXTREME, EXTREME),
+        EXTREME,
+        EXTREME,
+        EXTREME,
+        EXTREME,
+        EXTREME,
         st.sampled_from([None, "values are not finite"]),
     ),
-    st.builds(SnapshotPart, WILD, WILD, WILD, st.tuples(WILD), st.tuples(st.builds(RoundId, WILD, WILD, WILD, WILD))),
-    st.builds(InnerState, LEARNERS, WILD, WILD, WILD, st.tuples(WILD)),
-    st.builds(StateRequest, st.tuples(WILD)),
-    st.builds(Ready, st.just(because("moments-kept"))),
-    st.builds(FetchTime, st.sampled_from([-1.0, 0.0, 1e-3, 1e9, math.nan, math.inf])),
-    st.builds(Leaving, WILD, WILD.map(lambda n: min(n, 10**6)), st.lists(WILD, max_size=3).map(tuple)),
-    st.builds(FinishAck, WILD),
-    st.builds(Ping, WILD),
+    st.builds(
+        SnapshotPart,
+        EXTREME,
+        EXTREME,
+        EXTREME,
+        st.tuples(EXTREME),
+        st.tuples(st.builds(RoundId, EXTREME, EXTREME, EXTREME, EXTREME)),
+    ),
+    st.builds(OptimizerState, LEARNERS, EXTREME, EXTREME, EXTREME, st.tuples(EXTREME)),
+    st.builds(StateRequest, st.tuples(EXTREME)),
+    st.builds(Ready, st.just(because("state-kept"))),
+    st.builds(DownloadTime, st.sampled_from([-1.0, 0.0, 1e-3, 1e9, math.nan, math.inf])),
+    st.builds(DrainRequest, EXTREME, EXTREME.map(lambda n: min(n, 10**6)), st.lists(EXTREME, max_size=3).map(tuple)),
+    st.builds(FinishAck, EXTREME),
+    st.builds(Ping, EXTREME),
 )
-"""Messages that no honest learner sends, or not now."""
+"""Invalid or unexpected messages of a learner."""
 
 
-def plain(value: Any) -> Any:
-    """A view as JSON would have it."""
+def to_json(value: Any) -> Any:
+    """Return a view as plain JSON values."""
     if hasattr(value, "_asdict"):
-        return {key: plain(inner) for key, inner in value._asdict().items()}
+        return {key: to_json(inner) for key, inner in value._asdict().items()}
     if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): to_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [to_json(inner) for inner in value]
     assert value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)), repr(value)
     return value
 
 
-def look(core: Any) -> Any:
-    """A view can be written as JSON, and the next deadline is a time that is still to come."""
+def check_view(core: Any) -> Any:
+    """Return the view. Assert that JSON can represent it and that the next deadline is not in the past."""
     view = core.view()
-    json.dumps(plain(view), allow_nan=False)
+    json.dumps(to_json(view), allow_nan=False)
     deadline = core.next_deadline()
     assert deadline is None or (math.isfinite(deadline) and deadline >= core.state.now), (
         f"deadline {deadline} at {core.state.now}"
@@ -83,30 +90,30 @@ def look(core: Any) -> Any:
 
 
 class Machine(RuleBasedStateMachine):
-    """What both have in common: time, and the story that is told when something breaks."""
+    """Base of both state machines: time, and the story that is printed on a failure."""
 
-    talk: Any
+    harness: Any
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.begun = False
+        self.is_started = False
 
-    def happens(self, event: Any) -> list[Any]:
+    def handle(self, event: Any) -> list[Any]:
         raise NotImplementedError
 
-    def checked(self, what: bool, sentence: str) -> None:
-        if not what:
-            raise AssertionError("\n".join([sentence, *self.talk.story[-STORY:]]))
+    def check(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise AssertionError("\n".join([message, *self.harness.story[-MAX_STORY_LINES:]]))
 
     @rule(seconds=WAITS_S)
     def time_passes(self, seconds):
-        """Also backwards: a clock may be set."""
+        """Move the clock, also backwards."""
         self.now = max(self.now + seconds, 0.0)
 
     @rule()
-    def a_timer_fires(self):
-        deadline = self.talk.core.next_deadline()
+    def timer_fires(self):
+        deadline = self.harness.core.next_deadline()
         if deadline is not None:
             self.now = max(self.now, deadline)
-            self.happens(TimerFired())
+            self.handle(TimerFired())

@@ -1,17 +1,17 @@
-"""Scenario files: a conversation with a core and what it does about it, as text.
+"""Scenario files: events for one core and the effects that it produces, as text.
 
-    # A sentence that says what this shows.
+    # A sentence that describes the scenario.
     core syncer fragments=1 every_steps=2
 
     > at 1 learner 1 reports step 1 trained 100
     to learner 1: pull fragment 0 base 0 epoch 1 attempt 1
 
-A line that starts with `>` is what happens, and the lines below it are the effects; `nothing` stands for none. `core`
-says which core it is and its settings, and `# ` is a comment. The phrases are in the tables below; words that follow a
-phrase are names and values, `why "no space"` in quotes where there is a blank, `versions 1,2` with commas.
-`> quietly ...` does not show the effects: for the way to where the story begins.
+A line that starts with `>` is an event. The lines below it are its effects, or `nothing`. The line `core` selects the
+core and its settings. A line that starts with `# ` is a comment. The tables below list the phrases for events. Names
+and values follow a phrase: `cause "no space"` in quotes if the value has a blank, `versions 1,2` with commas.
+`> quietly ...` hides the effects of an event: use it for the setup.
 
-`pytest --rewrite-scenarios` writes down what the cores do. Read it before you believe it.
+`pytest --rewrite-scenarios` replaces the expected effects with those of the cores. Review the difference.
 """
 
 from __future__ import annotations
@@ -26,108 +26,108 @@ from msgspec import structs
 
 from atoll.core.codec import Value
 from atoll.core.protocol import (
+    ConnectionClosed,
     ControlRequested,
-    Delivered,
     DialFailed,
     Drain,
+    DrainRequest,
     Finish,
     FinishAck,
     FinishRequested,
-    Held,
-    Hold,
-    InnerState,
     LearnerDisconnected,
     Lease,
     LeaseRequest,
-    Leave,
-    LeaveWanted,
-    Leaving,
-    LinkClosed,
+    LeaveRequested,
+    Left,
+    LogReason,
     Marker,
     NoPeer,
+    OptimizerState,
+    PausedAck,
     PeerChosen,
     Ping,
     Pong,
+    ProvideState,
+    PublishAck,
     Pull,
     Ready,
     Refuse,
     RefuseContribution,
     Report,
     Resync,
-    Say,
     Send,
+    SetPaused,
     SnapshotPart,
     SnapshotRequested,
     StateRejected,
     StateRequest,
-    StateWanted,
     TimerFired,
 )
 from atoll.core.reasons import Reason, because
-from atoll.core.types import Limits, Mark, RoundId, RunConfig
-from tests.core.conversation import LearnerTalk, SyncerTalk, Talk, Voice
+from atoll.core.types import Limits, MergedUpTo, RoundId, RunConfig
+from tests.core.harness import FakeLearner, Harness, LearnerHarness, SyncerHarness
 
-Words = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class ScenarioError(ValueError):
-    """A scenario that cannot be read; says the line."""
+    """A scenario line that cannot be parsed; the message names the line."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Effects as lines
 
 
-def line_of(effect: Any, talk: Talk) -> str:
+def format_effect(effect: Any, harness: Harness) -> str:
     if isinstance(effect, Send):
-        return _message(effect, talk)
-    if isinstance(effect, Say):
+        return _format_message(effect, harness)
+    if isinstance(effect, LogReason):
         kind, number = effect.subject
-        return f"says of {'the run' if kind == 'run' else f'{kind} {number}'}: {effect.reason} [{effect.reason.code}]"
-    return _words(effect)
+        return f"logs for {'the run' if kind == 'run' else f'{kind} {number}'}: {effect.reason} [{effect.reason.code}]"
+    return _format_value(effect)
 
 
-def _message(effect: Send, talk: Talk) -> str:
+def _format_message(effect: Send, harness: Harness) -> str:
     envelope = effect.envelope
-    where = f"learner {envelope.learner}" if isinstance(talk, SyncerTalk) else "syncer"
+    recipient = f"learner {envelope.learner}" if isinstance(harness, SyncerHarness) else "syncer"
     notes = []
     if (envelope.incarnation, envelope.session) != (1, 1):
         notes.append(f"incarnation {envelope.incarnation}, session {envelope.session}")
     if envelope.marker not in (0, envelope.epoch * 1_000_000):
         notes.append(f"marker {envelope.marker}")
     note = f" ({', '.join(notes)})" if notes else ""
-    return f"to {where}{note}: {_words(envelope.body)}"
+    return f"to {recipient}{note}: {_format_value(envelope.body)}"
 
 
-def _words(value: Any) -> str:
-    """A value: its name and its fields, each by name."""
+def _format_value(value: Any) -> str:
+    """Return the type name and the named fields of a value."""
     name = re.sub(r"(?<!^)(?=[A-Z])", "-", type(value).__name__).lower()
-    return " ".join([name, *_fields(value)])
+    return " ".join([name, *_format_fields(value)])
 
 
-def _fields(value: Any) -> list[str]:
+def _format_fields(value: Any) -> list[str]:
     shown = []
     for field, inner in structs.asdict(value).items():
-        if field == "taken" and not inner:
+        if field == "consumed_samples" and not inner:
             continue  # a run without leases
         if isinstance(inner, RoundId):
-            shown += _fields(inner)
+            shown += _format_fields(inner)
         elif isinstance(inner, Reason):
             shown.append(f'because "{inner}" [{inner.code}]')
         elif isinstance(inner, Value):
-            shown.append(f"{field} ({_words(inner)})" if field != "record" else f"({_words(inner)})")
+            shown.append(f"{field} ({_format_value(inner)})" if field != "record" else f"({_format_value(inner)})")
         else:
-            shown.append(f"{field} {_shown(inner)}")
+            shown.append(f"{field} {_format_field(inner)}")
     return shown
 
 
-def _shown(value: Any) -> str:
+def _format_field(value: Any) -> str:
     if isinstance(value, RoundId):
         return "/".join(map(str, structs.astuple(value)))
     if isinstance(value, Value):
-        return " ".join(_fields(value))
+        return " ".join(_format_fields(value))
     if isinstance(value, tuple):
-        return f"[{'; '.join(_shown(inner) for inner in value)}]"
+        return f"[{'; '.join(_format_field(inner) for inner in value)}]"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str):
@@ -136,17 +136,17 @@ def _shown(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Phrases: what happens
+# Phrases for events
 
 Phrase = tuple[re.Pattern[str], Callable[..., Any]]
 
 
-def _round(words: Words) -> RoundId:
-    return RoundId(words.pop("fragment", 0), words.pop("base", 0), words.pop("epoch", 1), words.pop("attempt", 1))
+def _round(fields: Fields) -> RoundId:
+    return RoundId(fields.pop("fragment", 0), fields.pop("base", 0), fields.pop("epoch", 1), fields.pop("attempt", 1))
 
 
 def _rounds(text: object) -> tuple[RoundId, ...]:
-    """`0/0/1/1`: fragment, base, epoch, attempt."""
+    """Parse `0/0/1/1`: fragment, base, epoch, attempt."""
     parts = text if isinstance(text, tuple) else (text,)
     return tuple(RoundId(*map(int, str(part).split("/"))) for part in parts if part != "-")
 
@@ -155,238 +155,270 @@ def _tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _joins(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    talk.joined(int(who), at, words.pop("incarnation", 1))
+def _joins(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    harness.joined(int(learner), at, fields.pop("incarnation", 1))
 
 
-def _restarts(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    old = talk.voices[int(who)]
-    talk.voice(old.id, old.incarnation + 1, 1).hello(at)
+def _restarts(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    old = harness.learners[int(learner)]
+    harness.add_learner(old.id, old.incarnation + 1, 1).hello(at)
 
 
-def _redials(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    voice = talk.voices[int(who)]
-    voice.session += 1
-    voice.step, voice.trained = words.pop("step", voice.step), words.pop("trained", voice.trained)
-    voice.hello(at, training=True)
+def _reconnects(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    fake = harness.learners[int(learner)]
+    fake.session += 1
+    fake.step, fake.trained = fields.pop("step", fake.step), fields.pop("trained", fake.trained)
+    fake.hello(at, training=True)
 
 
-def _hello(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    voice = talk.voices.get(int(who)) or talk.voice(int(who))
-    training = bool(words.pop("training", 0))
-    if "received" in words:
-        words["received"] = _tuple(words["received"])
-    if "fingerprint" in words:
-        words["fingerprint"] = _tuple(words["fingerprint"])
-    voice.hello(at, training, **{key: words.pop(key) for key in list(words)})
+def _hello(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    fake = harness.learners.get(int(learner)) or harness.add_learner(int(learner))
+    training = bool(fields.pop("training", 0))
+    if "received" in fields:
+        fields["received"] = _tuple(fields["received"])
+    if "fingerprint" in fields:
+        fields["fingerprint"] = _tuple(fields["fingerprint"])
+    fake.hello(at, training, **{key: fields.pop(key) for key in list(fields)})
 
 
-def _known(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    """A learner of before a restart of the syncer dials the new one."""
-    voice = talk.voice(int(who), words.pop("incarnation", 1), words.pop("session", 2))
-    voice.received = dict(zip(voice.received, _tuple(words.pop("received")), strict=True))
-    voice.step, voice.trained = words.pop("step"), words.pop("trained")
-    voice.hello(at, training=True)
+def _connects_to_new_syncer(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    """Connect a learner that joined before the syncer was restarted."""
+    fake = harness.add_learner(int(learner), fields.pop("incarnation", 1), fields.pop("session", 2))
+    fake.received = dict(zip(fake.received, _tuple(fields.pop("received")), strict=True))
+    fake.step, fake.trained = fields.pop("step"), fields.pop("trained")
+    fake.hello(at, training=True)
 
 
-def _part(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    voice = talk.voices[int(who)]
-    voice.marker = words["snapshot"]
+def _part(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    fake = harness.learners[int(learner)]
+    fake.marker = fields["snapshot"]
     part = SnapshotPart(
-        words.pop("snapshot"),
-        words.pop("step"),
-        words.pop("trained"),
-        _tuple(words.pop("versions")),
-        _rounds(words.pop("outstanding", "-")),
-        words.pop("problem", None),
+        fields.pop("snapshot"),
+        fields.pop("step"),
+        fields.pop("trained"),
+        _tuple(fields.pop("versions")),
+        _rounds(fields.pop("outstanding", "-")),
+        fields.pop("problem", None),
     )
-    voice.says(at, part)
+    fake.delivers(at, part)
 
 
-def _says(make: Callable[[Voice, Words], Any]) -> Callable[..., None]:
-    def say(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-        voice = talk.voices[int(who)]
-        voice.says(at, make(voice, words))
+def _learner_sends(make: Callable[[FakeLearner, Fields], Any]) -> Callable[..., None]:
+    def send(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+        fake = harness.learners[int(learner)]
+        fake.delivers(at, make(fake, fields))
 
-    return say
+    return send
 
 
-def _takes_all(words: Words) -> Words:
-    taken = dict(words)
-    words.clear()
-    return taken
+def _pop_all(fields: Fields) -> Fields:
+    popped = dict(fields)
+    fields.clear()
+    return popped
 
 
 def _phrases(table: dict[str, Callable[..., Any]]) -> list[Phrase]:
-    who = r"learner (-?\d+)"
-    return [(re.compile(pattern.replace("WHO", who) + r"(?: |$)"), do) for pattern, do in table.items()]
+    learner = r"learner (-?\d+)"
+    return [(re.compile(pattern.replace("LEARNER", learner) + r"(?: |$)"), do) for pattern, do in table.items()]
 
 
-def _disk_kept(talk: SyncerTalk, at: float, words: Words) -> None:
-    talk.written_unheard()
+def _written_without_reply(harness: SyncerHarness, at: float, fields: Fields) -> None:
+    harness.written_without_reply()
 
 
-def _reports(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    talk.voices[int(who)].reports(at, words.pop("step"), words.pop("trained", None), words.pop("step_time", 1.0))
+def _reports(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    harness.learners[int(learner)].reports(
+        at, fields.pop("step"), fields.pop("trained", None), fields.pop("step_time", 1.0)
+    )
 
 
-def _reports_late(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    voice = talk.voices[int(who)]
-    voice.says(at, Report(words.pop("step"), words.pop("trained"), 1.0), session=voice.session - 1)
+def _reports_late(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    fake = harness.learners[int(learner)]
+    fake.delivers(at, Report(fields.pop("step"), fields.pop("trained"), 1.0), session=fake.session - 1)
 
 
-def _contributes(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
-    voice = talk.voices[int(who)]
-    marker = words.pop("marker", voice.marker)
-    body = structs.replace(voice.contribution(words.pop("fragment", 0)), **_takes_all(words))
-    voice.says(at, body, marker=marker)
+def _contributes(harness: SyncerHarness, at: float, learner: str, fields: Fields) -> None:
+    fake = harness.learners[int(learner)]
+    marker = fields.pop("marker", fake.marker)
+    body = structs.replace(fake.contribution(fields.pop("fragment", 0)), **_pop_all(fields))
+    fake.delivers(at, body, marker=marker)
 
 
-def _shard_lost(talk: SyncerTalk, at: float, words: Words) -> None:
-    talk.shard_lost(at, *_tuple(words.pop("fragments")), why=words.pop("why"))
+def _shard_lost(harness: SyncerHarness, at: float, fields: Fields) -> None:
+    harness.shard_lost(at, *_tuple(fields.pop("fragments")), cause=fields.pop("cause"))
 
 
-def _shard_back(talk: SyncerTalk, at: float, words: Words) -> None:
-    """`held 0/3,2/4`: fragment and version."""
-    held = (str(part).split("/") for part in _tuple(words.pop("held")))
-    talk.shard_back(at, *((int(fragment), int(version)) for fragment, version in held))
+def _shard_reconnects(harness: SyncerHarness, at: float, fields: Fields) -> None:
+    """Parse `versions 0/3,2/4`: fragment and version."""
+    versions = (str(part).split("/") for part in _tuple(fields.pop("versions")))
+    harness.shard_reconnected(at, *((int(fragment), int(version)) for fragment, version in versions))
 
 
-def _wants(talk: SyncerTalk, at: float, words: Words) -> None:
-    """`the operator wants what quorum value 2`."""
-    talk.tell(at, ControlRequested(words.pop("what"), words.pop("value", None), "ada"))
+def _control_requested(harness: SyncerHarness, at: float, fields: Fields) -> None:
+    """Parse `the operator requests control quorum value 2`."""
+    harness.handle(at, ControlRequested(fields.pop("control"), fields.pop("value", None), "ada"))
 
 
 SYNCER = _phrases(
     {
-        "WHO joins": _joins,
-        "WHO says hello": _hello,
-        "WHO restarts": _restarts,
-        "WHO dials again": _redials,
-        "WHO dials the new syncer": _known,
-        "WHO reports": _reports,
-        "WHO reports on the old link": _reports_late,
-        "WHO contributes": _contributes,
-        "WHO acknowledges the end": _says(lambda voice, words: FinishAck(0)),
-        "WHO acknowledges everything": lambda talk, at, who, words: talk.voices[int(who)].acknowledges(at),
-        "WHO has got": _says(lambda voice, words: Delivered(words.pop("fragment"), words.pop("version"))),
-        "WHO wants the whole": _says(lambda voice, words: Resync(words.pop("fragment"), words.pop("have"))),
-        "WHO asks for inner state": _says(lambda voice, words: StateRequest(_tuple(words.pop("tried", ())))),
-        "WHO gives inner state": _says(
-            lambda voice, words: InnerState(
-                voice.id, words.pop("to"), words.pop("incarnation"), words.pop("step"), _tuple(words.pop("versions"))
+        "LEARNER joins": _joins,
+        "LEARNER sends hello": _hello,
+        "LEARNER restarts": _restarts,
+        "LEARNER reconnects": _reconnects,
+        "LEARNER connects to the new syncer": _connects_to_new_syncer,
+        "LEARNER reports": _reports,
+        "LEARNER reports on the old connection": _reports_late,
+        "LEARNER contributes": _contributes,
+        "LEARNER acknowledges the finish": _learner_sends(lambda fake, fields: FinishAck(0)),
+        "LEARNER acknowledges all versions": lambda harness, at, learner, fields: harness.learners[
+            int(learner)
+        ].acknowledges(at),
+        "LEARNER acknowledges": _learner_sends(
+            lambda fake, fields: PublishAck(fields.pop("fragment"), fields.pop("version"))
+        ),
+        "LEARNER requests a resync": _learner_sends(
+            lambda fake, fields: Resync(fields.pop("fragment"), fields.pop("received"))
+        ),
+        "LEARNER requests optimizer state": _learner_sends(
+            lambda fake, fields: StateRequest(_tuple(fields.pop("tried", ())))
+        ),
+        "LEARNER sends optimizer state": _learner_sends(
+            lambda fake, fields: OptimizerState(
+                fake.id,
+                fields.pop("target"),
+                fields.pop("incarnation"),
+                fields.pop("step"),
+                _tuple(fields.pop("versions")),
             )
         ),
-        "WHO asks for leases": _says(lambda voice, words: LeaseRequest(words.pop("leases"), words.pop("taken"))),
-        "WHO has heard of the pause": _says(lambda voice, words: Held(words.pop("serial"), bool(words.pop("paused")))),
-        "WHO is ready": _says(lambda voice, words: Ready(because("moments-kept"))),
-        "WHO has to go": _says(lambda voice, words: Leaving(voice.step, voice.trained, _tuple(words.pop("unmerged")))),
-        "WHO leaves": _says(lambda voice, words: Leave(words.pop("why"))),
-        "WHO pings": _says(lambda voice, words: Ping(words.pop("serial", 1))),
-        "WHO has saved its part": _part,
-        "WHO loses its link": lambda talk, at, who, words: talk.tell(
+        "LEARNER requests leases": _learner_sends(
+            lambda fake, fields: LeaseRequest(fields.pop("leases"), fields.pop("consumed"))
+        ),
+        "LEARNER acknowledges the pause": _learner_sends(
+            lambda fake, fields: PausedAck(fields.pop("serial"), bool(fields.pop("paused")))
+        ),
+        "LEARNER is ready": _learner_sends(lambda fake, fields: Ready(because("state-kept"))),
+        "LEARNER requests to drain": _learner_sends(
+            lambda fake, fields: DrainRequest(fake.step, fake.trained, _tuple(fields.pop("unmerged")))
+        ),
+        "LEARNER leaves": _learner_sends(lambda fake, fields: Left(fields.pop("cause"))),
+        "LEARNER pings": _learner_sends(lambda fake, fields: Ping(fields.pop("serial", 1))),
+        "LEARNER has saved its part": _part,
+        "LEARNER disconnects": lambda harness, at, learner, fields: harness.handle(
             at,
             LearnerDisconnected(
-                int(who),
-                talk.voices[int(who)].incarnation,
-                talk.voices[int(who)].session,
-                words.pop("why", "connection reset by peer"),
+                int(learner),
+                harness.learners[int(learner)].incarnation,
+                harness.learners[int(learner)].session,
+                fields.pop("cause", "connection reset by peer"),
             ),
         ),
-        "the merge is done": lambda talk, at, words: talk.merged(at),
-        "the merge fails": lambda talk, at, words: talk.merge_failed(at, words.pop("why")),
-        "the disk has written it": lambda talk, at, words: talk.persisted(at),
-        "the disk fails": lambda talk, at, words: talk.persist_failed(at, words.pop("why")),
-        "the disk has written it and nobody hears of it": _disk_kept,
+        "the merge is done": lambda harness, at, fields: harness.merged(at),
+        "the merge fails": lambda harness, at, fields: harness.merge_failed(at, fields.pop("cause")),
+        "the write is done": lambda harness, at, fields: harness.persisted(at),
+        "the write fails": lambda harness, at, fields: harness.persist_failed(at, fields.pop("cause")),
+        "the write is done without a reply": _written_without_reply,
         "the shard is lost": _shard_lost,
-        "the shard is back": _shard_back,
-        "a snapshot is wanted": lambda talk, at, words: talk.tell(at, SnapshotRequested()),
-        "the operator wants": _wants,
-        "the end is wanted": lambda talk, at, words: talk.tell(at, FinishRequested()),
-        "a timer fires": lambda talk, at, words: talk.tell(at, TimerFired()),
+        "the shard reconnects": _shard_reconnects,
+        "a snapshot is requested": lambda harness, at, fields: harness.handle(at, SnapshotRequested()),
+        "the operator requests": _control_requested,
+        "the end is requested": lambda harness, at, fields: harness.handle(at, FinishRequested()),
+        "a timer fires": lambda harness, at, fields: harness.handle(at, TimerFired()),
     }
 )
 
 
-def _mark(words: Words) -> Mark | None:
-    """`merged 2,200`: the copy of step 2, with 200 tokens trained, is in."""
-    merged = words.pop("merged", None)
-    base, incarnation = words.pop("merged_base", 0), words.pop("merged_incarnation", 1)
-    return None if merged is None else Mark(incarnation, base, merged[0], merged[1], 0)
+def _merged_up_to(fields: Fields) -> MergedUpTo | None:
+    """Parse `merged 2,200`: the copy of step 2, with 200 tokens trained, is merged."""
+    merged = fields.pop("merged", None)
+    base, incarnation = fields.pop("merged_base", 0), fields.pop("merged_incarnation", 1)
+    return None if merged is None else MergedUpTo(incarnation, base, merged[0], merged[1], 0)
 
 
-def _published(talk: LearnerTalk, at: float, words: Words) -> None:
-    mark = _mark(words)
-    talk.gets(at, words.pop("fragment", 0), words.pop("version"), mark, words.pop("base", None))
+def _published(harness: LearnerHarness, at: float, fields: Fields) -> None:
+    merged_up_to = _merged_up_to(fields)
+    harness.published(at, fields.pop("fragment", 0), fields.pop("version"), merged_up_to, fields.pop("base", None))
 
 
-def _next_syncer(talk: LearnerTalk, at: float, words: Words) -> None:
-    talk.epoch += 1
+def _syncer_takeover(harness: LearnerHarness, at: float, fields: Fields) -> None:
+    harness.epoch += 1
 
 
-def _hears(make: Callable[[Words], Any]) -> Callable[..., None]:
-    def hear(talk: LearnerTalk, at: float, words: Words) -> None:
-        talk.hears(at, make(words))
+def _learner_receives(make: Callable[[Fields], Any]) -> Callable[..., None]:
+    def receive(harness: LearnerHarness, at: float, fields: Fields) -> None:
+        harness.receives(at, make(fields))
 
-    return hear
+    return receive
 
 
-def _marker(talk: LearnerTalk, at: float, words: Words) -> None:
-    talk.marker = words.pop("snapshot")
-    talk.hears(at, Marker(talk.marker))
+def _marker(harness: LearnerHarness, at: float, fields: Fields) -> None:
+    harness.marker = fields.pop("snapshot")
+    harness.receives(at, Marker(harness.marker))
 
 
 LEARNER = _phrases(
     {
-        "trains": lambda talk, at, words: talk.trains(at),
-        "the link opens": lambda talk, at, words: talk.opens(at),
-        "the link closes": lambda talk, at, words: talk.tell(at, LinkClosed(talk.session, words.pop("why"))),
-        "dialing fails": lambda talk, at, words: talk.tell(at, DialFailed(words.pop("why"))),
-        "takes a step": lambda talk, at, words: talk.steps(
+        "trains": lambda harness, at, fields: harness.trains(at),
+        "the connection opens": lambda harness, at, fields: harness.opens(at),
+        "the connection closes": lambda harness, at, fields: harness.handle(
+            at, ConnectionClosed(harness.session, fields.pop("cause"))
+        ),
+        "dialing fails": lambda harness, at, fields: harness.handle(at, DialFailed(fields.pop("cause"))),
+        "takes a step": lambda harness, at, fields: harness.steps(
             at,
-            words.pop("steps", 1),
-            words.pop("tokens", None),
-            words.pop("step_time", 1.0),
-            words.pop("samples", 0),
+            fields.pop("steps", 1),
+            fields.pop("tokens", None),
+            fields.pop("step_time", 1.0),
+            fields.pop("samples", 0),
         ),
-        "has saved its part": lambda talk, at, words: talk.saved(at),
-        "cannot save its part": lambda talk, at, words: talk.save_failed(at, words.pop("why")),
-        "is told to push and leave": lambda talk, at, words: talk.tell(at, LeaveWanted(words.pop("why"), push=True)),
-        "is told to leave": lambda talk, at, words: talk.tell(at, LeaveWanted(words.pop("why"))),
-        "another syncer takes over": _next_syncer,
-        "the syncer pauses": _hears(lambda words: Hold(words.pop("serial"), True)),
-        "the syncer resumes": _hears(lambda words: Hold(words.pop("serial"), False)),
-        "the syncer drains": _hears(lambda words: Drain(words.pop("why"))),
-        "the syncer welcomes": lambda talk, at, words: talk.welcomed(
-            at, _tuple(words.pop("versions")), words.pop("step_time", 0.0)
+        "has saved its part": lambda harness, at, fields: harness.saved(at),
+        "cannot save its part": lambda harness, at, fields: harness.save_failed(at, fields.pop("cause")),
+        "is requested to drain": lambda harness, at, fields: harness.handle(
+            at, LeaveRequested(fields.pop("cause"), drain=True)
         ),
-        "the syncer refuses for good": _hears(
-            lambda words: Refuse(Reason(words.pop("code")), words.pop("current"), True)
+        "is requested to leave": lambda harness, at, fields: harness.handle(at, LeaveRequested(fields.pop("cause"))),
+        "another syncer takes over": _syncer_takeover,
+        "the syncer pauses": _learner_receives(lambda fields: SetPaused(fields.pop("serial"), True)),
+        "the syncer resumes": _learner_receives(lambda fields: SetPaused(fields.pop("serial"), False)),
+        "the syncer drains": _learner_receives(lambda fields: Drain(fields.pop("cause"))),
+        "the syncer welcomes": lambda harness, at, fields: harness.welcomed(
+            at, _tuple(fields.pop("versions")), fields.pop("step_time", 0.0)
         ),
-        "the syncer pulls": _hears(lambda words: Pull(_round(words))),
-        "the syncer refuses the contribution": _hears(
-            lambda words: RefuseContribution(_round(words), because("contribution-late"))
+        "the syncer refuses permanently": _learner_receives(
+            lambda fields: Refuse(Reason(fields.pop("code")), fields.pop("current"), True)
+        ),
+        "the syncer pulls": _learner_receives(lambda fields: Pull(_round(fields))),
+        "the syncer refuses the contribution": _learner_receives(
+            lambda fields: RefuseContribution(_round(fields), because("contribution-late"))
         ),
         "the syncer publishes": _published,
-        "the syncer leases": _hears(lambda words: Lease(words.pop("number"), words.pop("begin"), words.pop("end"))),
-        "the syncer marks": _marker,
-        "the syncer wants state": _hears(
-            lambda words: StateWanted(words.pop("to"), words.pop("incarnation", 1), _tuple(words.pop("versions")))
+        "the syncer leases": _learner_receives(
+            lambda fields: Lease(fields.pop("number"), fields.pop("begin"), fields.pop("end"))
         ),
-        "the syncer has chosen": _hears(lambda words: PeerChosen(words.pop("peer"))),
-        "the syncer has no peer": _hears(lambda words: NoPeer(because("peer-none"), False)),
-        "the syncer passes on inner state": _hears(
-            lambda words: InnerState(
-                words.pop("giver"), 1, words.pop("incarnation", 1), words.pop("step"), _tuple(words.pop("versions"))
+        "the syncer sends a marker": _marker,
+        "the syncer requests optimizer state": _learner_receives(
+            lambda fields: ProvideState(
+                fields.pop("target"), fields.pop("incarnation", 1), _tuple(fields.pop("versions"))
             )
         ),
-        "the syncer says that the run is finished": _hears(
-            lambda words: Finish(_tuple(words.pop("versions")), words.pop("merges"))
+        "the syncer chooses": _learner_receives(lambda fields: PeerChosen(fields.pop("peer"))),
+        "the syncer has no peer": _learner_receives(lambda fields: NoPeer(because("peer-none"), False)),
+        "the syncer forwards optimizer state": _learner_receives(
+            lambda fields: OptimizerState(
+                fields.pop("source"),
+                1,
+                fields.pop("incarnation", 1),
+                fields.pop("step"),
+                _tuple(fields.pop("versions")),
+            )
         ),
-        "the syncer answers the ping": _hears(lambda words: Pong(words.pop("serial", 1))),
-        "a timer fires": lambda talk, at, words: talk.tell(at, TimerFired()),
-        "inner state is rejected": lambda talk, at, words: talk.tell(
-            at, StateRejected(words.pop("giver"), words.pop("why"))
+        "the syncer finishes the run": _learner_receives(
+            lambda fields: Finish(_tuple(fields.pop("versions")), fields.pop("merges"))
+        ),
+        "the syncer answers the ping": _learner_receives(lambda fields: Pong(fields.pop("serial", 1))),
+        "a timer fires": lambda harness, at, fields: harness.handle(at, TimerFired()),
+        "optimizer state is rejected": lambda harness, at, fields: harness.handle(
+            at, StateRejected(fields.pop("source"), fields.pop("cause"))
         ),
     }
 )
@@ -397,12 +429,12 @@ LEARNER = _phrases(
 
 
 class Scenario:
-    """Runs line by line. `played` is the text with the effects as they are."""
+    """Runner of one scenario; `played` returns its text with the actual effects."""
 
     def __init__(self, text: str, name: str = "scenario") -> None:
         self.name = name
         self.text = text
-        self.talk: SyncerTalk | LearnerTalk | None = None
+        self.harness: SyncerHarness | LearnerHarness | None = None
         self.number = 0
 
     def played(self) -> str:
@@ -410,35 +442,35 @@ class Scenario:
         for number, line in enumerate(self.text.splitlines(), 1):
             self.number = number
             if line.startswith(">"):
-                out += [line, *self._happens(line[1:].strip())]
+                out += [line, *self._run_line(line[1:].strip())]
             elif line.startswith("core "):
-                self.talk = self._core(line)
+                self.harness = self._core(line)
                 out.append(line)
             elif not line.strip() or line.startswith("#"):
                 out.append(line)
         return "\n".join(out) + "\n"
 
     def check(self) -> None:
-        got, wanted = self.played().splitlines(), self.text.splitlines()
-        for number in range(max(len(got), len(wanted))):
-            ours = got[number] if number < len(got) else "the end of the file"
-            theirs = wanted[number] if number < len(wanted) else "the end of the file"
-            if ours != theirs:
+        actual, expected = self.played().splitlines(), self.text.splitlines()
+        for number in range(max(len(actual), len(expected))):
+            found = actual[number] if number < len(actual) else "the end of the file"
+            wanted = expected[number] if number < len(expected) else "the end of the file"
+            if found != wanted:
                 raise AssertionError(
-                    f"{self.name}, line {number + 1}: expected\n  {theirs}\nbut the core does\n  {ours}\n"
-                    "If that is right, `pytest --rewrite-scenarios` writes it down."
+                    f"{self.name}, line {number + 1}: expected\n  {wanted}\nbut the core does\n  {found}\n"
+                    "If the core is right, update the file with `pytest --rewrite-scenarios`."
                 )
 
-    def _wrong(self, what: str) -> ScenarioError:
-        return ScenarioError(f"{self.name}, line {self.number}: {what}")
+    def _error(self, problem: str) -> ScenarioError:
+        return ScenarioError(f"{self.name}, line {self.number}: {problem}")
 
-    def _core(self, line: str) -> SyncerTalk | LearnerTalk:
+    def _core(self, line: str) -> SyncerHarness | LearnerHarness:
         kind, *rest = shlex.split(line)[1:]
-        plain: Words = {}
-        limits: Words = {}
+        settings: Fields = {}
+        limits: Fields = {}
         learner = incarnation = 1
-        for word in rest:
-            key, _, value = word.partition("=")
+        for argument in rest:
+            key, _, value = argument.partition("=")
             if key == "learner":
                 learner = int(value)
             elif key == "incarnation":
@@ -446,69 +478,69 @@ class Scenario:
             elif key.startswith("limits."):
                 limits[key.removeprefix("limits.")] = _value(value)
             else:
-                plain[key] = _tuple(_value(value)) if key == "fingerprint" else _value(value)
-        config = RunConfig(**plain, limits=Limits(**limits))
+                settings[key] = _tuple(_value(value)) if key == "fingerprint" else _value(value)
+        config = RunConfig(**settings, limits=Limits(**limits))
         if kind == "syncer":
-            return SyncerTalk(config)
+            return SyncerHarness(config)
         if kind == "learner":
-            return LearnerTalk(config, learner, incarnation)
-        raise self._wrong(f"a core is a syncer or a learner, not a {kind}")
+            return LearnerHarness(config, learner, incarnation)
+        raise self._error(f"a core is a syncer or a learner, not a {kind}")
 
-    def _happens(self, text: str) -> list[str]:
+    def _run_line(self, text: str) -> list[str]:
         quietly = text.startswith("quietly ")
         lines = self._run(text.removeprefix("quietly "))
         return [] if quietly else lines or ["nothing"]
 
     def _run(self, text: str) -> list[str]:
-        if self.talk is None:
-            raise self._wrong("say first which core it is: core syncer ..., or core learner ...")
-        if text == "the syncer is killed and another one starts":
-            assert isinstance(self.talk, SyncerTalk)
-            self.talk = self.talk.restarted()
-            return self._lines(self.talk.effects)
-        if found := re.fullmatch(r"nothing happens until (\S+)", text):
+        if self.harness is None:
+            raise self._error("no core yet: start with `core syncer ...` or `core learner ...`")
+        if text == "the syncer is killed and restarted":
+            assert isinstance(self.harness, SyncerHarness)
+            self.harness = self.harness.restarted()
+            return self._lines(self.harness.effects)
+        if found := re.fullmatch(r"time passes until (\S+)", text):
             return self._timers(float(found[1]))
         found = re.match(r"at (\S+) (.*)", text)
         if found is None:
-            raise self._wrong(f"expected `> at TIME ...`, found {text!r}")
-        return self._told(float(found[1]), found[2])
+            raise self._error(f"expected `> at TIME ...`, found {text!r}")
+        return self._handle(float(found[1]), found[2])
 
-    def _told(self, at: float, text: str) -> list[str]:
-        assert self.talk is not None
+    def _handle(self, at: float, text: str) -> list[str]:
+        assert self.harness is not None
         matching = [
             (found, do)
-            for pattern, do in (SYNCER if isinstance(self.talk, SyncerTalk) else LEARNER)
+            for pattern, do in (SYNCER if isinstance(self.harness, SyncerHarness) else LEARNER)
             if (found := pattern.match(text))
         ]
         if not matching:
-            raise self._wrong(f"no such phrase: {text!r}")
+            raise self._error(f"no such phrase: {text!r}")
         found, do = max(matching, key=lambda pair: pair[0].end())
-        words = self._pairs(text[found.end() :])
-        self.talk.effects = []
-        start = len(self.talk.done)
-        do(self.talk, at, *found.groups(), words)
-        if words:
-            raise self._wrong(f"words that mean nothing here: {words}")
-        return self._lines(self.talk.done[start:])
+        fields = self._pairs(text[found.end() :])
+        self.harness.effects = []
+        start = len(self.harness.done)
+        do(self.harness, at, *found.groups(), fields)
+        if fields:
+            raise self._error(f"unknown fields: {fields}")
+        return self._lines(self.harness.done[start:])
 
-    def _pairs(self, text: str) -> Words:
-        words = shlex.split(text)
-        if len(words) % 2:
-            raise self._wrong(f"names and values come in pairs: {text!r}")
-        return {key: _value(value) for key, value in zip(words[::2], words[1::2], strict=True)}
+    def _pairs(self, text: str) -> Fields:
+        parts = shlex.split(text)
+        if len(parts) % 2:
+            raise self._error(f"names and values come in pairs: {text!r}")
+        return {key: _value(value) for key, value in zip(parts[::2], parts[1::2], strict=True)}
 
     def _timers(self, until: float) -> list[str]:
-        talk = self.talk
-        assert talk is not None
+        harness = self.harness
+        assert harness is not None
         lines: list[str] = []
-        while (deadline := talk.core.next_deadline()) is not None and deadline <= until:
-            done = talk.tell(deadline, TimerFired())
+        while (deadline := harness.core.next_deadline()) is not None and deadline <= until:
+            done = harness.handle(deadline, TimerFired())
             lines += [f"at {deadline:.6g}:", *[f"  {line}" for line in self._lines(done)]] if done else []
         return lines
 
     def _lines(self, effects: list[Any]) -> list[str]:
-        assert self.talk is not None
-        return [line_of(effect, self.talk) for effect in effects]
+        assert self.harness is not None
+        return [format_effect(effect, self.harness) for effect in effects]
 
 
 def _value(text: str) -> Any:

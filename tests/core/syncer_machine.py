@@ -1,4 +1,4 @@
-"""Everything that can happen to a syncer, in any order: honest, stale, doubled or hostile."""
+"""State machine of a syncer: valid, stale, duplicate and hostile events in any order."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from msgspec import structs
 
 from atoll.core.protocol import (
     Contribution,
-    Delivered,
     Envelope,
     FinishRequested,
     Hello,
-    InnerState,
     LearnerDisconnected,
     Lease,
     LeaseRequest,
-    Leave,
+    Left,
     MergeDone,
     MergeFailed,
     MergeRound,
     MessageArrived,
+    OptimizerState,
     Persist,
     Persisted,
     PersistFailed,
+    PublishAck,
     Published,
     Ready,
     Record,
     Report,
     Send,
-    ShardBack,
     ShardLost,
+    ShardReconnected,
     SnapshotPart,
     SnapshotRequested,
     StateRequest,
@@ -41,18 +41,18 @@ from atoll.core.protocol import (
     VersionRecord,
 )
 from atoll.core.reasons import because
-from atoll.core.types import NOTHING, Limits, RunConfig
-from tests.core.conversation import SyncerTalk, Voice
-from tests.core.machine import FRAGMENTS, LEARNERS, NONSENSE, STORY, WILD, Machine, look
+from atoll.core.types import NO_VERSION, Limits, RunConfig
+from tests.core.harness import FakeLearner, SyncerHarness
+from tests.core.machine import EXTREME, FRAGMENTS, INVALID_MESSAGES, LEARNERS, MAX_STORY_LINES, Machine, check_view
 
 
-class QuietSyncer(SyncerTalk):
+class QuietSyncer(SyncerHarness):
     def _write(self, line: str) -> None:
         self.story.append(line)
 
 
 class SyncerMachine(Machine):
-    talk: QuietSyncer
+    harness: QuietSyncer
     kind = QuietSyncer
 
     @initialize(
@@ -75,349 +75,367 @@ class SyncerMachine(Machine):
             budget_merges=budget,
             lease_samples=leases,
             leases_ahead=1,
-            limits=Limits(first_wait_s=5.0, most_wait_s=60.0, most_learners=3),
+            limits=Limits(initial_wait_s=5.0, max_wait_s=60.0, max_learners=3),
         )
-        self.talk = self.kind(self.config)
-        self.heard: list[Envelope] = []
+        self.harness = self.kind(self.config)
+        self.received_envelopes: list[Envelope] = []
         self.versions = dict.fromkeys(range(fragments), 0)
         self.trained = 0
-        self.lines: dict[tuple[int, int], list[int]] = {}  # samples leased to every incarnation, in order
-        self.starts: dict[tuple[int, int], list[int]] = {}  # where each of its leases begins in that
-        self.merged: dict[int, tuple[int, int]] = {}  # by sample: who had it
-        self.away: set[int] = set()  # fragments whose shard is lost
-        self.kept: dict[int, VersionRecord] = {}  # of those, what it had made durable and nobody has heard of
-        self.begun = True
+        self.leased: dict[tuple[int, int], list[int]] = {}  # samples leased to every incarnation, in order
+        self.starts: dict[tuple[int, int], list[int]] = {}  # index of the first sample of each lease in `leased`
+        self.merged: dict[int, tuple[int, int]] = {}  # incarnation that contributed each merged sample
+        self.unavailable: set[int] = set()  # fragments whose shard is lost
+        self.stored: dict[int, VersionRecord] = {}  # durable versions of lost shards that the syncer does not know of
+        self.is_started = True
         for learner in range(1, learners + 1):
-            self.joins_all_the_way(self.talk.voice(learner))
+            self.joins_fully(self.harness.add_learner(learner))
 
-    def happens(self, event: Any) -> list[Any]:
+    def handle(self, event: Any) -> list[Any]:
         if isinstance(event, MessageArrived):
-            self.heard.append(event.envelope)
+            self.received_envelopes.append(event.envelope)
         try:
-            done = self.talk.tell(self.now, event)
+            done = self.harness.handle(self.now, event)
         except AssertionError as error:
-            raise AssertionError("\n".join([str(error), *self.talk.story[-STORY:]])) from error
+            raise AssertionError("\n".join([str(error), *self.harness.story[-MAX_STORY_LINES:]])) from error
         for effect in done:
-            self._look_at(effect)
+            self._check_effect(effect)
         return done
 
-    def _look_at(self, effect: Any) -> None:
+    def _check_effect(self, effect: Any) -> None:
         if isinstance(effect, MergeRound):
             learners = [a.learner for a in effect.contributions]
-            self.checked(len(learners) >= self.config.quorum, "a merge below the quorum")
-            self.checked(len(set(learners)) == len(learners), "a learner twice in a merge")
+            self.check(len(learners) >= self.config.quorum, "a merge below the quorum")
+            self.check(len(set(learners)) == len(learners), "a learner twice in a merge")
             weights = [a.weight for a in effect.contributions]
-            self.checked(all(math.isfinite(w) and w > 0 for w in weights), f"weights {weights}")
+            self.check(all(math.isfinite(w) and w > 0 for w in weights), f"weights {weights}")
         elif isinstance(effect, Persist):
-            keys = [e.record.key() for e in self.talk.awaited if isinstance(e, Persist)]
-            self.checked(len(set(keys)) == len(keys), f"asked twice for {effect.record.key()}")
+            keys = [e.record.key() for e in self.harness.awaited if isinstance(e, Persist)]
+            self.check(len(set(keys)) == len(keys), f"{effect.record.key()} is requested twice")
             if isinstance(effect.record, VersionRecord):
                 p = effect.record.fragment
-                self.checked(effect.record.version == self.versions[p] + 1, f"version {effect.record.version} of {p}")
+                self.check(effect.record.version == self.versions[p] + 1, f"version {effect.record.version} of {p}")
         elif isinstance(effect, Send) and isinstance(effect.envelope.body, Published):
             body = effect.envelope.body
-            self.checked(body.fragment not in self.away, f"{body} of a shard that is away")
-            self.checked(body.version <= self.versions[body.fragment], f"{body} is not durable")
+            self.check(body.fragment not in self.unavailable, f"{body} of an unavailable shard")
+            self.check(body.version <= self.versions[body.fragment], f"{body} is not durable")
         elif isinstance(effect, Send) and isinstance(effect.envelope.body, Lease):
-            self._leased((effect.envelope.learner, effect.envelope.incarnation), effect.envelope.body)
+            self._check_lease((effect.envelope.learner, effect.envelope.incarnation), effect.envelope.body)
 
-    def _leased(self, key: tuple[int, int], lease: Lease) -> None:
-        record = self.talk.disk.get(("leases", 0))
-        held = [h for h in record.holdings if (h.learner, h.incarnation) == key]  # type: ignore[union-attr]
-        durable = dict(enumerate(held[0].intervals, held[0].first)) if held else {}
-        self.checked(durable.get(lease.number) == (lease.begin, lease.end), f"{lease} of {key} is not durable")
-        line, starts = self.lines.setdefault(key, []), self.starts.setdefault(key, [])
+    def _check_lease(self, key: tuple[int, int], lease: Lease) -> None:
+        record = self.harness.disk.get(("leases", 0))
+        holdings = [h for h in record.holdings if (h.learner, h.incarnation) == key]  # type: ignore[union-attr]
+        durable = dict(enumerate(holdings[0].intervals, holdings[0].first_lease)) if holdings else {}
+        self.check(durable.get(lease.number) == (lease.begin, lease.end), f"{lease} of {key} is not durable")
+        leased, starts = self.leased.setdefault(key, []), self.starts.setdefault(key, [])
         samples = list(range(lease.begin, lease.end))
         if lease.number < len(starts):
             begin = starts[lease.number]
-            self.checked(line[begin : begin + len(samples)] == samples, f"lease {lease.number} of {key} is another one")
+            self.check(
+                leased[begin : begin + len(samples)] == samples, f"lease {lease.number} of {key} has other samples"
+            )
         else:
-            self.checked(lease.number == len(starts), f"lease {lease.number} of {key} after {len(starts)}")
-            starts.append(len(line))
-            line += samples
+            self.check(lease.number == len(starts), f"lease {lease.number} of {key} after {len(starts)}")
+            starts.append(len(leased))
+            leased += samples
 
     @invariant()
-    def it_makes_sense(self):
-        if not self.begun:
+    def state_is_consistent(self):
+        if not self.is_started:
             return
-        view = look(self.talk.core)
+        view = check_view(self.harness.core)
         for f in view.fragments:
-            self.checked(f.version == self.versions[f.fragment], f"fragment {f.fragment} is at version {f.version}")
-        self.checked(view.rounds_in_flight == sum(f.phase != "idle" for f in view.fragments), "rounds in flight")
-        self.checked(view.merges == sum(self.versions.values()), "merges")
-        self.checked(view.trained >= self.trained, "tokens trained have become fewer")
+            self.check(f.version == self.versions[f.fragment], f"fragment {f.fragment} is at version {f.version}")
+        self.check(view.rounds_in_flight == sum(f.phase != "idle" for f in view.fragments), "rounds in flight")
+        self.check(view.merges == sum(self.versions.values()), "merges")
+        self.check(view.trained >= self.trained, "tokens trained have become fewer")
         self.trained = view.trained
         if view.stage != "superseded":
             busy = sum(f.phase == "merging" for f in view.fragments)
-            open_ = sum(isinstance(e, MergeRound) or isinstance(e.record, VersionRecord) for e in self.talk.awaited)
-            self.checked(open_ <= busy, f"{open_} merges and writes under way, {busy} fragments merging")
+            open_ = sum(isinstance(e, MergeRound) or isinstance(e.record, VersionRecord) for e in self.harness.awaited)
+            self.check(open_ <= busy, f"{open_} merges and writes in progress, {busy} fragments merging")
 
-    def voice(self, learner: int) -> Voice:
-        return self.talk.voices.get(learner) or self.talk.voice(learner)
+    def fake(self, learner: int) -> FakeLearner:
+        return self.harness.learners.get(learner) or self.harness.add_learner(learner)
 
-    def says(self, learner: int, body: Any, **other: Any) -> None:
-        self.happens(MessageArrived(self.voice(learner).envelope(body, **other)))
+    def delivers(self, learner: int, body: Any, **other: Any) -> None:
+        self.handle(MessageArrived(self.fake(learner).envelope(body, **other)))
 
     # ------------------------------------------------------------------------------------------------ merges and disk
 
-    @precondition(lambda self: any(isinstance(e, MergeRound) for e in self.talk.awaited))
+    @precondition(lambda self: any(isinstance(e, MergeRound) for e in self.harness.awaited))
     @rule(works=st.sampled_from([True, True, True, False]))
-    def a_merge_ends(self, works):
-        round_id = self.talk.take(MergeRound).round
-        self.happens(MergeDone(round_id) if works else MergeFailed(round_id, "out of memory"))
+    def merge_ends(self, works):
+        round_id = self.harness.take(MergeRound).round
+        self.handle(MergeDone(round_id) if works else MergeFailed(round_id, "out of memory"))
 
-    @precondition(lambda self: any(isinstance(e, Persist) for e in self.talk.awaited))
+    @precondition(lambda self: any(isinstance(e, Persist) for e in self.harness.awaited))
     @rule(which=st.integers(0, 5), works=st.sampled_from([True, True, True, False]))
-    def a_write_ends(self, which, works):
-        writes = [e for e in self.talk.awaited if isinstance(e, Persist)]
+    def write_ends(self, which, works):
+        writes = [e for e in self.harness.awaited if isinstance(e, Persist)]
         self._end_write(writes[which % len(writes)], works)
 
     def _end_write(self, effect: Persist, works: bool = True) -> None:
-        self.talk.awaited.remove(effect)
+        self.harness.awaited.remove(effect)
         record = effect.record
         if not works:
-            self.happens(PersistFailed(record.key(), "no space left on device"))
+            self.handle(PersistFailed(record.key(), "no space left on device"))
             return
         self._write(record)
-        self.happens(Persisted(record.key()))
+        self.handle(Persisted(record.key()))
 
     def _write(self, record: Record) -> None:
-        self.talk._write_record(record)
-        if isinstance(record, VersionRecord) and self.talk.core.view().stage != "superseded":
+        self.harness._write_record(record)
+        if isinstance(record, VersionRecord) and self.harness.core.view().stage != "superseded":
             self.versions[record.fragment] = record.version
             for a in record.contributions:
                 key = (a.learner, a.incarnation)
-                for sample in self.lines.get(key, [])[: a.taken]:
+                for sample in self.leased.get(key, [])[: a.consumed_samples]:
                     owner = self.merged.setdefault(sample, key)
-                    self.checked(owner == key, f"sample {sample} is merged by {owner} and by {key}")
+                    self.check(owner == key, f"sample {sample} is merged by {owner} and by {key}")
 
-    @rule(chance=st.integers(0, 15), kept=st.booleans())
-    def the_syncer_is_killed_and_starts_again(self, chance, kept):
-        """Now and then. What was being written has reached the disk or has not."""
+    @rule(chance=st.integers(0, 15), stored=st.booleans())
+    def syncer_is_killed_and_starts_again(self, chance, stored):
+        """Kill the syncer sometimes. Pending writes have reached the disk or have not."""
         if chance:
             return
-        for effect in [e for e in self.talk.awaited if isinstance(e, Persist)] if kept else []:
+        for effect in [e for e in self.harness.awaited if isinstance(e, Persist)] if stored else []:
             self._write(effect.record)
-        for p in sorted(self.away):
-            self._find_kept(p, self.talk.disk.get(("manifest", 0)))
-        self.away.clear()
-        before, self.talk = self.talk, self.talk.restarted(self.now)
-        for learner, old in before.voices.items():
-            voice = self.talk.voice(learner, old.incarnation, old.session + 1)
-            voice.step, voice.trained, voice.received, voice.marks = old.step, old.trained, old.received, old.marks
-            voice.leases, voice.taken = old.leases, old.taken
+        for p in sorted(self.unavailable):
+            self._restore_version(p, self.harness.disk.get(("manifest", 0)))
+        self.unavailable.clear()
+        before, self.harness = self.harness, self.harness.restarted(self.now)
+        for learner, old in before.learners.items():
+            fake = self.harness.add_learner(learner, old.incarnation, old.session + 1)
+            fake.step, fake.trained, fake.received, fake.merged_up_to = (
+                old.step,
+                old.trained,
+                old.received,
+                old.merged_up_to,
+            )
+            fake.leases, fake.consumed_samples = old.leases, old.consumed_samples
         self.now = 0.0
         self.trained = 0
 
-    def _find_kept(self, p: int, manifest: object) -> None:
-        """What a manifest does not name is of no run."""
-        record = self.kept.pop(p, None)
+    def _restore_version(self, p: int, manifest: object) -> None:
+        """Restore a durable version of a shard, unless there is a manifest, which does not name it."""
+        record = self.stored.pop(p, None)
         if record is not None and manifest is None:
             self._write(record)
 
-    @rule(chance=st.integers(0, 3), parity=st.integers(0, 1), kept=st.booleans())
-    def a_shard_is_lost(self, chance, parity, kept):
-        """The even fragments or the odd ones. What it was writing has reached its disk or has not."""
-        lost = tuple(p for p in self.versions if p % 2 == parity and p not in self.away)
+    @rule(chance=st.integers(0, 3), parity=st.integers(0, 1), stored=st.booleans())
+    def shard_is_lost(self, chance, parity, stored):
+        """Lose the even or the odd fragments. Pending writes have reached the disk or have not."""
+        lost = tuple(p for p in self.versions if p % 2 == parity and p not in self.unavailable)
         if chance or not lost:
             return
-        for effect in list(self.talk.awaited):
+        for effect in list(self.harness.awaited):
             record = effect.record if isinstance(effect, Persist) else None
             if isinstance(effect, MergeRound) and effect.round.fragment in lost:
-                self.talk.awaited.remove(effect)
+                self.harness.awaited.remove(effect)
             elif isinstance(record, VersionRecord) and record.fragment in lost:
-                self.talk.awaited.remove(effect)
-                if kept:
-                    self.kept[record.fragment] = record
-        self.away.update(lost)
-        self.happens(ShardLost(lost, "connection reset by peer"))
+                self.harness.awaited.remove(effect)
+                if stored:
+                    self.stored[record.fragment] = record
+        self.unavailable.update(lost)
+        self.handle(ShardLost(lost, "connection reset by peer"))
 
     @rule(parity=st.integers(0, 1))
-    def a_shard_is_back(self, parity):
-        found = sorted(p for p in self.away if p % 2 == parity)
+    def shard_reconnects(self, parity):
+        found = sorted(p for p in self.unavailable if p % 2 == parity)
         if found:
             for p in found:
-                self._find_kept(p, self.talk.core.state.manifest)
-            self.away.difference_update(found)
-            self.happens(ShardBack(tuple((p, self.versions[p]) for p in found)))
+                self._restore_version(p, self.harness.core.state.manifest)
+            self.unavailable.difference_update(found)
+            self.handle(ShardReconnected(tuple((p, self.versions[p]) for p in found)))
 
     @rule(chance=st.integers(0, 40))
     def another_syncer_owns_the_store(self, chance):
         if chance == 0:
-            self.happens(StoreFenced(self.talk.epoch + 1))
+            self.handle(StoreFenced(self.harness.epoch + 1))
 
     # ------------------------------------------------------------------------------------------------ members
 
-    def hello_body(self, voice: Voice, training: bool) -> Hello:
-        held = tuple(voice.received.values())
+    def hello_body(self, fake: FakeLearner, training: bool) -> Hello:
+        received = tuple(fake.received.values())
         config = self.config
         return Hello(
-            config.run_id, config.fingerprint, held, voice.step, voice.trained, training and NOTHING not in held
+            config.run_id,
+            config.fingerprint,
+            received,
+            fake.step,
+            fake.trained,
+            training and NO_VERSION not in received,
         )
 
-    def joins_all_the_way(self, voice: Voice) -> None:
-        """As far as the disk lets it."""
-        self.says(voice.id, self.hello_body(voice, False))
-        for effect in [e for e in self.talk.awaited if isinstance(e, Persist)]:
+    def joins_fully(self, fake: FakeLearner) -> None:
+        """Join, as far as writes succeed."""
+        self.delivers(fake.id, self.hello_body(fake, False))
+        for effect in [e for e in self.harness.awaited if isinstance(e, Persist)]:
             self._end_write(effect)
-        self.acknowledges_all(voice)
-        self.wants_leases(voice)
-        for effect in [e for e in self.talk.awaited if isinstance(e, Persist)]:
+        self.acknowledges_all(fake)
+        self.requests_leases(fake)
+        for effect in [e for e in self.harness.awaited if isinstance(e, Persist)]:
             self._end_write(effect)
-        self.says(voice.id, Ready(because("moments-kept")))
+        self.delivers(fake.id, Ready(because("state-kept")))
 
-    def wants_leases(self, voice: Voice) -> None:
+    def requests_leases(self, fake: FakeLearner) -> None:
         if self.config.lease_samples:
-            self.says(voice.id, LeaseRequest(len(voice.leases), voice.taken))
+            self.delivers(fake.id, LeaseRequest(len(fake.leases), fake.consumed_samples))
 
-    def acknowledges_all(self, voice: Voice) -> None:
-        for p, version in list(voice.received.items()):
-            self.says(voice.id, Delivered(p, version))
+    def acknowledges_all(self, fake: FakeLearner) -> None:
+        for p, version in list(fake.received.items()):
+            self.delivers(fake.id, PublishAck(p, version))
 
     @rule(learner=LEARNERS, older=st.sampled_from([False, False, True]))
-    def starts_again(self, learner, older):
-        old = self.voice(learner)
-        voice = self.talk.voice(learner, max(old.incarnation + (-1 if older else 1), 1), 1)
-        self.joins_all_the_way(voice)
+    def restarts(self, learner, older):
+        old = self.fake(learner)
+        fake = self.harness.add_learner(learner, max(old.incarnation + (-1 if older else 1), 1), 1)
+        self.joins_fully(fake)
 
     @rule(learner=LEARNERS, training=st.booleans())
-    def dials_again(self, learner, training):
-        voice = self.voice(learner)
-        voice.session += 1
-        self.says(learner, self.hello_body(voice, training))
+    def reconnects(self, learner, training):
+        fake = self.fake(learner)
+        fake.session += 1
+        self.delivers(learner, self.hello_body(fake, training))
 
     @rule(learner=LEARNERS, training=st.booleans())
-    def says_hello_once_more(self, learner, training):
-        voice = self.voice(learner)
-        self.says(learner, self.hello_body(voice, training))
+    def repeats_hello(self, learner, training):
+        fake = self.fake(learner)
+        self.delivers(learner, self.hello_body(fake, training))
 
     @rule(learner=LEARNERS, stale=st.booleans())
     def disconnected(self, learner, stale):
-        voice = self.voice(learner)
-        self.happens(LearnerDisconnected(learner, voice.incarnation, voice.session - stale, "reset"))
+        fake = self.fake(learner)
+        self.handle(LearnerDisconnected(learner, fake.incarnation, fake.session - stale, "reset"))
 
     @rule(learner=LEARNERS, chance=st.integers(0, 8))
     def leaves(self, learner, chance):
         if chance == 0:
-            self.says(learner, Leave("the operator said so"))
+            self.delivers(learner, Left("operator request"))
 
     # ------------------------------------------------------------------------------------------------ training
 
     @rule(learner=LEARNERS, steps=st.integers(1, 5), tokens=st.integers(0, 200))
     def reports(self, learner, steps, tokens):
-        voice = self.voice(learner)
-        voice.step += steps
-        voice.trained += tokens
-        self.takes(voice, steps)
-        self.says(learner, Report(voice.step, voice.trained, 1.0, voice.taken))
+        fake = self.fake(learner)
+        fake.step += steps
+        fake.trained += tokens
+        self.takes(fake, steps)
+        self.delivers(learner, Report(fake.step, fake.trained, 1.0, fake.consumed_samples))
 
-    def takes(self, voice: Voice, samples: int) -> None:
-        voice.taken = min(voice.taken + samples, sum(lease.end - lease.begin for lease in voice.leases))
+    def takes(self, fake: FakeLearner, samples: int) -> None:
+        fake.consumed_samples = min(
+            fake.consumed_samples + samples, sum(lease.end - lease.begin for lease in fake.leases)
+        )
 
     @rule(learner=LEARNERS)
-    def asks_for_leases(self, learner):
-        self.wants_leases(self.voice(learner))
+    def sends_lease_request(self, learner):
+        self.requests_leases(self.fake(learner))
 
     @rule(seconds=st.sampled_from([0.1, 1.0]), rounds=st.integers(1, 3))
-    def some_good_seconds(self, seconds, rounds):
-        """Everybody trains, answers and acknowledges; merge thread and disk are quick."""
+    def undisturbed_seconds(self, seconds, rounds):
+        """Make all learners train, contribute and acknowledge; merges and writes take no time."""
         for _ in range(rounds):
             self.now += seconds
-            for voice in list(self.talk.voices.values()):
-                voice.step, voice.trained = voice.step + 1, voice.trained + 10
-                self.takes(voice, 3)
-                self.wants_leases(voice)
-                self.says(voice.id, Report(voice.step, voice.trained, seconds, voice.taken))
-            self.everybody_answers()
+            for fake in list(self.harness.learners.values()):
+                fake.step, fake.trained = fake.step + 1, fake.trained + 10
+                self.takes(fake, 3)
+                self.requests_leases(fake)
+                self.delivers(fake.id, Report(fake.step, fake.trained, seconds, fake.consumed_samples))
+            self.all_learners_contribute()
             self.all_work_ends()
-            for voice in list(self.talk.voices.values()):
-                self.acknowledges_all(voice)
+            for fake in list(self.harness.learners.values()):
+                self.acknowledges_all(fake)
 
-    def everybody_answers(self) -> None:
-        for learner, voice in list(self.talk.voices.items()):
-            for fragment in list(voice.pulls):
-                self.says(learner, voice.contribution(fragment))
+    def all_learners_contribute(self) -> None:
+        for learner, fake in list(self.harness.learners.items()):
+            for fragment in list(fake.pulls):
+                self.delivers(learner, fake.contribution(fragment))
 
     def all_work_ends(self) -> None:
-        while self.talk.awaited:
-            effect = self.talk.awaited[0]
+        while self.harness.awaited:
+            effect = self.harness.awaited[0]
             if isinstance(effect, MergeRound):
-                self.happens(MergeDone(self.talk.take(MergeRound).round))
+                self.handle(MergeDone(self.harness.take(MergeRound).round))
             else:
                 self._end_write(effect)
 
     @rule(learner=LEARNERS, fragment=FRAGMENTS)
     def contributes(self, learner, fragment):
-        voice = self.voice(learner)
-        if fragment in voice.pulls:
-            self.says(learner, voice.contribution(fragment))
+        fake = self.fake(learner)
+        if fragment in fake.pulls:
+            self.delivers(learner, fake.contribution(fragment))
 
     @rule()
-    def everybody_contributes(self):
-        self.everybody_answers()
+    def contributions_of_all(self):
+        self.all_learners_contribute()
 
     @rule(learner=LEARNERS)
     def acknowledges(self, learner):
-        self.acknowledges_all(self.voice(learner))
+        self.acknowledges_all(self.fake(learner))
 
-    # ------------------------------------------------------------------------------------------------ nonsense
+    # ------------------------------------------------------------------------------------------------ invalid messages
 
-    @rule(learner=LEARNERS, body=NONSENSE)
-    def says_nonsense(self, learner, body):
-        self.says(learner, body)
+    @rule(learner=LEARNERS, body=INVALID_MESSAGES)
+    def sends_invalid_message(self, learner, body):
+        self.delivers(learner, body)
 
-    @rule(learner=LEARNERS, fragment=FRAGMENTS, field=st.sampled_from(Contribution.__struct_fields__[1:6]), value=WILD)
-    def contributes_nonsense(self, learner, fragment, field, value):
-        voice = self.voice(learner)
-        if fragment in voice.pulls:
-            self.says(learner, structs.replace(voice.contribution(fragment), **{field: value}))
+    @rule(
+        learner=LEARNERS, fragment=FRAGMENTS, field=st.sampled_from(Contribution.__struct_fields__[1:6]), value=EXTREME
+    )
+    def contributes_invalid_counters(self, learner, fragment, field, value):
+        fake = self.fake(learner)
+        if fragment in fake.pulls:
+            self.delivers(learner, structs.replace(fake.contribution(fragment), **{field: value}))
 
-    @rule(learner=st.integers(-1, 5), run=st.sampled_from(["run", "other"]), print_=st.sampled_from([(), ("other",)]))
-    def a_stranger_says_hello(self, learner, run, print_):
-        body = Hello(run, print_, (NOTHING,) * self.config.fragments, 0, 0, False)
-        self.happens(MessageArrived(Envelope(learner, 9, 1, 0, 1, 0, 0, body)))
-        if learner in self.talk.voices and (run, print_) == ("run", ()):
-            self.talk.voices[learner].incarnation = max(self.talk.voices[learner].incarnation, 9)
-            self.talk.voices[learner].session = 1
+    @rule(
+        learner=st.integers(-1, 5), run=st.sampled_from(["run", "other"]), fingerprint=st.sampled_from([(), ("other",)])
+    )
+    def unknown_learner_sends_hello(self, learner, run, fingerprint):
+        body = Hello(run, fingerprint, (NO_VERSION,) * self.config.fragments, 0, 0, False)
+        self.handle(MessageArrived(Envelope(learner, 9, 1, 0, 1, 0, 0, body)))
+        if learner in self.harness.learners and (run, fingerprint) == ("run", ()):
+            self.harness.learners[learner].incarnation = max(self.harness.learners[learner].incarnation, 9)
+            self.harness.learners[learner].session = 1
 
-    # ------------------------------------------------------------------------------------------------ the rest
+    # ---------------------------------------------------------------------------------- state, snapshots, the end
 
     @rule(learner=LEARNERS, tried=st.lists(LEARNERS, max_size=2))
-    def asks_for_state(self, learner, tried):
-        self.says(learner, StateRequest(tuple(tried)))
+    def requests_state(self, learner, tried):
+        self.delivers(learner, StateRequest(tuple(tried)))
 
     @rule(learner=LEARNERS, to=LEARNERS)
-    def gives_state(self, learner, to):
+    def sends_state(self, learner, to):
         versions = tuple(self.versions.values())
-        self.says(learner, InnerState(learner, to, self.voice(to).incarnation, 1, versions))
+        self.delivers(learner, OptimizerState(learner, to, self.fake(to).incarnation, 1, versions))
 
     @rule(learner=LEARNERS, lag=st.sampled_from([0, 0, 0, 1, -1]), outstanding=st.booleans(), bad=st.booleans())
     def saves_its_part(self, learner, lag, outstanding, bad):
-        voice = self.voice(learner)
-        rounds = tuple(voice.pulls.values()) if outstanding else ()
-        snapshot = self.talk.core.state.marker + lag
-        voice.marker = snapshot
-        versions = tuple(voice.received.values())
-        part = SnapshotPart(snapshot, voice.step, voice.trained, versions, rounds, "disk" if bad else None)
-        self.says(learner, part)
+        fake = self.fake(learner)
+        rounds = tuple(fake.pulls.values()) if outstanding else ()
+        snapshot = self.harness.core.state.marker + lag
+        fake.marker = snapshot
+        versions = tuple(fake.received.values())
+        part = SnapshotPart(snapshot, fake.step, fake.trained, versions, rounds, "disk" if bad else None)
+        self.delivers(learner, part)
 
     @rule()
-    def everybody_saves_its_part(self):
-        for voice in list(self.talk.voices.values()):
-            voice.marker = self.talk.core.state.marker
-            held = tuple(voice.received.values())
-            self.says(voice.id, SnapshotPart(voice.marker, voice.step, voice.trained, held, ()))
+    def all_learners_save_their_parts(self):
+        for fake in list(self.harness.learners.values()):
+            fake.marker = self.harness.core.state.marker
+            received = tuple(fake.received.values())
+            self.delivers(fake.id, SnapshotPart(fake.marker, fake.step, fake.trained, received, ()))
 
     @rule(which=st.integers(0, 50))
-    def a_message_arrives_again(self, which):
-        if self.heard:
-            self.happens(MessageArrived(self.heard[-1 - which % len(self.heard)]))
+    def message_arrives_again(self, which):
+        if self.received_envelopes:
+            self.handle(MessageArrived(self.received_envelopes[-1 - which % len(self.received_envelopes)]))
 
     @rule()
-    def a_snapshot_is_wanted(self):
-        self.happens(SnapshotRequested())
+    def snapshot_is_requested(self):
+        self.handle(SnapshotRequested())
 
     @rule(chance=st.integers(0, 10))
-    def the_end_is_wanted(self, chance):
+    def finish_is_requested(self, chance):
         if chance == 0:
-            self.happens(FinishRequested())
+            self.handle(FinishRequested())

@@ -1,13 +1,13 @@
-"""What seeds found, each as the order of events behind it: a seed draws another world when the draws change."""
+"""Bugs that swarm seeds found, each as its order of events: a seed does not reproduce it once the draws change."""
 
 from __future__ import annotations
 
 from atoll.core.protocol import (
     AdoptFragment,
+    CloseConnection,
+    ConnectionClosed,
     Contribution,
     CopyFragment,
-    Hangup,
-    LinkClosed,
     Marker,
     MergeRound,
     Ping,
@@ -15,104 +15,104 @@ from atoll.core.protocol import (
     SaveSnapshot,
     Send,
 )
-from atoll.core.types import Mark, RoundId, RunConfig
-from tests.core.conversation import LearnerTalk, SyncerTalk
+from atoll.core.types import MergedUpTo, RoundId, RunConfig
+from tests.core.harness import LearnerHarness, SyncerHarness
 
 FIRST = RoundId(0, 0, 1, 1)
 SECOND = RoundId(0, 0, 1, 2)
 
 
-def test_patience_that_was_measured_too_short_grows_until_the_answer_comes():
-    """(1) A clock that stood still has measured answers within no time at all, (2) the learner's steps last 3 s, (3)
-    every round would be abandoned before its answer, (4) and no longer answer ever be measured."""
-    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
-    one = talk.joined(1)
+def test_timeout_measured_too_short_grows_until_the_reply_arrives():
+    """(1) A stopped clock has measured replies of 0 s, (2) steps of the learner take 3 s, (3) every round would be
+    abandoned before its contribution, (4) and no longer reply time would ever be measured."""
+    harness = SyncerHarness(RunConfig(fragments=1, every_steps=2))
+    one = harness.joined(1)
 
     def answers(at: float) -> None:
         if 0 in one.pulls:
             one.contributes(at)
             del one.pulls[0]
-            if talk.of(MergeRound):
-                talk.merges_and_persists(at)
+            if harness.of(MergeRound):
+                harness.merges_and_persists(at)
                 one.acknowledges(at)
 
     for step in range(1, 9):
         one.reports(0.001 * step, step, step_time_s=0.0)
         answers(0.001 * step)
-    before = talk.fragment(0).version
+    before = harness.fragment(0).version
     for step in range(9, 49):
         at = 3.0 * (step - 8)
-        for tenth in range(1, 30):  # it is heard all the time: this is not about silence
-            talk.fires(at - 3.0 + 0.1 * tenth)
-            one.says(at - 3.0 + 0.1 * tenth, Ping(tenth))
+        for tenth in range(1, 30):  # messages keep arriving, so the learner is not silent
+            harness.fire_timers(at - 3.0 + 0.1 * tenth)
+            one.delivers(at - 3.0 + 0.1 * tenth, Ping(tenth))
         answers(at)
         one.reports(at, step, step_time_s=3.0)
-    assert talk.fragment(0).version > before + 2
+    assert harness.fragment(0).version > before + 2
 
 
-def test_a_pull_that_arrives_late_does_not_take_the_place_of_a_newer_one():
+def test_late_pull_does_not_replace_a_newer_one():
     """(1) Attempt 1 is pulled, the pull is delayed; (2) attempt 2 is pulled, answered and merged; (3) the old pull
-    arrives; (4) the published mark names the copy of attempt 2, which must still be there."""
-    talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(SECOND))
-    talk.steps(1.0)
-    assert [e.round for e in talk.of(CopyFragment)] == [SECOND]
-    talk.hears(1.5, Pull(FIRST))
-    talk.steps(2.0)
-    assert talk.of(CopyFragment) == []
-    talk.gets(2.5, 0, 1, base=0, mark=Mark(1, 0, 1, 100, 0))
-    talk.steps(3.0)
-    adopted = talk.one(AdoptFragment)
+    arrives; (4) the published `merged_up_to` names the copy of attempt 2, which must still be there."""
+    harness = LearnerHarness(RunConfig(fragments=1)).trains()
+    harness.receives(0.5, Pull(SECOND))
+    harness.steps(1.0)
+    assert [e.round for e in harness.of(CopyFragment)] == [SECOND]
+    harness.receives(1.5, Pull(FIRST))
+    harness.steps(2.0)
+    assert harness.of(CopyFragment) == []
+    harness.published(2.5, 0, 1, base=0, merged_up_to=MergedUpTo(1, 0, 1, 100, 0))
+    harness.steps(3.0)
+    adopted = harness.one(AdoptFragment)
     assert (adopted.merged_copy, adopted.merged_tokens, adopted.pending_tokens) == (True, 100, 200)
 
 
-def test_a_pull_is_not_answered_while_the_link_is_down():
-    """(1) A pull arrives, (2) the link breaks, (3) a step ends: a copy now would be kept and never be seen."""
-    talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
-    talk.tell(0.6, LinkClosed(1, "connection reset by peer"))
-    talk.steps(1.0)
-    assert talk.of(CopyFragment) == []
-    assert talk.core.training
+def test_pull_is_not_answered_while_disconnected():
+    """(1) A pull arrives, (2) the link breaks, (3) a step ends: a copy made now would never be sent."""
+    harness = LearnerHarness(RunConfig(fragments=1)).trains()
+    harness.receives(0.5, Pull(FIRST))
+    harness.handle(0.6, ConnectionClosed(1, "connection reset by peer"))
+    harness.steps(1.0)
+    assert harness.of(CopyFragment) == []
+    assert harness.core.training
 
 
-def test_a_copy_that_is_sent_again_between_marker_and_cut_has_the_old_colour():
-    """(1) A copy is sent and lost, (2) the marker is seen, (3) the pull comes again and the copy is sent again, (4) the
+def test_copy_sent_again_between_marker_and_cut_has_the_old_marker():
+    """(1) A copy is sent and lost, (2) the marker is seen, (3) the pull and the copy are sent again, (4) the
     learner cuts: the copy is older than the cut, and must be recorded as in flight."""
-    talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
-    talk.steps(1.0)
-    talk.marker = 7
-    talk.hears(1.1, Marker(7))
-    talk.hears(1.2, Pull(FIRST))
-    again = talk.one(Send).envelope
+    harness = LearnerHarness(RunConfig(fragments=1)).trains()
+    harness.receives(0.5, Pull(FIRST))
+    harness.steps(1.0)
+    harness.marker = 7
+    harness.receives(1.1, Marker(7))
+    harness.receives(1.2, Pull(FIRST))
+    again = harness.one(Send).envelope
     assert isinstance(again.body, Contribution)
     assert again.marker < 7
-    talk.steps(2.0)
-    assert talk.one(SaveSnapshot).snapshot == 7
-    assert all(send.envelope.marker == 7 for send in talk.of(Send))
+    harness.steps(2.0)
+    assert harness.one(SaveSnapshot).snapshot == 7
+    assert all(send.envelope.marker == 7 for send in harness.of(Send))
 
 
-def test_a_quarantined_learner_is_told_at_once():
-    """Otherwise it pings in vain for minutes before it dials again and hears why."""
-    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
-    one = talk.joined(1)
+def test_quarantined_learner_is_refused_immediately():
+    """Otherwise it pings for minutes before it reconnects and receives the reason."""
+    harness = SyncerHarness(RunConfig(fragments=1, every_steps=2))
+    one = harness.joined(1)
     one.reports(1.0, step=1)
-    for n in range(talk.core.state.limits.strikes):
+    for n in range(harness.core.state.limits.max_strikes):
         one.contributes(1.1 + n, problem="values are not finite")
-    assert [e.learner for e in talk.of(Hangup)] == [1]
+    assert [e.learner for e in harness.of(CloseConnection)] == [1]
 
 
-def test_a_timer_for_a_moment_that_rounds_down_to_now_does_not_fire_for_ever():
-    """(1) 0.1 + 0.2 is not 0.3, (2) a timer armed for `last heard + limit` is due and yet the limit has not passed."""
-    talk = LearnerTalk(RunConfig(fragments=1)).trains()
+def test_timer_that_rounds_down_to_now_does_not_fire_forever():
+    """(1) 0.1 + 0.2 is not 0.3, (2) a timer armed for `last_seen_at + limit` is due before the limit has passed."""
+    harness = LearnerHarness(RunConfig(fragments=1)).trains()
     at = 1.0
     for n in range(200):
         at += 0.1 + n * 1e-9
-        talk.hears(at, Marker(0))
-        deadline = talk.core.next_deadline()
+        harness.receives(at, Marker(0))
+        deadline = harness.core.next_deadline()
         assert deadline is not None
-        talk.fires(deadline)
-        later = talk.core.next_deadline()
+        harness.fire_timers(deadline)
+        later = harness.core.next_deadline()
         assert later is None or later > deadline
         at = max(at, deadline)

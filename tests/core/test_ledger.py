@@ -1,4 +1,4 @@
-"""Where every token went: trained = merged + pending + dropped with a reason, per fragment, at every moment."""
+"""Token ledger: trained = merged + pending + dropped, with a cause, per fragment, at every moment."""
 
 from __future__ import annotations
 
@@ -6,98 +6,98 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.ledger import Line, SyncerLedger
-from atoll.core.types import Accepted, Mark
+from atoll.core.ledger import LedgerLine, SyncerLedger
+from atoll.core.types import AcceptedContribution, MergedUpTo
 
 FRAGMENTS = (0, 1)
 
 
-def accepted(learner: int, incarnation: int, tokens: int, trained: int, dropped: int = 0) -> Accepted:
-    return Accepted(learner, incarnation, 1, 1, tokens, trained, dropped, 1.0)
+def accepted(learner: int, incarnation: int, tokens: int, trained: int, dropped: int = 0) -> AcceptedContribution:
+    return AcceptedContribution(learner, incarnation, 1, 1, tokens, trained, dropped, 1.0)
 
 
-def test_a_line_is_balanced_when_every_token_is_somewhere():
-    assert Line(100, 60, 30, {"left": 10}).balanced()
-    assert not Line(100, 60, 30, {}).balanced()
-    assert not Line(100, 110, -10, {}).balanced(), "nothing is pending less than nothing"
+def test_ledger_line_is_balanced_if_every_token_is_counted():
+    assert LedgerLine(100, 60, 30, {"left": 10}).is_balanced()
+    assert not LedgerLine(100, 60, 30, {}).is_balanced()
+    assert not LedgerLine(100, 110, -10, {}).is_balanced(), "pending tokens are not negative"
 
 
 def test_tokens_are_pending_until_they_are_merged():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 1)
-    books.tell(1, 300)
-    books.merge(0, accepted(1, 1, tokens=200, trained=200))
-    assert books.line(0) == Line(300, 200, 100, {})
-    assert books.line(1) == Line(300, 0, 300, {}), "a token settles once in each fragment"
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 1)
+    ledger.record_trained(1, 300)
+    ledger.merge(0, accepted(1, 1, tokens=200, trained=200))
+    assert ledger.fragment_totals(0) == LedgerLine(300, 200, 100, {})
+    assert ledger.fragment_totals(1) == LedgerLine(300, 0, 300, {}), "a token settles once in each fragment"
 
 
-def test_what_a_learner_tells_never_falls():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 1)
-    books.tell(1, 300)
-    books.tell(1, 200)
-    assert books.trained == 300
+def test_trained_tokens_never_decrease():
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 1)
+    ledger.record_trained(1, 300)
+    ledger.record_trained(1, 200)
+    assert ledger.trained == 300
 
 
-def test_a_contribution_tells_of_tokens_whose_report_was_lost():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 1)
-    books.merge(0, accepted(1, 1, tokens=200, trained=200))
-    assert books.line(0) == Line(200, 200, 0, {})
+def test_contribution_counts_tokens_of_a_lost_report():
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 1)
+    ledger.merge(0, accepted(1, 1, tokens=200, trained=200))
+    assert ledger.fragment_totals(0) == LedgerLine(200, 200, 0, {})
 
 
-def test_what_adopting_threw_away_is_dropped_with_that_reason():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 1)
-    books.merge(0, accepted(1, 1, tokens=100, trained=100))
-    books.merge(0, accepted(1, 1, tokens=50, trained=200, dropped=50))
-    assert books.line(0) == Line(200, 150, 0, {"adopted over": 50})
+def test_tokens_dropped_by_adopting_have_that_cause():
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 1)
+    ledger.merge(0, accepted(1, 1, tokens=100, trained=100))
+    ledger.merge(0, accepted(1, 1, tokens=50, trained=200, dropped=50))
+    assert ledger.fragment_totals(0) == LedgerLine(200, 150, 0, {"overwritten-on-adopt": 50})
 
 
-def test_what_an_incarnation_had_not_merged_is_dropped_when_it_is_gone_for_good():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 1)
-    books.tell(1, 300)
-    books.merge(0, accepted(1, 1, tokens=200, trained=200))
-    books.close(1, "left")
-    assert books.line(0) == Line(300, 200, 0, {"left": 100})
-    assert books.line(1) == Line(300, 0, 0, {"left": 300})
-    assert books.closed_trained == 300
+def test_unmerged_tokens_of_an_ended_incarnation_are_dropped():
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 1)
+    ledger.record_trained(1, 300)
+    ledger.merge(0, accepted(1, 1, tokens=200, trained=200))
+    ledger.close(1, "left")
+    assert ledger.fragment_totals(0) == LedgerLine(300, 200, 0, {"left": 100})
+    assert ledger.fragment_totals(1) == LedgerLine(300, 0, 0, {"left": 300})
+    assert ledger.closed_trained == 300
 
 
-def test_a_contribution_that_becomes_durable_after_its_incarnation_was_replaced_is_merged_after_all():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 1)
-    books.tell(1, 300)
-    books.close(1, "replaced by a new incarnation")
-    books.open(1, 2)
-    books.tell(1, 10)
-    books.merge(0, accepted(1, 1, tokens=200, trained=200))
-    assert books.line(0) == Line(310, 200, 10, {"replaced by a new incarnation": 100})
+def test_contribution_durable_after_its_incarnation_was_replaced_is_merged():
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 1)
+    ledger.record_trained(1, 300)
+    ledger.close(1, "superseded")
+    ledger.open(1, 2)
+    ledger.record_trained(1, 10)
+    ledger.merge(0, accepted(1, 1, tokens=200, trained=200))
+    assert ledger.fragment_totals(0) == LedgerLine(310, 200, 10, {"superseded": 100})
 
 
-def test_a_learner_has_one_open_account():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 1)
+def test_learner_has_one_open_account():
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 1)
     with pytest.raises(AssertionError, match="learner 1 has an open account"):
-        books.open(1, 2)
+        ledger.open(1, 2)
 
 
-def test_after_a_restart_an_account_takes_up_where_its_mark_stands():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 2)
-    mark = Mark(incarnation=2, base=3, copied_at=9, trained=400, dropped=100)
-    books.restore(closed_trained=50, merged={0: 330, 1: 0}, marks={0: {1: mark}, 1: {}})
-    assert books.line(0) == Line(450, 330, 0, {"gone before a restart": 20, "adopted over": 100})
-    assert books.line(1) == Line(450, 0, 400, {"gone before a restart": 50})
+def test_restart_restores_accounts_from_merged_up_to():
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 2)
+    merged_up_to = MergedUpTo(incarnation=2, base=3, copied_at=9, trained=400, dropped=100)
+    ledger.restore(closed_trained=50, merged={0: 330, 1: 0}, merged_up_to={0: {1: merged_up_to}, 1: {}})
+    assert ledger.fragment_totals(0) == LedgerLine(450, 330, 0, {"before-restart": 20, "overwritten-on-adopt": 100})
+    assert ledger.fragment_totals(1) == LedgerLine(450, 0, 400, {"before-restart": 50})
 
 
-def test_a_mark_of_an_older_incarnation_is_no_part_of_the_new_account():
-    books = SyncerLedger(FRAGMENTS)
-    books.open(1, 3)
-    mark = Mark(incarnation=2, base=3, copied_at=9, trained=400, dropped=0)
-    books.restore(closed_trained=500, merged={0: 400, 1: 0}, marks={0: {1: mark}, 1: {}})
-    assert books.line(0) == Line(500, 400, 0, {"gone before a restart": 100})
+def test_merged_up_to_of_an_older_incarnation_is_not_in_the_new_account():
+    ledger = SyncerLedger(FRAGMENTS)
+    ledger.open(1, 3)
+    merged_up_to = MergedUpTo(incarnation=2, base=3, copied_at=9, trained=400, dropped=0)
+    ledger.restore(closed_trained=500, merged={0: 400, 1: 0}, merged_up_to={0: {1: merged_up_to}, 1: {}})
+    assert ledger.fragment_totals(0) == LedgerLine(500, 400, 0, {"before-restart": 100})
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_a_mark_of_an_older_incarnation_is_no_part_of_the_new_account():
 
 
 class Learner:
-    """One incarnation, honest: it knows what it trained and, per fragment, what is settled."""
+    """One valid incarnation, with its trained tokens and, per fragment, its settled tokens."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -127,70 +127,72 @@ steps = st.lists(
 
 
 def play(script: list[Step]) -> tuple[SyncerLedger, dict[int, Learner], dict[int, int]]:
-    """The books of a syncer after this history, and what is true. Accepted contributions become durable later; an
-    incarnation may be replaced in between."""
-    books = SyncerLedger(FRAGMENTS)
+    """Return the ledger of a syncer after this history, and the expected totals.
+
+    Accepted contributions become durable later. Their incarnation may be replaced before that.
+    """
+    ledger = SyncerLedger(FRAGMENTS)
     learners = {i: Learner(1) for i in (1, 2, 3)}
     merged = dict.fromkeys(FRAGMENTS, 0)
-    waiting: dict[tuple[int, int], Accepted] = {}
+    waiting: dict[tuple[int, int], AcceptedContribution] = {}
     for i in learners:
-        books.open(i, 1)
-    for what, i, p, tokens in script:
+        ledger.open(i, 1)
+    for action, i, p, tokens in script:
         learner = learners[i]
-        if what == "train":
+        if action == "train":
             learner.trained += tokens
-        elif what == "report":
-            books.tell(i, learner.trained)
-        elif what == "drop":
+        elif action == "report":
+            ledger.record_trained(i, learner.trained)
+        elif action == "drop":
             learner.dropped[p] += learner.trained - learner.settled[p]
             learner.settled[p] = learner.trained
-        elif what == "replace":
-            books.close(i, "replaced by a new incarnation")
+        elif action == "replace":
+            ledger.close(i, "superseded")
             learners[i] = Learner(learner.incarnation + 1)
-            books.open(i, learner.incarnation + 1)
-        elif what in ("merge", "accept") and learner.trained > learner.settled[p] and (i, p) not in waiting:
+            ledger.open(i, learner.incarnation + 1)
+        elif action in ("merge", "accept") and learner.trained > learner.settled[p] and (i, p) not in waiting:
             body = accepted(
                 i, learner.incarnation, learner.trained - learner.settled[p], learner.trained, learner.dropped[p]
             )
-            books.tell(i, learner.trained)
+            ledger.record_trained(i, learner.trained)
             learner.settled[p] = learner.trained
             waiting[(i, p)] = body
-        if what in ("merge", "durable") and (i, p) in waiting:
+        if action in ("merge", "durable") and (i, p) in waiting:
             body = waiting.pop((i, p))
-            books.merge(p, body)
+            ledger.merge(p, body)
             merged[p] += body.tokens
-    return books, learners, merged
+    return ledger, learners, merged
 
 
 @given(steps)
-def test_the_books_are_balanced_at_every_moment(script):
-    books, _, merged = play(script)
+def test_token_ledger_is_balanced_at_every_moment(script):
+    ledger, _, merged = play(script)
     for p in FRAGMENTS:
-        line = books.line(p)
-        assert line.balanced(), line
-        assert line.merged == merged[p] == books.merged(p)
-        assert line.trained == books.trained
+        line = ledger.fragment_totals(p)
+        assert line.is_balanced(), line
+        assert line.merged == merged[p] == ledger.merged(p)
+        assert line.trained == ledger.trained
         assert all(tokens > 0 for tokens in line.dropped.values()), line
 
 
 @given(steps)
-def test_a_restart_changes_nothing_that_matters(script):
-    """What is durable: marks, merged totals, tokens of closed accounts. Reports since then are told again."""
-    books, learners, merged = play(script)
-    marks: dict[int, dict[int, Mark]] = {p: {} for p in FRAGMENTS}
-    again = SyncerLedger(FRAGMENTS)
+def test_restored_ledger_has_the_same_totals(script):
+    """Restore the durable totals and repeat later reports."""
+    ledger, learners, merged = play(script)
+    merged_up_to: dict[int, dict[int, MergedUpTo]] = {p: {} for p in FRAGMENTS}
+    restored = SyncerLedger(FRAGMENTS)
     for i, learner in learners.items():
-        again.open(i, learner.incarnation)
-        account = books.accounts[i]
+        restored.open(i, learner.incarnation)
+        account = ledger.accounts[i]
         for p in FRAGMENTS:
             if p in account.merged:
                 settled = account.merged[p] + account.dropped[p]
-                marks[p][i] = Mark(learner.incarnation, 0, 1, settled, account.dropped[p])
-    again.restore(books.closed_trained, merged, marks)
-    for i, account in books.accounts.items():
-        again.tell(i, account.trained)
+                merged_up_to[p][i] = MergedUpTo(learner.incarnation, 0, 1, settled, account.dropped[p])
+    restored.restore(ledger.closed_trained, merged, merged_up_to)
+    for i, account in ledger.accounts.items():
+        restored.record_trained(i, account.trained)
     for p in FRAGMENTS:
-        before, after = books.line(p), again.line(p)
-        assert after.balanced(), after
+        before, after = ledger.fragment_totals(p), restored.fragment_totals(p)
+        assert after.is_balanced(), after
         assert (after.trained, after.merged, after.pending) == (before.trained, before.merged, before.pending)
         assert sum(after.dropped.values()) == sum(before.dropped.values())

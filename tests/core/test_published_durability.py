@@ -1,4 +1,4 @@
-"""One test per sentence of the protocol: durable before published, restarts of the syncer, consistent snapshots."""
+"""Tests of each rule of the protocol: durable before published, restarts of the syncer, consistent snapshots."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from msgspec import structs
 
 from atoll.core.protocol import (
     AdoptFragment,
+    ConnectionClosed,
     Contribution,
     Hello,
     LearnerDisconnected,
-    LinkClosed,
+    LogReason,
     Marker,
     MergeRound,
     Persist,
@@ -20,154 +21,153 @@ from atoll.core.protocol import (
     RefuseContribution,
     Report,
     SaveSnapshot,
-    Say,
     SnapshotPart,
     SnapshotRecord,
     SnapshotRequested,
     Welcome,
 )
 from atoll.core.reasons import because
-from atoll.core.types import Mark, RoundId, RunConfig
-from tests.core.conversation import LearnerTalk, SyncerTalk
+from atoll.core.types import MergedUpTo, RoundId, RunConfig
+from tests.core.harness import LearnerHarness, SyncerHarness
 
 FIRST = RoundId(0, 0, 1, 1)
-MARK = Mark(incarnation=1, base=0, copied_at=1, trained=100, dropped=0)
+MERGED_UP_TO = MergedUpTo(incarnation=1, base=0, copied_at=1, trained=100, dropped=0)
 SNAPSHOT = 1_000_001
 
 
-def one_round(merged: bool = True) -> SyncerTalk:
-    """One learner, the first round sealed, or merged and being written."""
-    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
-    one = talk.joined(1)
+def one_round(merged: bool = True) -> SyncerHarness:
+    """Return a run with one learner whose first round is sealed, or merged and being written."""
+    harness = SyncerHarness(RunConfig(fragments=1, every_steps=2))
+    one = harness.joined(1)
     one.reports(1.0, step=1)
     one.contributes(1.1)
     if merged:
-        talk.merged(1.2)
-    return talk
+        harness.merged(1.2)
+    return harness
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Durable before published
 
 
-def test_a_version_is_durable_before_any_learner_sees_it():
-    talk = one_round()
-    assert [type(effect) for effect in talk.effects] == [Persist]
-    assert talk.fragment(0).version == 0
-    talk.fires(1.9)
-    assert talk.bodies(Published) == []
-    talk.persisted(2.0)
-    assert talk.bodies(Published) == [(1, Published(0, 1, 0, MARK, 0.0))]
+def test_version_is_durable_before_it_is_published():
+    harness = one_round()
+    assert [type(effect) for effect in harness.effects] == [Persist]
+    assert harness.fragment(0).version == 0
+    harness.fire_timers(1.9)
+    assert harness.bodies(Published) == []
+    harness.persisted(2.0)
+    assert harness.bodies(Published) == [(1, Published(0, 1, 0, MERGED_UP_TO, 0.0))]
 
 
-def test_a_full_disk_publishes_nothing_keeps_what_is_merged_and_tries_again():
-    talk = one_round()
+def test_full_disk_publishes_nothing_and_retries_the_merged_version():
+    harness = one_round()
     for attempt in range(4):
-        talk.persist_failed(talk.now + 0.1)
-        assert talk.codes() == ["persist-failed"]
-        assert talk.bodies(Published) == []
-        assert talk.fragment(0).phase == "merging"
-        talk.voices[1].reports(talk.now + 0.1, step=2 + attempt)
-        while not talk.of(Persist):
-            talk.fires(talk.core.next_deadline())
-    talk.persisted(talk.now + 0.1)
-    assert [body.version for _, body in talk.bodies(Published)] == [1]
+        harness.persist_failed(harness.now + 0.1)
+        assert harness.codes() == ["persist-failed"]
+        assert harness.bodies(Published) == []
+        assert harness.fragment(0).phase == "merging"
+        harness.learners[1].reports(harness.now + 0.1, step=2 + attempt)
+        while not harness.of(Persist):
+            harness.fire_timers(harness.core.next_deadline())
+    harness.persisted(harness.now + 0.1)
+    assert [body.version for _, body in harness.bodies(Published)] == [1]
 
 
-def test_when_the_disk_takes_one_version_again_all_that_wait_are_written_at_once():
-    talk = SyncerTalk(RunConfig(fragments=2, every_steps=1, rounds_in_flight=2))
-    one = talk.joined(1)
+def test_successful_write_retries_all_failed_versions():
+    harness = SyncerHarness(RunConfig(fragments=2, every_steps=1, rounds_in_flight=2))
+    one = harness.joined(1)
     one.reports(1.0, step=1)
     for fragment in (0, 1):
         one.contributes(1.1, fragment)
-        talk.merged(1.2)
+        harness.merged(1.2)
 
-    def asked() -> list[int]:
-        return [effect.record.key().number for effect in talk.awaited if type(effect) is Persist]
+    def requested() -> list[int]:
+        return [effect.record.key().number for effect in harness.awaited if type(effect) is Persist]
 
-    for _ in range(6):  # until both wait for long
-        assert sorted(asked()) == [0, 1]
-        talk.persist_failed(talk.now)
-        talk.persist_failed(talk.now)
-        while len(asked()) < 2:
-            talk.fires(talk.core.next_deadline())
-    talk.persist_failed(talk.now)
-    (left,) = asked()
-    talk.persisted(talk.now)
-    assert asked() == [1 - left], "it waits although the disk has space"
-    until = talk.now + 60.0
-    while (due := talk.core.next_deadline()) is not None and due < until:
-        talk.fires(due)
-        assert asked() == [1 - left], "it is asked for twice"
+    for _ in range(6):  # until both backoffs are long
+        assert sorted(requested()) == [0, 1]
+        harness.persist_failed(harness.now)
+        harness.persist_failed(harness.now)
+        while len(requested()) < 2:
+            harness.fire_timers(harness.core.next_deadline())
+    harness.persist_failed(harness.now)
+    (left,) = requested()
+    harness.persisted(harness.now)
+    assert requested() == [1 - left], "the other record waits although the disk has space"
+    until = harness.now + 60.0
+    while (due := harness.core.next_deadline()) is not None and due < until:
+        harness.fire_timers(due)
+        assert requested() == [1 - left], "it is requested twice"
 
 
-def test_a_version_record_has_the_contributions_and_everybodys_last_mark():
-    talk = SyncerTalk(RunConfig(fragments=1, every_steps=1))
-    one, two = talk.joined(1), talk.joined(2)
+def test_version_record_has_contributions_and_merged_up_to_of_all_learners():
+    harness = SyncerHarness(RunConfig(fragments=1, every_steps=1))
+    one, two = harness.joined(1), harness.joined(2)
     one.reports(1.0, step=1)
     one.contributes(1.1)
-    talk.merges_and_persists(1.2)
+    harness.merges_and_persists(1.2)
     one.acknowledges(1.2)
     two.reports(2.0, step=2)
     assert set(two.pulls) == {0}
     two.contributes(2.1)
-    talk.merged(2.2)
-    record = talk.one(Persist).record
+    harness.merged(2.2)
+    record = harness.one(Persist).record
     assert record.round == RoundId(0, 1, 1, 1)  # type: ignore[union-attr]
-    assert record.marks == ((1, MARK), (2, Mark(1, 1, 2, 200, 0)))  # type: ignore[union-attr]
+    assert record.merged_up_to == ((1, MERGED_UP_TO), (2, MergedUpTo(1, 1, 2, 200, 0)))  # type: ignore[union-attr]
     assert record.merged_tokens == 300  # type: ignore[union-attr]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The syncer can be killed at any instant and restarted on its directory
+# The syncer can be killed at any time and restarted on its directory
 
 
-def test_killed_between_durable_and_published_no_version_goes_back_and_the_marks_survive():
-    talk = one_round()
-    talk.written_unheard()
-    again = talk.restarted()
+def test_kill_between_durable_and_published_loses_no_version_and_no_merged_up_to():
+    harness = one_round()
+    harness.written_without_reply()
+    again = harness.restarted()
     assert again.fragment(0).version == 1
     assert again.core.view().merges == 1
-    one = again.voice(1, session=2)
+    one = again.add_learner(1, session=2)
     one.step, one.trained = 3, 300
     one.hello(5.0, training=True, received=(0,))
     again.expect(
-        Say(("learner", 1), because("member-resumed", 1)),
+        LogReason(("learner", 1), because("member-resumed", 1)),
         again.to(1, Welcome((1,), 0.0, 0.0)),
-        again.to(1, Published(0, 1, 0, MARK, 0.0)),
+        again.to(1, Published(0, 1, 0, MERGED_UP_TO, 0.0)),
     )
 
 
 def test_no_contribution_is_merged_twice_across_a_restart():
-    """(1) The copy of step 1 is durable in version 1, (2) the syncer dies before it says so, (3) the learner sends the
-    same copy to its successor, which refuses it, (4) and the mark tells the learner that it is in."""
-    talk = one_round()
-    talk.written_unheard()
-    again = talk.restarted()
-    one = again.voice(1, session=2)
+    """(1) The copy of step 1 is durable in version 1, (2) the syncer dies before it publishes it, (3) the learner sends
+    the same copy to its successor, which refuses it, (4) and `merged_up_to` shows the learner that it is merged."""
+    harness = one_round()
+    harness.written_without_reply()
+    again = harness.restarted()
+    one = again.add_learner(1, session=2)
     one.step, one.trained = 2, 200
     one.hello(5.0, training=True, received=(0,))
-    one.says(5.1, Contribution(FIRST, 1, 1, 100, 100, 0))
+    one.delivers(5.1, Contribution(FIRST, 1, 1, 100, 100, 0))
     again.expect(again.to(1, RefuseContribution(FIRST, because("contribution-no-round", 0))))
 
-    learner = LearnerTalk(RunConfig(fragments=1)).trains()
-    learner.hears(0.5, Pull(FIRST))
+    learner = LearnerHarness(RunConfig(fragments=1)).trains()
+    learner.receives(0.5, Pull(FIRST))
     learner.steps(1.0)
-    learner.tell(1.5, LinkClosed(1, "connection reset by peer"))
+    learner.handle(1.5, ConnectionClosed(1, "connection reset by peer"))
     learner.epoch = 2
     learner.opens(2.0)
     learner.welcomed(2.1, versions=(1,))
-    learner.hears(2.2, RefuseContribution(FIRST, because("contribution-no-round", 0)))
-    learner.gets(2.3, 0, 1, MARK, base=0)
+    learner.receives(2.2, RefuseContribution(FIRST, because("contribution-no-round", 0)))
+    learner.published(2.3, 0, 1, MERGED_UP_TO, base=0)
     learner.steps(3.0)
     assert learner.one(AdoptFragment) == AdoptFragment(0, 1, "carry", True, 100, 0, 100)
 
 
-def test_killed_before_durable_the_round_never_was_and_the_progress_is_still_the_learners():
-    talk = one_round()
-    again = talk.restarted()
+def test_kill_before_durable_leaves_the_progress_with_the_learners():
+    harness = one_round()
+    again = harness.restarted()
     assert again.fragment(0).version == 0
-    one = again.voice(1, session=2)
+    one = again.add_learner(1, session=2)
     one.received[0] = 0
     one.step, one.trained = 3, 300
     one.hello(5.0, training=True)
@@ -177,289 +177,291 @@ def test_killed_before_durable_the_round_never_was_and_the_progress_is_still_the
     assert again.one(MergeRound).contributions[0].tokens == 400
 
 
-def test_a_contribution_that_claims_more_than_is_left_after_a_restart_is_refused():
-    talk = one_round()
-    talk.written_unheard()
-    again = talk.restarted()
-    one = again.voice(1, session=2)
+def test_contribution_with_already_merged_tokens_is_refused_after_a_restart():
+    harness = one_round()
+    harness.written_without_reply()
+    again = harness.restarted()
+    one = again.add_learner(1, session=2)
     one.received[0] = 1
     one.step, one.trained = 1, 100
     one.hello(5.0, training=True)
     one.reports(6.0, step=2)
     one.contributes(6.1, steps=2, tokens=200)
-    assert again.codes() == ["contribution-wild"]
+    assert again.codes() == ["contribution-implausible"]
 
 
-def test_the_books_survive_a_restart():
-    talk = one_round()
-    talk.persisted(1.3)
-    before = talk.core.view().ledger
-    again = talk.restarted()
+def test_ledgers_survive_a_restart():
+    harness = one_round()
+    harness.persisted(1.3)
+    before = harness.core.view().ledger
+    again = harness.restarted()
     assert again.core.view().ledger == before
     assert again.core.view().trained == 100
 
 
 def test_tokens_of_replaced_incarnations_survive_a_restart():
-    talk = one_round()
-    talk.persisted(1.3)
-    talk.voices[1].reports(2.0, step=3)
-    talk.voice(1, incarnation=2).hello(3.0)
-    talk.persisted(3.1)
-    assert talk.core.view().trained == 300
-    again = talk.restarted()
+    harness = one_round()
+    harness.persisted(1.3)
+    harness.learners[1].reports(2.0, step=3)
+    harness.add_learner(1, incarnation=2).hello(3.0)
+    harness.persisted(3.1)
+    assert harness.core.view().trained == 300
+    again = harness.restarted()
     line = again.core.view().ledger[0]
     assert (again.core.view().trained, line.merged, line.pending) == (300, 100, 0)
-    assert line.dropped == {"gone before a restart": 200}
+    assert line.dropped == {"before-restart": 200}
 
 
-def test_an_incarnation_that_was_replaced_is_refused_also_after_a_restart():
-    talk = one_round()
-    talk.persisted(1.3)
-    talk.voice(1, incarnation=2).hello(3.0)
-    talk.persisted(3.1)
-    again = talk.restarted()
-    again.voice(1, incarnation=1, session=2).hello(5.0, training=True)
+def test_replaced_incarnation_is_refused_after_a_restart():
+    harness = one_round()
+    harness.persisted(1.3)
+    harness.add_learner(1, incarnation=2).hello(3.0)
+    harness.persisted(3.1)
+    again = harness.restarted()
+    again.add_learner(1, incarnation=1, session=2).hello(5.0, training=True)
     assert again.codes() == ["refused-incarnation"]
 
 
-def test_learners_train_on_meanwhile_and_an_old_pull_is_not_answered_to_the_new_syncer():
-    talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
-    talk.tell(0.6, LinkClosed(1, "connection reset by peer"))
-    talk.steps(1.0)
-    talk.epoch = 2
-    talk.opens(1.5)
-    talk.expect(talk.sends(Hello("run", (), (0,), 1, 100, True)))
-    talk.welcomed(1.6)
-    talk.steps(2.0)
-    talk.expect(talk.sends(Report(2, 200, 1.0)))
+def test_learner_trains_while_disconnected_and_drops_pulls_of_the_old_syncer():
+    harness = LearnerHarness(RunConfig(fragments=1)).trains()
+    harness.receives(0.5, Pull(FIRST))
+    harness.handle(0.6, ConnectionClosed(1, "connection reset by peer"))
+    harness.steps(1.0)
+    harness.epoch = 2
+    harness.opens(1.5)
+    harness.expect(harness.sends(Hello("run", (), (0,), 1, 100, True)))
+    harness.welcomed(1.6)
+    harness.steps(2.0)
+    harness.expect(harness.sends(Report(2, 200, 1.0)))
 
 
-def test_rounds_of_a_new_epoch_are_told_from_those_of_the_old_one():
-    talk = one_round()
-    again = talk.restarted()
-    one = again.voice(1, session=2)
+def test_rounds_of_different_epochs_are_distinguished():
+    harness = one_round()
+    again = harness.restarted()
+    one = again.add_learner(1, session=2)
     one.received[0] = 0
     one.step, one.trained = 1, 100
     one.hello(5.0, training=True)
     one.reports(6.0, step=2)
-    one.says(6.1, Contribution(FIRST, 1, 1, 100, 100, 0))
-    again.expect(again.to(1, RefuseContribution(FIRST, because("contribution-other-round", 1, 1, 0))))
+    one.delivers(6.1, Contribution(FIRST, 1, 1, 100, 100, 0))
+    again.expect(again.to(1, RefuseContribution(FIRST, because("contribution-stale-round", 1, 1, 0))))
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Consistent snapshot of the whole run
 
 
-def two_learners(every_merges: int = 0) -> SyncerTalk:
-    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=2, snapshot_every_merges=every_merges))
+def two_learners(every_merges: int = 0) -> SyncerHarness:
+    harness = SyncerHarness(RunConfig(fragments=1, every_steps=2, quorum=2, snapshot_every_merges=every_merges))
     for i in (1, 2):
-        talk.joined(i)
+        harness.joined(i)
     for i in (1, 2):
-        talk.voices[i].reports(1.0, step=1)
-    return talk
+        harness.learners[i].reports(1.0, step=1)
+    return harness
 
 
-def test_the_syncer_starts_a_snapshot_when_asked_and_its_marker_is_on_every_message_from_then_on():
-    talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    talk.expect(
-        Say(("run", 0), because("snapshot-started", SNAPSHOT, 2)),
-        talk.to(1, Marker(SNAPSHOT)),
-        talk.to(2, Marker(SNAPSHOT)),
+def test_requested_snapshot_puts_its_marker_on_every_message():
+    harness = two_learners()
+    harness.handle(1.5, SnapshotRequested())
+    harness.expect(
+        LogReason(("run", 0), because("snapshot-started", SNAPSHOT, 2)),
+        harness.to(1, Marker(SNAPSHOT)),
+        harness.to(2, Marker(SNAPSHOT)),
     )
-    assert talk.core.state.marker == SNAPSHOT
+    assert harness.core.state.marker == SNAPSHOT
 
 
-def test_the_syncer_starts_a_snapshot_by_itself_every_so_many_merges():
-    talk = two_learners(every_merges=1)
-    talk.voices[1].contributes(1.2)
-    talk.voices[2].contributes(1.2)
-    talk.merges_and_persists(1.3)
-    assert talk.bodies(Marker) == [(1, Marker(SNAPSHOT)), (2, Marker(SNAPSHOT))]
+def test_syncer_starts_a_snapshot_after_snapshot_every_merges():
+    harness = two_learners(every_merges=1)
+    harness.learners[1].contributes(1.2)
+    harness.learners[2].contributes(1.2)
+    harness.merges_and_persists(1.3)
+    assert harness.bodies(Marker) == [(1, Marker(SNAPSHOT)), (2, Marker(SNAPSHOT))]
 
 
-def test_a_learner_saves_at_the_step_boundary_before_it_adopts_or_sends_anything_newer():
-    talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.steps(1.0)
-    talk.hears(1.5, Pull(FIRST))
-    talk.marker = 7
-    talk.gets(1.6, 0, 1, base=0)
-    assert talk.of(SaveSnapshot) == []
-    talk.steps(2.0)
-    assert [type(e).__name__ for e in talk.effects][:1] == ["SaveSnapshot"]
-    assert talk.one(SaveSnapshot) == SaveSnapshot(7, 2)
-    assert talk.one(AdoptFragment).version == 1
-    talk.saved(2.1)
-    talk.expect(talk.sends(SnapshotPart(7, 2, 200, (0,), ())))
+def test_learner_saves_at_the_step_boundary_before_it_adopts_or_sends_anything_newer():
+    harness = LearnerHarness(RunConfig(fragments=1)).trains()
+    harness.steps(1.0)
+    harness.receives(1.5, Pull(FIRST))
+    harness.marker = 7
+    harness.published(1.6, 0, 1, base=0)
+    assert harness.of(SaveSnapshot) == []
+    harness.steps(2.0)
+    assert [type(e).__name__ for e in harness.effects][:1] == ["SaveSnapshot"]
+    assert harness.one(SaveSnapshot) == SaveSnapshot(7, 2)
+    assert harness.one(AdoptFragment).version == 1
+    harness.saved(2.1)
+    harness.expect(harness.sends(SnapshotPart(7, 2, 200, (0,), ())))
 
 
-def test_what_a_learner_sends_before_its_cut_does_not_carry_the_marker_that_it_has_seen():
-    """A copy that is sent again between the marker and the cut was made before the cut: it is in flight."""
-    talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    talk.hears(0.5, Pull(FIRST))
-    talk.steps(1.0)
-    talk.marker = 7
-    talk.hears(1.5, Marker(7))
-    talk.hears(1.6, Pull(FIRST))
-    assert [e.envelope.marker for e in talk.effects] == [0]
-    talk.steps(2.0)
-    assert {e.envelope.marker for e in talk.effects if not isinstance(e, SaveSnapshot)} == {7}
+def test_messages_before_the_cut_do_not_carry_the_marker():
+    """A copy that is sent again between the marker and the cut is older than the cut, so it is in flight."""
+    harness = LearnerHarness(RunConfig(fragments=1)).trains()
+    harness.receives(0.5, Pull(FIRST))
+    harness.steps(1.0)
+    harness.marker = 7
+    harness.receives(1.5, Marker(7))
+    harness.receives(1.6, Pull(FIRST))
+    assert [e.envelope.marker for e in harness.effects] == [0]
+    harness.steps(2.0)
+    assert {e.envelope.marker for e in harness.effects if not isinstance(e, SaveSnapshot)} == {7}
 
 
-def test_a_contribution_that_was_sent_before_its_learners_cut_and_arrives_after_ours_is_recorded():
-    talk = two_learners()
-    one, two = talk.voices[1], talk.voices[2]
-    talk.tell(1.5, SnapshotRequested())
+def test_contribution_sent_before_the_learner_cut_and_received_after_the_syncer_cut_is_recorded():
+    harness = two_learners()
+    one, two = harness.learners[1], harness.learners[2]
+    harness.handle(1.5, SnapshotRequested())
     one.contributes(1.6)  # its envelope does not carry the marker yet
-    assert talk.effects[0] == RecordInFlight(SNAPSHOT, 1, FIRST)
+    assert harness.effects[0] == RecordInFlight(SNAPSHOT, 1, FIRST)
     one.marker = two.marker = SNAPSHOT
-    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), (FIRST,)))
+    one.delivers(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), (FIRST,)))
     two.contributes(2.1)  # made after its cut
-    assert talk.of(RecordInFlight) == []
+    assert harness.of(RecordInFlight) == []
     part = SnapshotPart(SNAPSHOT, 2, 200, (0,), ())
-    two.says(2.2, part)
+    two.delivers(2.2, part)
     first = SnapshotPart(SNAPSHOT, 2, 200, (0,), (FIRST,))
-    talk.expect(Persist(SnapshotRecord(SNAPSHOT, (0,), ((1, first), (2, part)), ((1, FIRST),), ())))
-    talk.persisted(2.3, "SnapshotRecord")
-    assert talk.codes() == ["snapshot-durable"]
+    harness.expect(Persist(SnapshotRecord(SNAPSHOT, (0,), ((1, first), (2, part)), ((1, FIRST),), ())))
+    harness.persisted(2.3, "SnapshotRecord")
+    assert harness.codes() == ["snapshot-durable"]
 
 
-def test_a_part_waits_for_the_contributions_that_were_outstanding_at_its_cut():
-    """Bulk data may be overtaken: the part arrives before the contribution that was sent before it."""
-    talk = two_learners()
-    one, two = talk.voices[1], talk.voices[2]
-    talk.tell(1.5, SnapshotRequested())
+def test_snapshot_part_waits_for_contributions_outstanding_at_its_cut():
+    """Control messages overtake bulk data: the part arrives before an earlier contribution."""
+    harness = two_learners()
+    one, two = harness.learners[1], harness.learners[2]
+    harness.handle(1.5, SnapshotRequested())
     late = one.envelope(one.contribution())
     two.marker = SNAPSHOT
-    two.says(1.8, SnapshotPart(SNAPSHOT, 1, 100, (0,), ()))
+    two.delivers(1.8, SnapshotPart(SNAPSHOT, 1, 100, (0,), ()))
     one.marker = SNAPSHOT
-    one.says(1.9, SnapshotPart(SNAPSHOT, 1, 100, (0,), (FIRST,)))
-    assert talk.of(Persist) == [], "its contribution is still on its way"
-    one.says(2.0, late.body, marker=0)
-    assert talk.one(Persist).record.in_flight == ((1, FIRST),)  # type: ignore[union-attr]
+    one.delivers(1.9, SnapshotPart(SNAPSHOT, 1, 100, (0,), (FIRST,)))
+    assert harness.of(Persist) == [], "its contribution is still in flight"
+    one.delivers(2.0, late.body, marker=0)
+    assert harness.one(Persist).record.in_flight == ((1, FIRST),)  # type: ignore[union-attr]
 
 
-def test_a_lost_learner_is_left_out_of_the_snapshot():
-    talk = two_learners()
-    one = talk.voices[1]
-    talk.tell(1.5, SnapshotRequested())
+def test_lost_learner_is_left_out_of_the_snapshot():
+    harness = two_learners()
+    one = harness.learners[1]
+    harness.handle(1.5, SnapshotRequested())
     one.marker = SNAPSHOT
-    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
-    talk.tell(2.1, LearnerDisconnected(2, 1, 1, "power"))
-    assert "snapshot-left-out" in talk.codes()
-    assert talk.one(Persist).record.left_out == (2,)  # type: ignore[union-attr]
+    one.delivers(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
+    harness.handle(2.1, LearnerDisconnected(2, 1, 1, "power"))
+    assert "snapshot-left-out" in harness.codes()
+    assert harness.one(Persist).record.left_out == (2,)  # type: ignore[union-attr]
 
 
-def test_a_learner_whose_part_does_not_arrive_in_time_is_left_out():
-    talk = two_learners()
-    one = talk.voices[1]
-    talk.tell(1.5, SnapshotRequested())
+def test_learner_whose_part_does_not_arrive_in_time_is_left_out():
+    harness = two_learners()
+    one = harness.learners[1]
+    harness.handle(1.5, SnapshotRequested())
     one.marker = SNAPSHOT
-    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
+    one.delivers(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
     now, step = 2.0, 2
-    while not talk.of(Persist):
+    while not harness.of(Persist):
         now, step = now + 1.0, step + 1
-        for voice in talk.voices.values():
-            voice.reports(now, step)
-            if talk.of(Persist):
+        for fake in harness.learners.values():
+            fake.reports(now, step)
+            if harness.of(Persist):
                 break
-        assert now < 700, "the snapshot waits for ever; the story is printed above"
-    assert "snapshot-left-out" in talk.codes()
-    assert talk.one(Persist).record.left_out == (2,)  # type: ignore[union-attr]
+        assert now < 700, "the snapshot waits forever; the story is printed above"
+    assert "snapshot-left-out" in harness.codes()
+    assert harness.one(Persist).record.left_out == (2,)  # type: ignore[union-attr]
 
 
-def test_the_marker_is_sent_again_to_a_learner_that_has_not_answered_and_a_saved_part_is_sent_again():
-    talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    one, two = talk.voices[1], talk.voices[2]
+def test_lost_marker_and_lost_part_are_sent_again():
+    harness = two_learners()
+    harness.handle(1.5, SnapshotRequested())
+    one, two = harness.learners[1], harness.learners[2]
     one.marker = SNAPSHOT
-    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
+    one.delivers(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
     now, step = 2.0, 2
-    while not talk.bodies(Marker):
+    while not harness.bodies(Marker):
         now, step = now + 1.0, step + 1
         two.reports(now, step)
-        assert now < 700, "a lost marker is never made good; the story is printed above"
-    assert talk.bodies(Marker) == [(2, Marker(SNAPSHOT))]
+        assert now < 700, "a lost marker is never sent again; the story is printed above"
+    assert harness.bodies(Marker) == [(2, Marker(SNAPSHOT))]
 
-    learner = LearnerTalk(RunConfig(fragments=1)).trains()
+    learner = LearnerHarness(RunConfig(fragments=1)).trains()
     learner.marker = 7
-    learner.hears(0.5, Marker(7))
+    learner.receives(0.5, Marker(7))
     learner.steps(1.0)
     learner.saved(1.1)
-    learner.hears(5.0, Marker(7))
+    learner.receives(5.0, Marker(7))
     learner.expect(learner.sends(SnapshotPart(7, 1, 100, (0,), ())))
 
 
-def test_a_learner_that_cannot_save_its_part_says_so_and_is_left_out():
-    learner = LearnerTalk(RunConfig(fragments=1)).trains()
+def test_learner_that_cannot_save_its_part_is_left_out():
+    learner = LearnerHarness(RunConfig(fragments=1)).trains()
     learner.marker = 7
-    learner.hears(0.5, Marker(7))
+    learner.receives(0.5, Marker(7))
     learner.steps(1.0)
     learner.save_failed(1.1, "no space left on device")
     part = SnapshotPart(7, 1, 100, (0,), (), "no space left on device")
-    learner.expect(Say(("learner", 1), because("snapshot-failed", "no space left on device")), learner.sends(part))
+    learner.expect(
+        LogReason(("learner", 1), because("snapshot-part-failed", "no space left on device")), learner.sends(part)
+    )
 
-    talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    talk.voices[1].says(2.0, structs.replace(part, snapshot=SNAPSHOT))
-    (said,) = [effect.reason for effect in talk.effects if isinstance(effect, Say)]
-    why = "the learner could not save its part: no space left on device"
-    assert said == because("snapshot-left-out", 1, SNAPSHOT, why)
+    harness = two_learners()
+    harness.handle(1.5, SnapshotRequested())
+    harness.learners[1].delivers(2.0, structs.replace(part, snapshot=SNAPSHOT))
+    (logged,) = [effect.reason for effect in harness.effects if isinstance(effect, LogReason)]
+    cause = "the learner could not save its part: no space left on device"
+    assert logged == because("snapshot-left-out", 1, SNAPSHOT, cause)
 
 
 def test_learners_without_run_directory_have_snapshots_with_their_counters():
-    learner = LearnerTalk(RunConfig(fragments=1)).trains()
+    learner = LearnerHarness(RunConfig(fragments=1)).trains()
     learner.marker = 7
-    learner.hears(0.5, Marker(7))
+    learner.receives(0.5, Marker(7))
     learner.steps(1.0)
     learner.save_failed(1.1, "no run directory")
     part = SnapshotPart(7, 1, 100, (0,), (), "no run directory")
-    learner.expect(learner.sends(part))  # and nothing is logged
+    learner.expect(learner.sends(part))  # without a log line
 
-    talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
+    harness = two_learners()
+    harness.handle(1.5, SnapshotRequested())
     part = structs.replace(part, snapshot=SNAPSHOT)
-    talk.voices[1].says(2.0, part)
-    talk.expect()
-    talk.voices[2].says(2.0, part)
-    talk.expect(Persist(SnapshotRecord(SNAPSHOT, (0,), ((1, part), (2, part)), (), ())))
+    harness.learners[1].delivers(2.0, part)
+    harness.expect()
+    harness.learners[2].delivers(2.0, part)
+    harness.expect(Persist(SnapshotRecord(SNAPSHOT, (0,), ((1, part), (2, part)), (), ())))
 
 
-def test_a_snapshot_of_nobody_is_abandoned():
-    talk = SyncerTalk(RunConfig(fragments=1))
-    talk.tell(1.0, SnapshotRequested())
-    assert talk.codes() == ["snapshot-started", "snapshot-abandoned"]
+def test_snapshot_without_learners_is_abandoned():
+    harness = SyncerHarness(RunConfig(fragments=1))
+    harness.handle(1.0, SnapshotRequested())
+    assert harness.codes() == ["snapshot-started", "snapshot-abandoned"]
 
 
 def test_one_snapshot_at_a_time():
-    talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    talk.tell(1.6, SnapshotRequested())
-    talk.expect(Say(("run", 0), because("snapshot-busy")))
+    harness = two_learners()
+    harness.handle(1.5, SnapshotRequested())
+    harness.handle(1.6, SnapshotRequested())
+    harness.expect(LogReason(("run", 0), because("snapshot-in-progress")))
 
 
-def test_a_snapshot_that_cannot_be_written_is_abandoned_and_the_next_one_will_do():
-    talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    for voice in talk.voices.values():
-        voice.says(2.0, SnapshotPart(SNAPSHOT, 1, 100, (0,), ()))
-    talk.persist_failed(2.1)
-    assert talk.codes() == ["snapshot-abandoned"]
-    talk.tell(3.0, SnapshotRequested())
-    assert talk.bodies(Marker) == [(1, Marker(SNAPSHOT + 1)), (2, Marker(SNAPSHOT + 1))]
+def test_snapshot_that_cannot_be_written_is_abandoned():
+    harness = two_learners()
+    harness.handle(1.5, SnapshotRequested())
+    for fake in harness.learners.values():
+        fake.delivers(2.0, SnapshotPart(SNAPSHOT, 1, 100, (0,), ()))
+    harness.persist_failed(2.1)
+    assert harness.codes() == ["snapshot-abandoned"]
+    harness.handle(3.0, SnapshotRequested())
+    assert harness.bodies(Marker) == [(1, Marker(SNAPSHOT + 1)), (2, Marker(SNAPSHOT + 1))]
 
 
 @pytest.mark.parametrize("snapshot", [SNAPSHOT - 1, SNAPSHOT + 1])
-def test_a_part_of_another_snapshot_is_ignored(snapshot):
-    talk = two_learners()
-    talk.tell(1.5, SnapshotRequested())
-    talk.voices[1].says(2.0, SnapshotPart(snapshot, 1, 100, (0,), ()))
-    talk.expect()
-    assert talk.core.view().ignored == {"part of no snapshot": 1}
+def test_part_of_another_snapshot_is_ignored(snapshot):
+    harness = two_learners()
+    harness.handle(1.5, SnapshotRequested())
+    harness.learners[1].delivers(2.0, SnapshotPart(snapshot, 1, 100, (0,), ()))
+    harness.expect()
+    assert harness.core.view().ignored == {"snapshot-part-unexpected": 1}
 
 
 def test_snapshots_of_a_restarted_syncer_have_higher_numbers():
-    talk = one_round()
-    again = talk.restarted()
+    harness = one_round()
+    again = harness.restarted()
     assert again.core.state.marker > SNAPSHOT

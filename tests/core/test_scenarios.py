@@ -1,4 +1,4 @@
-"""Every scenario file does what it says, and a scenario can fail."""
+"""Scenario files match the behavior of the cores, and a changed scenario fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES = scenario_files()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_scenario_holds(path: Path, pytestconfig: pytest.Config) -> None:
+def test_scenario_matches_the_core(path: Path, pytestconfig: pytest.Config) -> None:
     scenario = Scenario(path.read_text(encoding="utf-8"), f"tests/scenarios/{path.name}")
     if pytestconfig.getoption("--rewrite-scenarios"):
         path.write_text(scenario.played(), encoding="utf-8")
@@ -21,13 +21,13 @@ def test_the_scenario_holds(path: Path, pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_scenario_says_what_it_shows(path: Path) -> None:
+def test_scenario_describes_itself(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith("# ")
     assert len(first) > 30
 
 
-def test_the_subjects_of_the_protocol_have_a_scenario():
+def test_main_protocol_paths_have_a_scenario():
     assert {path.stem for path in FILES} >= {
         "first_round",
         "grace",
@@ -43,9 +43,9 @@ def test_the_subjects_of_the_protocol_have_a_scenario():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A check that cannot fail checks nothing
+# A changed scenario must fail
 
-TALK = """\
+TEXT = """\
 # A learner that reports its first step is pulled.
 core syncer fragments=1 every_steps=2
 > quietly at 0 learner 1 joins
@@ -56,13 +56,13 @@ nothing
 """
 
 
-def test_a_scenario_that_is_right_holds():
-    Scenario(TALK).check()
-    assert Scenario(TALK).played() == TALK
+def test_unchanged_scenario_passes():
+    Scenario(TEXT).check()
+    assert Scenario(TEXT).played() == TEXT
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "line"),
+    ("expected", "changed", "line"),
     [
         ("base 0 epoch", "base 1 epoch", 5),
         ("to learner 1: pull", "to learner 2: pull", 5),
@@ -72,17 +72,17 @@ def test_a_scenario_that_is_right_holds():
         ("reports step 2\nnothing\n", "reports step 2\nto learner 1: pong serial 1\n", 7),
     ],
 )
-def test_a_changed_expectation_fails_and_names_its_line(right, wrong, line):
-    assert right in TALK
-    planted = TALK.replace(right, wrong)
+def test_changed_expectation_fails_with_its_line(expected, changed, line):
+    assert expected in TEXT
+    planted = TEXT.replace(expected, changed)
     with pytest.raises(AssertionError, match=f"planted, line {line}: expected"):
         Scenario(planted, "planted").check()
-    assert Scenario(planted).played() == TALK, "the rewrite switch puts it right"
+    assert Scenario(planted).played() == TEXT, "--rewrite-scenarios restores the text"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_expected_effect_is_compared(path: Path) -> None:
-    """A line less, in each file, is noticed."""
+    """Remove the last effect of each file and expect a failure."""
     lines = Scenario(path.read_text(encoding="utf-8")).played().splitlines()
     last = max(n for n, line in enumerate(lines) if line and not line.startswith((">", "#", "core ")))
     with pytest.raises(AssertionError, match=f"line {last + 1}: expected"):
@@ -90,22 +90,22 @@ def test_every_expected_effect_is_compared(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "problem"),
     [
         ("> at 1 learner 1 sings", "no such phrase: 'learner 1 sings'"),
         ("> learner 1 reports step 1", "expected `> at TIME ...`"),
         ("> at 1 learner 1 reports step", "names and values come in pairs"),
-        ("> at 1 learner 1 reports step 1 colour blue", "words that mean nothing here"),
+        ("> at 1 learner 1 reports step 1 color blue", "unknown fields"),
         ("core bystander", "a core is a syncer or a learner, not a bystander"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named(line, complaint):
+def test_invalid_scenario_line_is_named(line, problem):
     text = "core syncer fragments=1\n> quietly at 0 learner 1 joins\n" + line + "\n"
     with pytest.raises(ScenarioError, match="scenario, line 3: ") as caught:
         Scenario(text).played()
-    assert complaint in str(caught.value)
+    assert problem in str(caught.value)
 
 
-def test_a_scenario_says_first_which_core_it_is():
-    with pytest.raises(ScenarioError, match="say first which core it is"):
+def test_scenario_starts_with_its_core():
+    with pytest.raises(ScenarioError, match="no core yet: start with"):
         Scenario("> at 1 learner 1 joins\n").played()

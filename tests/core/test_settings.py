@@ -1,4 +1,4 @@
-"""Settings: declared once, made and checked from their declarations."""
+"""Settings of dataclasses: declaration, construction and checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Site:
     link: Link = field(default_factory=lambda: Link(rate=2.0))
 
 
-def test_settings_of_held_dataclasses_have_the_defaults_of_the_holder():
+def test_nested_settings_have_the_defaults_of_the_outer_dataclass():
     assert [(each.name, each.default) for each in declared_settings(Site)] == [("chips", 8), ("rate", 2.0)]
     assert [each.default for each in declared_settings(Site("a", 4, Link(3.0)))] == [4, 3.0]
 
@@ -34,17 +34,17 @@ def test_values_reach_the_dataclass_that_declares_them():
     assert make_settings(Site, {"name": "a"}) == Site("a")
 
 
-def test_a_name_that_no_dataclass_has_is_refused():
+def test_unknown_setting_is_refused():
     with pytest.raises(TypeError, match="Site has no setting 'speed'"):
         make_settings(Site, {"name": "a", "speed": 1})
 
 
-def test_bounds_hold_wherever_the_value_comes_from():
+def test_bounds_of_nested_settings_are_checked():
     with pytest.raises(ValueError, match=r"rate is 0\.0; give a number above 0"):
         make_settings(Site, {"name": "a", "rate": 0.0})
 
 
-def test_the_same_setting_has_another_default_and_the_same_bounds():
+def test_same_setting_has_another_default_and_the_same_bounds():
     @dataclass(frozen=True)
     class Thin:
         rate: float = same_setting(Link, "rate", 0.5)

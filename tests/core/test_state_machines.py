@@ -1,7 +1,7 @@
-"""Hypothesis talks to both cores: everything that can happen, in any order, honest, stale, doubled or hostile.
+"""Hypothesis state machines of both cores: valid, stale, duplicate and hostile events in any order.
 
-The machines answer every effect that wants an answer exactly once, as a driver does, and look after each event whether
-the core still makes sense. What is written to disk survives a restart of the syncer; nothing else does.
+The machines reply exactly once to every effect that needs a reply, as a driver does, and check invariants after each
+event. Only records on disk survive a restart of the syncer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from atoll.core.learner.core import LearnerCore, LearnerParts
+from atoll.core.learner.core import LearnerComponents, LearnerCore
 from atoll.core.learner.rounds import LearnerLeases, LearnerRounds
 from atoll.core.protocol import Lease, Published
-from atoll.core.states import Link
-from atoll.core.syncer.core import SyncerParts
+from atoll.core.states import ConnectionState
+from atoll.core.syncer.core import SyncerComponents
 from atoll.core.syncer.data_leases import DataLeases
 from atoll.core.syncer.rounds import Rounds
 from tests.core.learner_machine import LearnerMachine, QuietLearner
@@ -31,7 +31,7 @@ TestLearnerCore.settings = settings(max_examples=3 * EXAMPLES, stateful_step_cou
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A machine that cannot fail checks nothing
+# A planted bug must be found
 
 
 class BelowQuorum(Rounds):
@@ -46,7 +46,7 @@ class SkipsAVersion(Rounds):
         self._state.merges += 1
 
 
-class ForgetsWhatIsMerged(DataLeases):
+class ForgetsMergedSamples(DataLeases):
     def settle(self) -> None:
         for key in self._state.lease_closing:
             self._state.leases.holders[key].merged = self._state.leases.holders[key].before
@@ -56,17 +56,17 @@ class ForgetsWhatIsMerged(DataLeases):
 class LeasesTwice(LearnerLeases):
     def add(self, now: float, body: Lease) -> bool:
         if body.number < self._state.lease_count:
-            self._state.held += body.end - body.begin
+            self._state.leased_samples += body.end - body.begin
         return super().add(now, body)
 
 
-class WaitsForTheLink(LearnerCore):
+class TrainsOnlyWhileConnected(LearnerCore):
     @property
     def training(self) -> bool:
-        return super().training and self.state.link is Link.UP
+        return super().training and self.state.link is ConnectionState.UP
 
 
-class AdoptsTheOlder(LearnerRounds):
+class AdoptsOlderVersions(LearnerRounds):
     def record_arrival(self, body: Published) -> bool:
         if body.fragment in self._state.received:
             self._state.received[body.fragment] = body.version
@@ -75,30 +75,35 @@ class AdoptsTheOlder(LearnerRounds):
 
 
 @pytest.mark.parametrize(
-    ("planted", "machine", "talk", "complaint"),
+    ("planted", "machine", "harness", "message"),
     [
-        ({"parts": SyncerParts(rounds=BelowQuorum)}, SyncerMachine, QuietSyncer, "below (the )?quorum"),
-        ({"parts": SyncerParts(rounds=SkipsAVersion)}, SyncerMachine, QuietSyncer, r"is at version|version \d+ of \d+"),
+        ({"parts": SyncerComponents(rounds=BelowQuorum)}, SyncerMachine, QuietSyncer, "below (the )?quorum"),
+        (
+            {"parts": SyncerComponents(rounds=SkipsAVersion)},
+            SyncerMachine,
+            QuietSyncer,
+            r"is at version|version \d+ of \d+",
+        ),
         pytest.param(
-            {"parts": SyncerParts(data_leases=ForgetsWhatIsMerged)},
+            {"parts": SyncerComponents(data_leases=ForgetsMergedSamples)},
             SyncerMachine,
             QuietSyncer,
             "is merged by",
             marks=pytest.mark.long,
         ),
-        ({"parts": LearnerParts(data_leases=LeasesTwice)}, LearnerMachine, QuietLearner, "a lease counts twice"),
-        ({"core_type": WaitsForTheLink}, LearnerMachine, QuietLearner, "because of something that the network did"),
+        ({"parts": LearnerComponents(data_leases=LeasesTwice)}, LearnerMachine, QuietLearner, "a lease counts twice"),
+        ({"core_type": TrainsOnlyWhileConnected}, LearnerMachine, QuietLearner, "a network event stopped the training"),
         (
-            {"parts": LearnerParts(rounds=AdoptsTheOlder)},
+            {"parts": LearnerComponents(rounds=AdoptsOlderVersions)},
             LearnerMachine,
             QuietLearner,
-            "is not newer|arrivals are wrong|adopted before it arrived",
+            "is not newer|arrivals do not match|adopted before it arrived",
         ),
     ],
 )
-def test_a_planted_bug_is_found(planted: dict[str, Any], machine: type[Machine], talk: type, complaint: str) -> None:
-    kind = type("PlantedTalk", (talk,), planted)
+def test_planted_bug_is_found(planted: dict[str, Any], machine: type[Machine], harness: type, message: str) -> None:
+    kind = type("PlantedHarness", (harness,), planted)
     planted_machine = type("PlantedMachine", (machine,), {"kind": kind})
     quick = settings(max_examples=600, stateful_step_count=60, phases=[Phase.generate], print_blob=False)
-    with pytest.raises(AssertionError, match=complaint):
+    with pytest.raises(AssertionError, match=message):
         run_state_machine_as_test(planted_machine, settings=quick)

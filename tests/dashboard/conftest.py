@@ -1,4 +1,4 @@
-"""A real Chromium for the tests of the page. Whatever the console complains of fails the test that looked at it."""
+"""Fixtures that drive a real Chromium. A test fails if the console of its page reports an error or a warning."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any, TypeVar
 
 import pytest
 
-from atoll.chaos.netns import enter
-from tests.dashboard.served import ServedInThread
+from atoll.chaos.netns import enter_namespace
+from tests.dashboard.threaded_server import ThreadedServer
 from tests.programs import find_browser
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
 
-PATIENCE_MS = 300_000
+BROWSER_TIMEOUT_MS = 300_000
 CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 0x1
 
 Visit = Callable[..., Any]
-Served = TypeVar("Served", bound=ServedInThread)
+Served = TypeVar("Served", bound=ThreadedServer)
 
 
 @pytest.fixture(scope="module")
 def machine_network() -> Iterator[Path]:
-    """Run what the tests of a module start in a network namespace of its own; yield the one of the machine.
+    """Run the tests of a module in their own network namespace; yield the namespace of the machine.
 
-    Chromium ends all requests with ERR_NETWORK_CHANGED up to seconds after a network interface was added or removed.
-    Tests in tests/chaos and other programs do so at any time. Without root the tests share the network of the machine.
+    Chromium aborts all requests with ERR_NETWORK_CHANGED up to seconds after a network interface was added or removed.
+    Tests in tests/chaos and other programs do that at any time. Without root, tests share the network of the machine.
     """
     with open("/proc/thread-self/ns/net", "rb") as before:
         machine = Path(f"/proc/{os.getpid()}/fd/{before.fileno()}")
@@ -43,12 +43,12 @@ def machine_network() -> Iterator[Path]:
         with socket.socket() as any_socket:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
         yield machine
-        enter(machine)
+        enter_namespace(machine)
 
 
 @pytest.fixture(scope="module")
 def browser(machine_network: Path) -> Iterator[Any]:
-    playwright.expect.set_options(timeout=PATIENCE_MS)
+    playwright.expect.set_options(timeout=BROWSER_TIMEOUT_MS)
     with playwright.sync_playwright() as driver:
         launched = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         yield launched
@@ -57,7 +57,7 @@ def browser(machine_network: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Served], Served]]:
-    """`serve(FakeDash(...))` starts it; it ends after the pages that look at it, which would complain of the end."""
+    """Return a function that starts a server. The server stops after the pages, which would log a lost connection."""
     with ExitStack() as stack:
 
         def start(served: Served) -> Served:
@@ -69,7 +69,7 @@ def serve() -> Iterator[Callable[[Served], Served]]:
 
 @pytest.fixture
 def visit(browser: Any, serve: object) -> Iterator[Visit]:
-    """`visit(url, width=390, allow="409")` opens a page; `allow` is what the console may say there."""
+    """Return a function that opens a page. `allow` is a pattern of console messages that do not fail the test."""
     problems: list[str] = []
     contexts = []
 
@@ -77,14 +77,14 @@ def visit(browser: Any, serve: object) -> Iterator[Visit]:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(BROWSER_TIMEOUT_MS)
 
-        def complain(text: str) -> None:
+        def record_problem(text: str) -> None:
             if not re.search(allow, text):
                 problems.append(text)
 
-        page.on("console", lambda said: complain(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda wrong: complain(str(wrong)))
+        page.on("console", lambda entry: record_problem(entry.text) if entry.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: record_problem(str(error)))
         page.goto(url)
         return page
 

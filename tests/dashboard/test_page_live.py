@@ -1,4 +1,4 @@
-"""The page beside a real job: an island is killed, the run is paused, its syncer dies, one is drained, and it ends."""
+"""The page of a real job: a learner is killed, the run is paused, its syncer is killed, a learner is drained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from atoll.transport.endpoint import ask, read_address_file
-from tests.dashboard.looking import NO_ANSWER, card
+from atoll.transport.endpoint import read_address_file, send_request
+from tests.dashboard.page_helpers import CONNECTION_ERRORS, card
 from tests.reference.small_jobs import small_text
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
@@ -22,14 +22,14 @@ STEP_S, LIMIT_S = 0.05, 300.0
 
 @pytest.fixture
 def job(tmp_path):
-    """`atoll train --dash` with three learners, of which the second is killed at a tenth of the run."""
+    """Start `atoll train --dash` with three learners. The second one is killed after a tenth of the run."""
     text = small_text(tmp_path / "text")
     run = tmp_path / "run"
-    words = ["--data", str(text), "--model", "100k", "--context", "16", "--batch", "1", "--learners", "3"]
-    words += ["--tokens", str(3 * 16 * 600), "--step-time", f"{STEP_S}s", "--fragments", "4", "--every", "8"]
-    words += ["--kill", "2@0.1+2", "--eval-tokens", "512", "--dash", "--dash-port", "0", "--out", str(run)]
+    arguments = ["--data", str(text), "--model", "100k", "--context", "16", "--batch", "1", "--learners", "3"]
+    arguments += ["--tokens", str(3 * 16 * 600), "--step-time", f"{STEP_S}s", "--fragments", "4", "--every", "8"]
+    arguments += ["--kill", "2@0.1+2", "--eval-tokens", "512", "--dash", "--dash-port", "0", "--out", str(run)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "atoll", "train", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "atoll", "train", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     found = re.search(r"http://\S+", process.stderr.readline())
@@ -41,11 +41,11 @@ def job(tmp_path):
 
 
 @pytest.mark.long
-def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(job, visit):
+def test_page_follows_kill_pause_syncer_restart_and_drain(job, visit):
     process, run, url = job
-    page = visit(url, allow=NO_ANSWER + "|status of 503")
+    page = visit(url, allow=CONNECTION_ERRORS + "|status of 503")
     expect(card(page, 1)).to_contain_text("training")
-    expect(card(page, 2)).to_contain_text("gone")
+    expect(card(page, 2)).to_contain_text("lost")
     expect(card(page, 1)).to_contain_text("training")
     expect(card(page, 2)).to_contain_text("training")
 
@@ -57,7 +57,7 @@ def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(jo
     expect(card(page, 1)).to_contain_text("training")
 
     os.kill(int((run / "store" / "lock").read_text()), signal.SIGKILL)
-    expect(card(page, 3)).to_contain_text("alone")
+    expect(card(page, 3)).to_contain_text("disconnected")
     expect(page.locator("#now-0 .under")).to_contain_text("epoch 2")
     expect(card(page, 3)).to_contain_text("training")
 
@@ -67,6 +67,7 @@ def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(jo
     expect(card(page, 1)).to_contain_text("left")
     found = read_address_file(run)
     assert found is not None
-    ask(found.address, found.token, "POST", "/v1/finish", LIMIT_S)  # a busy machine is far from the end of the budget
+    # On a busy machine the run is far from the end of its budget.
+    send_request(found.address, found.token, "POST", "/v1/finish", LIMIT_S)
     assert process.wait(LIMIT_S) == 0
     assert (run / "report.json").is_file()

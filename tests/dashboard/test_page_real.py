@@ -1,4 +1,4 @@
-"""The page before the real server, on tapes of real cores: a kill as one looks on, a finished run, a simulated one."""
+"""The page with the real server, on tapes of real cores: a live run, a finished one, a simulated one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from atoll.cli.main import main
 from atoll.core.types import SYNCER
-from tests.dashboard.looking import card
-from tests.dashboard.served import RealDash
+from tests.dashboard.page_helpers import card
+from tests.dashboard.threaded_server import RealDashboard
 from tests.tiny_run import TinyRun, eventful_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
@@ -21,43 +21,43 @@ def finished(tmp_path_factory):
     return eventful_run().save(tmp_path_factory.mktemp("eventful"))
 
 
-def grown(tiny, run, until_s):
-    """The tapes as they are later: longer, and otherwise the same."""
+def extend_run(tiny, run, until_s):
+    """Continue the run and replace its tapes by the longer ones."""
     shutil.rmtree(run / "tapes", ignore_errors=True)
-    tiny.until(until_s).save(run)
+    tiny.run_until(until_s).save(run)
 
 
-def test_a_live_run_with_a_kill_and_a_restart_of_the_syncer(serve, visit, tmp_path):
+def test_live_run_with_kill_and_syncer_restart(serve, visit, tmp_path):
     tiny, run = TinyRun(), tmp_path / "live"
-    grown(tiny, run, 12.0)
-    page = visit(serve(RealDash(run)).url)
+    extend_run(tiny, run, 12.0)
+    page = visit(serve(RealDashboard(run)).url)
     expect(card(page, 2)).to_contain_text("training")
     expect(page.locator("#verdict")).not_to_contain_text("Finished")
     tiny.kill(2)
-    grown(tiny, run, 14.0)
-    expect(card(page, 2)).to_contain_text("gone")
+    extend_run(tiny, run, 14.0)
+    expect(card(page, 2)).to_contain_text("lost")
     expect(card(page, 1)).to_contain_text("training")
     tiny.start(2)
-    grown(tiny, run, 20.0)
+    extend_run(tiny, run, 20.0)
     expect(card(page, 2)).to_contain_text("training")
     tiny.kill(SYNCER)
-    grown(tiny, run, 22.0)
-    expect(card(page, 1)).to_contain_text("alone")
+    extend_run(tiny, run, 22.0)
+    expect(card(page, 1)).to_contain_text("disconnected")
     tiny.start(SYNCER)
-    grown(tiny, run, 30.0)
+    extend_run(tiny, run, 30.0)
     expect(card(page, 1)).to_contain_text("training")
     expect(page.locator("#now-0 .under")).to_contain_text("epoch 2")
 
 
-def test_a_finished_run_is_travelled(serve, visit, finished):
-    page = visit(serve(RealDash(finished)).url)
+def test_time_travel_in_finished_run(serve, visit, finished):
+    page = visit(serve(RealDashboard(finished)).url)
     expect(page.locator("#verdict")).to_contain_text("Finished")
     expect(page.locator("#ledger-0 .balance")).to_contain_text("Balanced")
     expect(page.locator("#fragments-0 .fragment")).to_have_count(3)
     page.locator("#travel input").fill("13")
-    expect(card(page, 2)).to_contain_text("gone")
+    expect(card(page, 2)).to_contain_text("lost")
     page.locator("#travel input").fill("21")
-    expect(card(page, 1)).to_contain_text("alone")
+    expect(card(page, 1)).to_contain_text("disconnected")
     expect(page.locator("#now-0 .under")).to_contain_text("syncer down")
     card(page, 2).get_by_role("button").click()
     expect(page.locator("#story .lines li").first).to_be_visible()
@@ -69,9 +69,9 @@ def test_a_finished_run_is_travelled(serve, visit, finished):
 
 
 @pytest.mark.long
-def test_a_run_beside_another(serve, visit, finished, tmp_path):
-    other = TinyRun(learners=2).until(9.0).save(tmp_path / "other")
-    page = visit(serve(RealDash(finished, other)).url, width=1440)
+def test_two_real_runs_side_by_side(serve, visit, finished, tmp_path):
+    other = TinyRun(learners=2).run_until(9.0).save(tmp_path / "other")
+    page = visit(serve(RealDashboard(finished, other)).url, width=1440)
     expect(page.locator("#now-0 .card")).to_have_count(3)
     page.locator("#switch").get_by_role("button", name="both").click()
     expect(page.locator("#now-1 .card")).to_have_count(2)
@@ -80,21 +80,35 @@ def test_a_run_beside_another(serve, visit, finished, tmp_path):
 
 
 @pytest.mark.long
-def test_a_simulated_tape(serve, visit, tmp_path):
+def test_simulated_tape(serve, visit, tmp_path):
     run = tmp_path / "simulated"
-    words = ["simulate", "--learners", "3", "--chips", "600000", "--days", "0.005", "--seed", "4", "--tape", str(run)]
-    assert main(words) == 0
-    page = visit(serve(RealDash(run)).url)
+    arguments = [
+        "simulate",
+        "--learners",
+        "3",
+        "--chips",
+        "600000",
+        "--days",
+        "0.005",
+        "--seed",
+        "4",
+        "--tape",
+        str(run),
+    ]
+    assert main(arguments) == 0
+    page = visit(serve(RealDashboard(run)).url)
     expect(page.locator("#now-0 .card")).to_have_count(3)
-    expect(page.locator("#verdict")).to_contain_text("Finished")  # the whole tape is read, and the slider as long
+    expect(page.locator("#verdict")).to_contain_text(
+        "Finished"
+    )  # then the whole tape is read and the slider has its full range
     expect(page.locator("#travel .live")).to_contain_text("end")
     page.locator("#travel input").fill("60")
     expect(page.locator(".notice[data-kind=past]")).to_contain_text("1:00.0 into the run")
     expect(card(page, 1)).to_contain_text("training")
 
 
-def test_with_a_token_the_page_is_for_those_who_have_it(serve, visit, finished):
-    dash = serve(RealDash(finished, token="four words of sense"))
+def test_page_with_token_needs_token(serve, visit, finished):
+    dash = serve(RealDashboard(finished, token="four words of sense"))
     page = visit(dash.url, allow="status of 401")
     expect(page.get_by_role("dialog")).to_contain_text("The run's token")
     other = visit(f"{dash.url}#token=four%20words%20of%20sense")

@@ -1,4 +1,4 @@
-"""The page's server: shapes, access, hostile requests, live news, a run that begins later, alerts."""
+"""Server of the page: formats, access, hostile requests, live updates, a run that starts later, alerts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestClient, TestServer
 
 from atoll.dashboard import server as serving
-from atoll.dashboard.alerts import Rules
-from atoll.dashboard.server import HEADERS, Dash, RunFeed
+from atoll.dashboard.alerts import AlertRules
+from atoll.dashboard.server import HEADERS, DashboardServer, RunFeed
 from atoll.transport.endpoint import SyncerAddress, write_address_file
 from tests.tiny_run import TinyRun, eventful_run
 
@@ -30,37 +30,37 @@ def run(tmp_path_factory):
 
 
 @asynccontextmanager
-async def client_of(*runs, token=None, rules=None):
-    dash = Dash([RunFeed(run, rules) for run in runs], token)
+async def connect_client(*runs, token=None, rules=None):
+    dash = DashboardServer([RunFeed(run, rules) for run in runs], token)
     async with TestClient(TestServer(dash.app())) as client:
         yield client
 
 
-async def until_read(client, index=0):
-    """The first picture that has islands in it."""
-    async with client.get(f"/api/run/{index}/live") as answer:
+async def wait_until_read(client, index=0):
+    """Return the first view with islands."""
+    async with client.get(f"/api/run/{index}/live") as reply:
         while True:
-            shown = await next_picture(answer)
+            shown = await next_view(reply)
             if shown["islands"]:
                 return shown
 
 
-def go(work):
+def run_async(work):
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What it serves
+# Data
 
 
-def test_every_path_answers_in_the_shape_of_the_contract(run):
+def test_every_path_replies_in_documented_format(run):
     async def talk():
-        async with client_of(run) as client:
-            await until_read(client)
+        async with connect_client(run) as client:
+            await wait_until_read(client)
             runs = await (await client.get("/api/runs")).json()
             assert [each["name"] for each in runs["runs"]] == [run.name]
             assert runs["runs"][0]["controls"] is False
-            past = await (await client.get("/api/run/0/picture?at=13")).json()
+            past = await (await client.get("/api/run/0/view?at=13")).json()
             assert past["at"] == 13.0
             timeline = await (await client.get("/api/run/0/timeline?from=5&to=15&width=300")).json()
             assert {"islands", "syncer", "marks", "rounds", "from", "to"} == set(timeline)
@@ -73,112 +73,112 @@ def test_every_path_answers_in_the_shape_of_the_contract(run):
             assert "attachment" in table.headers["Content-Disposition"]
             story = await (await client.get("/api/run/0/story?learner=2&limit=4")).json()
             assert len(story["lines"]) == 4
-            assert {"at", "about", "text"} == set(story["lines"][0])
+            assert {"at", "subject", "text"} == set(story["lines"][0])
             config = await (await client.get("/api/run/0/config")).json()
             assert config["config"]["fragments"] == 3
 
-    go(talk())
+    run_async(talk())
 
 
-def test_two_runs_are_served_side_by_side_and_a_third_is_not_there(run, tmp_path):
+def test_two_runs_are_served_and_unknown_run_is_404(run, tmp_path):
     other = shutil.copytree(run, tmp_path / "other")
 
     async def talk():
-        async with client_of(run, other) as client:
-            assert (await until_read(client, 1))["stage"] == "finished"
+        async with connect_client(run, other) as client:
+            assert (await wait_until_read(client, 1))["stage"] == "finished"
             runs = await (await client.get("/api/runs")).json()
             assert [each["index"] for each in runs["runs"]] == [0, 1]
-        async with client_of(run) as client:
-            answer = await client.get("/api/run/1/picture")
-            assert answer.status == 404
-            assert "no run 1" in (await answer.json())["error"]
+        async with connect_client(run) as client:
+            reply = await client.get("/api/run/1/view")
+            assert reply.status == 404
+            assert "no run 1" in (await reply.json())["error"]
 
-    go(talk())
+    run_async(talk())
 
 
-def test_live_news_come_as_the_tape_grows(tmp_path):
-    tiny = TinyRun().until(5.0)
+def test_live_stream_follows_growing_tape(tmp_path):
+    tiny = TinyRun().run_until(5.0)
     run = tiny.save(tmp_path / "run")
 
     async def talk():
-        async with client_of(run) as client:
-            answer = await client.get("/api/run/0/live")
-            assert answer.content_type == "text/event-stream"
-            first = await next_picture(answer)
+        async with connect_client(run) as client:
+            reply = await client.get("/api/run/0/live")
+            assert reply.content_type == "text/event-stream"
+            first = await next_view(reply)
             shutil.rmtree(run / "tapes")
-            tiny.until(9.0).save(run)
-            second = await next_picture(answer)
+            tiny.run_until(9.0).save(run)
+            second = await next_view(reply)
             while second["to"] <= first["to"]:
-                second = await next_picture(answer)
+                second = await next_view(reply)
             assert second["headline"]["tokens"] > first["headline"]["tokens"]
 
-    go(talk())
+    run_async(talk())
 
 
-async def next_picture(answer):
-    """The data of the next event, in pieces of any size."""
+async def next_view(reply):
+    """Return the data of the next event, whatever chunks it arrives in."""
     async with asyncio.timeout(20):
         while True:
-            line = (await answer.content.readuntil(b"\n")).decode()
+            line = (await reply.content.readuntil(b"\n")).decode()
             if line.startswith("data: "):
                 return json.loads(line.removeprefix("data: "))
 
 
-def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
+def test_server_waits_for_run_to_start(tmp_path):
     (tmp_path / "run").mkdir()
 
     async def talk():
-        async with client_of(tmp_path / "run") as client:
-            early = await client.get("/api/run/0/picture")
+        async with connect_client(tmp_path / "run") as client:
+            early = await client.get("/api/run/0/view")
             assert early.status == 503
-            assert "not begun" in (await early.json())["error"]
-            TinyRun().until(5.0).save(tmp_path / "run")
-            assert (await until_read(client))["stage"] == "running"
+            assert "not started" in (await early.json())["error"]
+            TinyRun().run_until(5.0).save(tmp_path / "run")
+            assert (await wait_until_read(client))["stage"] == "running"
 
-    go(talk())
+    run_async(talk())
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Who may
+# Access
 
 
-def test_without_the_token_nothing_of_the_run_is_shown(run):
+def test_data_needs_token(run):
     async def talk():
-        async with client_of(run, token=TOKEN) as client:
+        async with connect_client(run, token=TOKEN) as client:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {TOKEN}x"}):
-                for path in ("/api/runs", "/api/run/0/picture", "/api/run/0/live", "/api/run/0/story"):
-                    answer = await client.get(path, headers=headers)
-                    assert answer.status == 401, path
-                    assert "token" in (await answer.json())["error"]
+                for path in ("/api/runs", "/api/run/0/view", "/api/run/0/live", "/api/run/0/story"):
+                    reply = await client.get(path, headers=headers)
+                    assert reply.status == 401, path
+                    assert "token" in (await reply.json())["error"]
             assert (await client.get("/api/runs", headers=AUTHORIZED)).status == 200
 
-    go(talk())
+    run_async(talk())
 
 
-def test_without_a_token_other_names_of_this_machine_are_refused(run):
-    """A page elsewhere whose name is made to point here must not read the run through somebody's browser."""
+def test_without_token_other_host_names_are_refused(run):
+    """DNS rebinding: a site whose name resolves to this host must not read the run through a user's browser."""
 
     async def talk():
-        async with client_of(run) as client:
-            answer = await client.get("/api/runs", headers={"Host": "evil.example:7410"})
-            assert answer.status == 403
-        async with client_of(run, token=TOKEN) as client:
-            answer = await client.get("/api/runs", headers={"Host": "head.example:7410", **AUTHORIZED})
-            assert answer.status == 200
+        async with connect_client(run) as client:
+            reply = await client.get("/api/runs", headers={"Host": "evil.example:7410"})
+            assert reply.status == 403
+        async with connect_client(run, token=TOKEN) as client:
+            reply = await client.get("/api/runs", headers={"Host": "head.example:7410", **AUTHORIZED})
+            assert reply.status == 200
 
-    go(talk())
+    run_async(talk())
 
 
-def test_every_answer_has_the_strict_headers(run):
+def test_every_reply_has_security_headers(run):
     async def talk():
-        async with client_of(run) as client:
-            for path in ("/api/runs", "/nothing", "/api/run/0/picture?at=x"):
-                answer = await client.get(path)
-                assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS
+        async with connect_client(run) as client:
+            for path in ("/api/runs", "/nothing", "/api/run/0/view?at=x"):
+                reply = await client.get(path)
+                assert {name: reply.headers.get(name) for name in HEADERS} == HEADERS
             live = await client.get("/api/run/0/live")
             assert live.headers["Content-Security-Policy"] == HEADERS["Content-Security-Policy"]
 
-    go(talk())
+    run_async(talk())
 
 
 @pytest.mark.parametrize(
@@ -193,56 +193,56 @@ def test_every_answer_has_the_strict_headers(run):
         "/static",
     ],
 )
-def test_files_beside_the_static_ones_are_not_served(run, path):
+def test_files_outside_static_folder_are_not_served(run, path):
     async def talk():
-        async with client_of(run) as client, ClientSession() as session:
+        async with connect_client(run) as client, ClientSession() as session:
             from yarl import URL
 
-            answer = await session.get(URL(f"{client.make_url('/')}".rstrip("/") + path, encoded=True))
-            assert answer.status in (400, 404)
-            assert b"import" not in await answer.read()
+            reply = await session.get(URL(f"{client.make_url('/')}".rstrip("/") + path, encoded=True))
+            assert reply.status in (400, 404)
+            assert b"import" not in await reply.read()
 
-    go(talk())
+    run_async(talk())
 
 
-def test_other_sites_are_refused(run):
-    """Without a token a browser would fetch for any page that somebody has open."""
+def test_cross_site_requests_are_refused(run):
+    """Without a token, a browser would load the data for any site that a user has open."""
 
     async def talk():
-        async with client_of(run) as client:
+        async with connect_client(run) as client:
             for path in ("/api/runs", "/api/run/0/story", "/index.html"):
-                answer = await client.get(path, headers={"Sec-Fetch-Site": "cross-site"})
-                assert answer.status == 403
+                reply = await client.get(path, headers={"Sec-Fetch-Site": "cross-site"})
+                assert reply.status == 403
 
-    go(talk())
+    run_async(talk())
 
 
-def test_a_run_that_falls_silent_is_drawn_all_the_same(tmp_path, monkeypatch):
-    """Its age and its alerts grow although nothing is written."""
-    monkeypatch.setattr(serving, "REDRAWN_S", 0.1)
-    run = TinyRun().until(5.0).save(tmp_path / "run")
+def test_silent_run_is_still_updated(tmp_path, monkeypatch):
+    """Age and alerts of a run change even if nothing is written."""
+    monkeypatch.setattr(serving, "MAX_VIEW_AGE_S", 0.1)
+    run = TinyRun().run_until(5.0).save(tmp_path / "run")
     (run / "store").mkdir()
     (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 1.0}}))
     for tape in (run / "tapes").iterdir():
         os.utime(tape, (time.time() - 55.5, time.time() - 55.5))
 
     async def talk():
-        async with client_of(run, rules=Rules(old_s=56.0)) as client:
-            answer = await client.get("/api/run/0/live")
-            shown = await next_picture(answer)
+        async with connect_client(run, rules=AlertRules(stale_s=56.0)) as client:
+            reply = await client.get("/api/run/0/live")
+            shown = await next_view(reply)
             while not shown["alerts"]:
-                shown = await next_picture(answer)
-            assert [each["rule"] for each in shown["alerts"]] == ["old"]
+                shown = await next_view(reply)
+            assert [each["rule"] for each in shown["alerts"]] == ["stale"]
 
-    go(talk())
+    run_async(talk())
 
 
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        ("/api/run/0/picture?at=nan", 400),
-        ("/api/run/0/picture?at=1e400", 400),
-        ("/api/run/0/picture?at=';--", 400),
+        ("/api/run/0/view?at=nan", 400),
+        ("/api/run/0/view?at=1e400", 400),
+        ("/api/run/0/view?at=';--", 400),
         ("/api/run/0/timeline?width=-5", 200),
         ("/api/run/0/timeline?from=9&to=3", 200),
         ("/api/run/0/series?names=no.such", 404),
@@ -251,85 +251,91 @@ def test_a_run_that_falls_silent_is_drawn_all_the_same(tmp_path, monkeypatch):
         ("/api/run/0/story?learner=99", 200),
         ("/api/run/0/story?until=1e300", 200),
         ("/api/run/0/series?names=throughput.learner.²", 404),
-        ("/api/run/0/series?names=throughput.nobody", 404),
+        ("/api/run/0/series?names=throughput.unknown", 404),
         ("/api/run/0/story?limit=-3", 200),
-        ("/api/run/7/picture", 404),
+        ("/api/run/7/view", 404),
     ],
 )
-def test_odd_questions_get_answers(run, path, status):
+def test_unusual_queries_get_replies(run, path, status):
     async def talk():
-        async with client_of(run) as client:
-            await until_read(client)
-            answer = await client.get(path)
-            assert answer.status == status
-            json.loads(await answer.read())
+        async with connect_client(run) as client:
+            await wait_until_read(client)
+            reply = await client.get(path)
+            assert reply.status == status
+            json.loads(await reply.read())
 
-    go(talk())
+    run_async(talk())
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Controls
 
 
-def wish(**changes):
-    return {"what": "pause", "who": "somebody", **changes}
+def control_request(**changes):
+    return {"action": "pause", "requested_by": "ada", **changes}
 
 
-def own(client):
+def own_origin(client):
     return {"Origin": str(client.make_url("/")).rstrip("/"), **AUTHORIZED}
 
 
 @pytest.fixture
 def reachable(run, tmp_path):
-    """A run whose syncer has told where it is; nobody listens there."""
+    """Return a run with a syncer address on which no process listens."""
     copied = shutil.copytree(run, tmp_path / "reachable")
     write_address_file(copied, SyncerAddress("127.0.0.1:9", TOKEN, 1))
     return copied
 
 
-def test_controls_are_asked_twice_and_need_a_syncer_of_that_token(run, tmp_path):
+def test_controls_need_confirmation_and_syncer_with_same_token(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "run")
 
     async def talk():
-        async with client_of(run, token=TOKEN) as client:
-            nobody = await client.post("/api/run/0/control", json=wish(), headers=own(client))
-            assert nobody.status == 503
-            assert "no syncer" in (await nobody.json())["error"]
+        async with connect_client(run, token=TOKEN) as client:
+            missing = await client.post("/api/run/0/control", json=control_request(), headers=own_origin(client))
+            assert missing.status == 503
+            assert "no syncer" in (await missing.json())["error"]
             write_address_file(run, SyncerAddress("127.0.0.1:9", TOKEN, 1))
-            first = await client.post("/api/run/0/control", json=wish(), headers=own(client))
+            first = await client.post("/api/run/0/control", json=control_request(), headers=own_origin(client))
             assert first.status == 409
-            assert "stand still" in (await first.json())["ask"]
-            sure = await client.post("/api/run/0/control", json=wish(sure=True), headers=own(client))
-            assert sure.status == 503
-            assert "no syncer answers" in (await sure.json())["error"]
+            assert "pause after their current step" in (await first.json())["prompt"]
+            confirmed = await client.post(
+                "/api/run/0/control", json=control_request(confirmed=True), headers=own_origin(client)
+            )
+            assert confirmed.status == 503
+            assert "no syncer answers" in (await confirmed.json())["error"]
             write_address_file(run, SyncerAddress("127.0.0.1:9", "another run's", 1))
-            other = await client.post("/api/run/0/control", json=wish(sure=True), headers=own(client))
+            other = await client.post(
+                "/api/run/0/control", json=control_request(confirmed=True), headers=own_origin(client)
+            )
             assert other.status == 503
             runs = await (await client.get("/api/runs", headers=AUTHORIZED)).json()
             assert runs["runs"][0]["controls"] is False
 
-    go(talk())
+    run_async(talk())
 
 
-def test_controls_from_elsewhere_are_refused(run, reachable):
+def test_controls_from_other_origins_are_refused(run, reachable):
     async def talk():
-        async with client_of(reachable, token=TOKEN) as client:
+        async with connect_client(reachable, token=TOKEN) as client:
             for headers, status in (
                 ({}, 401),
                 (AUTHORIZED, 403),
                 ({**AUTHORIZED, "Origin": "http://evil.example"}, 403),
                 ({**AUTHORIZED, "Origin": "null"}, 403),
             ):
-                answer = await client.post("/api/run/0/control", json=wish(), headers=headers)
-                assert answer.status == status, headers
-            form = await client.post("/api/run/0/control", data=json.dumps(wish()), headers=own(client))
+                reply = await client.post("/api/run/0/control", json=control_request(), headers=headers)
+                assert reply.status == status, headers
+            form = await client.post(
+                "/api/run/0/control", data=json.dumps(control_request()), headers=own_origin(client)
+            )
             assert form.status == 415
-        async with client_of(run) as client:
+        async with connect_client(run) as client:
             headers = {"Origin": str(client.make_url("/")).rstrip("/")}
-            answer = await client.post("/api/run/0/control", json=wish(sure=True), headers=headers)
-            assert answer.status == 401
+            reply = await client.post("/api/run/0/control", json=control_request(confirmed=True), headers=headers)
+            assert reply.status == 401
 
-    go(talk())
+    run_async(talk())
 
 
 @pytest.mark.parametrize(
@@ -337,39 +343,39 @@ def test_controls_from_elsewhere_are_refused(run, reachable):
     [
         [],
         {},
-        {"what": "explode", "who": "me"},
-        wish(who=""),
-        wish(who=7),
-        wish(who="x" * 200),
-        wish(what="drain"),
-        wish(what="drain", value="3"),
-        wish(what="drain", value=True),
-        wish(what="quorum", value=0),
-        wish(what="grace", value=1.5),
-        wish(what="grace", value="much"),
+        {"action": "explode", "requested_by": "me"},
+        control_request(requested_by=""),
+        control_request(requested_by=7),
+        control_request(requested_by="x" * 200),
+        control_request(action="drain"),
+        control_request(action="drain", value="3"),
+        control_request(action="drain", value=True),
+        control_request(action="quorum", value=0),
+        control_request(action="grace", value=1.5),
+        control_request(action="grace", value="much"),
         [[[[[[[[]]]]]]]],
     ],
 )
-def test_wishes_that_make_no_sense_are_refused_with_a_sentence(reachable, raw):
+def test_invalid_control_requests_are_refused(reachable, raw):
     async def talk():
-        async with client_of(reachable, token=TOKEN) as client:
-            answer = await client.post("/api/run/0/control", json=raw, headers=own(client))
-            assert answer.status == 400
-            assert (await answer.json())["error"]
+        async with connect_client(reachable, token=TOKEN) as client:
+            reply = await client.post("/api/run/0/control", json=raw, headers=own_origin(client))
+            assert reply.status == 400
+            assert (await reply.json())["error"]
 
-    go(talk())
+    run_async(talk())
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Alerts
 
 
-def test_alerts_go_to_the_log_and_are_called_off(tmp_path, monkeypatch):
-    """Learner 2 is dead for long, then comes back. Times are the tape's, so nobody waits."""
-    monkeypatch.setattr(serving, "ALERTS_S", 0.05)
-    tiny = TinyRun().until(10.0)
+def test_alerts_are_logged_at_start_and_end(tmp_path, monkeypatch):
+    """Learner 2 is lost, then returns. Times are those of the tape, so the test does not wait."""
+    monkeypatch.setattr(serving, "ALERT_INTERVAL_S", 0.05)
+    tiny = TinyRun().run_until(10.0)
     tiny.kill(2)
-    run = tiny.until(30.0).save(tmp_path / "run")
+    run = tiny.run_until(30.0).save(tmp_path / "run")
 
     async def talk():
         logged: asyncio.Queue[str] = asyncio.Queue()
@@ -377,14 +383,14 @@ def test_alerts_go_to_the_log_and_are_called_off(tmp_path, monkeypatch):
         handler.emit = lambda record: logged.put_nowait(record.getMessage())  # type: ignore[method-assign]
         serving.log.addHandler(handler)
         try:
-            async with client_of(run, rules=Rules(gone_s=5.0)) as client:
-                await until_read(client)
-                assert "run: learner 2 is away for " in await asyncio.wait_for(logged.get(), 20)
+            async with connect_client(run, rules=AlertRules(down_s=5.0)) as client:
+                await wait_until_read(client)
+                assert "run: alert: learner 2 is lost for " in await asyncio.wait_for(logged.get(), 20)
                 tiny.start(2)
                 shutil.rmtree(run / "tapes")
-                tiny.until(40.0).save(run)
-                assert "run: over: learner 2 is away for " in await asyncio.wait_for(logged.get(), 20)
+                tiny.run_until(40.0).save(run)
+                assert "run: alert ended: learner 2 is lost for " in await asyncio.wait_for(logged.get(), 20)
         finally:
             serving.log.removeHandler(handler)
 
-    go(talk())
+    run_async(talk())

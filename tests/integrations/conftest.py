@@ -1,4 +1,4 @@
-"""What tests of the frameworks share."""
+"""Fixtures for the tests of framework integrations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 @pytest.fixture
-def no_thread_is_left() -> Iterator[None]:
+def no_leaked_threads() -> Iterator[None]:
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")] == []
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Bit by bit the same, and no slower with models as small as these."""
+    """Use one thread of torch: results are bitwise reproducible, and models this small are not slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 and batches of numbers for it: real models of transformers, made from scratch in milliseconds."""
+"""A tiny GPT-2 of transformers and batches of numbers for it, created in milliseconds."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def gpt2(seed: int = 1, **changes: Any) -> Any:
 
 
 def texts(count: int, seed: int = 0, shown: int = LENGTH) -> list[dict[str, Tensor]]:
-    """Sequences in which each number is the one before plus one. Of each only the last `shown` are in the loss."""
-    drawn = torch.Generator().manual_seed(seed)
-    made = []
+    """Return sequences in which each number is the previous one plus one. Only the last `shown` are in the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
     for _ in range(count):
-        ids = (torch.randint(WORDS, (1,), generator=drawn) + torch.arange(LENGTH)) % WORDS
+        ids = (torch.randint(WORDS, (1,), generator=generator) + torch.arange(LENGTH)) % WORDS
         labels = ids.clone()
         labels[: LENGTH - shown] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
+        samples.append({"input_ids": ids, "labels": labels})
+    return samples
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:

@@ -1,4 +1,4 @@
-"""Data that goes on where it was: places of loaders, leased samples, and processes that are killed in between."""
+"""Resumed data: positions of loaders, leased samples, and learners that are killed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from atoll.cli.main import main
-from atoll.integrations.data import epochs, go_to, leased, place_of, read, shuffled, written
+from atoll.integrations.data import (
+    decode_state,
+    encode_state,
+    epochs,
+    leased_batches,
+    loader_position,
+    restore_position,
+    shuffled_index,
+)
 from tests.integrations.reading_islands import (
     BATCH,
     ROWS,
     SEED,
-    PartWanted,
+    PartRequest,
     Rows,
     lines_of,
     loader_of,
@@ -31,13 +39,13 @@ from tests.integrations.reading_islands import (
 from tests.learner.runs import Run, endless
 
 # --------------------------------------------------------------------------------------------------------------------
-# Places
+# Positions of loaders
 
 
-def test_a_place_is_json_and_comes_back_as_it_was() -> None:
-    place: dict[Any, Any] = {
+def test_position_is_json_and_round_trips() -> None:
+    position: dict[Any, Any] = {
         "plain": [None, True, 3, -1.5, "text"],
-        "bytes": b"\x00\xff pickled by somebody else",
+        "bytes": b"\x00\xff pickled elsewhere",
         "drawn": torch.get_rng_state(),
         "half": torch.ones(2, 3, dtype=torch.bfloat16),
         "empty": torch.zeros(0, 4, dtype=torch.int16),
@@ -46,48 +54,50 @@ def test_a_place_is_json_and_comes_back_as_it_was() -> None:
         "one": numpy.float64(0.5),
         ("a", 1): ({2: math.inf}, [], {}),
     }
-    back = read(json.loads(json.dumps(written(place), allow_nan=False)))
-    assert back.keys() == place.keys()
+    back = decode_state(json.loads(json.dumps(encode_state(position), allow_nan=False)))
+    assert back.keys() == position.keys()
     for name in ("plain", "bytes", ("a", 1)):
-        assert back[name] == place[name]
+        assert back[name] == position[name]
     for name in ("drawn", "half", "empty", "scalar"):
-        assert back[name].dtype == place[name].dtype
-        assert torch.equal(back[name], place[name])
-    assert numpy.array_equal(back["keys"], place["keys"])
+        assert back[name].dtype == position[name].dtype
+        assert torch.equal(back[name], position[name])
+    assert numpy.array_equal(back["keys"], position["keys"])
     assert back["keys"].dtype == numpy.dtype("uint32")
     assert back["one"] == 0.5
     assert type(back["one"]) is numpy.float64
-    assert math.isnan(read(written(math.nan)))
+    assert math.isnan(decode_state(encode_state(math.nan)))
 
 
-def test_what_has_no_place_or_cannot_be_kept_is_said() -> None:
-    with pytest.raises(ValueError, match=r"a DataLoader does not know its place.*StatefulDataLoader"):
-        place_of(DataLoader(Rows()))
-    with pytest.raises(ValueError, match=r"the place\['deep'\]\[1\] is a object"):
-        written({"deep": [1, object()]}, "the place")
-    with pytest.raises(ValueError, match="was not written by place_of"):
-        read(["what", 1])
+def test_loader_without_position_or_unknown_value_raises_value_error() -> None:
+    with pytest.raises(ValueError, match=r"a DataLoader cannot save its position.*StatefulDataLoader"):
+        loader_position(DataLoader(Rows()))
+    with pytest.raises(ValueError, match=r"the position\['deep'\]\[1\] is a object"):
+        encode_state({"deep": [1, object()]}, "the position")
+    with pytest.raises(ValueError, match="was not written by loader_position"):
+        decode_state(["what", 1])
 
 
-def test_epochs_of_a_generator_end_with_a_sentence_instead_of_a_hang() -> None:
+def test_epochs_of_a_generator_raise_value_error_instead_of_a_hang() -> None:
     batches = epochs(number for number in range(3))
     assert list(itertools.islice(batches, 3)) == [0, 1, 2]
-    with pytest.raises(ValueError, match="this generator has no batch any more: give a loader"):
+    with pytest.raises(ValueError, match="this generator has no more batches: pass a loader"):
         next(batches)
 
 
-def test_an_iterable_of_datasets_goes_on_and_its_epochs_must_be_numbered() -> None:
+def test_iterable_dataset_resumes_and_its_epochs_must_be_numbered() -> None:
     first, again, unnumbered = (loader_of("bare") for _ in range(3))
     batches = epochs(first)
     for _ in range(20):  # five into the second epoch
         next(batches)
-    place = json.loads(json.dumps(place_of(first)))
+    position = json.loads(json.dumps(loader_position(first)))
     followed = [next(batches)["n"].tolist() for _ in range(ROWS // BATCH)]
-    go_to(again, place)
+    restore_position(again, position)
     assert [batch["n"].tolist() for batch in itertools.islice(epochs(again), ROWS // BATCH)] == followed
-    go_to(unnumbered, place)
+    restore_position(unnumbered, position)
     forever = itertools.chain.from_iterable(itertools.repeat(unnumbered))
-    assert [batch["n"].tolist() for batch in itertools.islice(forever, ROWS // BATCH)] != followed, "it comes back"
+    assert [batch["n"].tolist() for batch in itertools.islice(forever, ROWS // BATCH)] != followed, (
+        "epochs without a number continued at the position too"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -96,23 +106,25 @@ def test_an_iterable_of_datasets_goes_on_and_its_epochs_must_be_numbered() -> No
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 30, 97, 1000, 4097])
 def test_every_epoch_has_every_sample_once(size: int) -> None:
-    assert sorted(shuffled(place, size, 7, 3) for place in range(size)) == list(range(size))
+    assert sorted(shuffled_index(place, size, 7, 3) for place in range(size)) == list(range(size))
 
 
 def test_orders_differ_by_seed_and_epoch_and_need_no_table() -> None:
-    orders = {tuple(shuffled(place, 50, seed, epoch) for place in range(50)) for seed in range(8) for epoch in range(8)}
+    orders = {
+        tuple(shuffled_index(place, 50, seed, epoch) for place in range(50)) for seed in range(8) for epoch in range(8)
+    }
     assert len(orders) == 64
-    found = {shuffled(place, 10**15, 0, 0) for place in range(1000)}
+    found = {shuffled_index(place, 10**15, 0, 0) for place in range(1000)}
     assert len(found) == 1000
     assert max(found) > 9 * 10**14
-    with pytest.raises(ValueError, match="place 50 is not one of 50"):
-        shuffled(50, 50, 0, 0)
+    with pytest.raises(ValueError, match="position 50 is not one of 50"):
+        shuffled_index(50, 50, 0, 0)
 
 
-def test_an_order_looks_drawn() -> None:
-    """As often as chance would have it: a sample near its own place, and neighbours that stay neighbours."""
+def test_order_looks_random() -> None:
+    """Samples stay near their position, and neighbors stay neighbors, as often as in a random order."""
     size = 20_000
-    order = [shuffled(place, size, 1, 0) for place in range(size)]
+    order = [shuffled_index(place, size, 1, 0) for place in range(size)]
     near = sum(abs(place - index) < size // 10 for place, index in enumerate(order)) / size
     assert near == pytest.approx(0.19, abs=0.02)
     together = sum(abs(one - other) < size // 10 for one, other in itertools.pairwise(order)) / size
@@ -120,7 +132,7 @@ def test_an_order_looks_drawn() -> None:
 
 
 class Counting:
-    """Gives numbers one after the other."""
+    """Source of successive sample numbers."""
 
     def __init__(self, first: int, last: int) -> None:
         self.next, self.last = first, last
@@ -130,19 +142,19 @@ class Counting:
         return tuple(range(begin, self.next))
 
 
-def test_numbers_become_batches_whoever_holds_the_samples() -> None:
+def test_numbers_become_batches_for_any_dataset() -> None:
     import datasets  # type: ignore[import-untyped]
 
-    rows = list(leased(Rows(), Counting(0, 2 * ROWS), BATCH, SEED))
-    assert len(rows) == 2 * len(leased(Rows(), Counting(0, 1), BATCH))
+    rows = list(leased_batches(Rows(), Counting(0, 2 * ROWS), BATCH, SEED))
+    assert len(rows) == 2 * len(leased_batches(Rows(), Counting(0, 1), BATCH))
     seen = [int(row) for batch in rows for row in batch]
     assert sorted(seen[:ROWS]) == sorted(seen[ROWS:]) == list(range(ROWS))
     assert seen[:ROWS] != seen[ROWS:]
     table = datasets.Dataset.from_dict({"n": [float(n) for n in range(ROWS)]}).with_format("torch")
-    together = list(leased(table, Counting(ROWS, 2 * ROWS), BATCH, SEED))
+    together = list(leased_batches(table, Counting(ROWS, 2 * ROWS), BATCH, SEED))
     assert [int(row) for batch in together for row in batch["n"]] == seen[ROWS:]
     with pytest.raises(ValueError, match="60 samples in batches of 0: both must be at least 1"):
-        leased(Rows(), Counting(0, 1), 0)
+        leased_batches(Rows(), Counting(0, 1), 0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -154,57 +166,55 @@ LEASE = 20 * BATCH
 
 def ledger_of(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     main(["ledger", str(run), "--json"])
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
-def merged_numbers(told: dict[str, Any]) -> Counter[int]:
-    merged = [each for each in told["ranges"] if each["place"] == "merged"]
+def merged_numbers(report: dict[str, Any]) -> Counter[int]:
+    merged = [each for each in report["ranges"] if each["place"] == "merged"]
     return Counter(number for each in merged for number in range(each["begin"], each["end"]))
 
 
-def wrongly_read(told: dict[str, Any], read_by: dict[tuple[int, int], Counter[int]]) -> list[str]:
-    """What the ledger says of each number that is merged, against what the islands have really read."""
-    wrong = [f"{number} is merged {times} times" for number, times in merged_numbers(told).items() if times != 1]
-    for each in told["ranges"]:
-        for stay in each["history"]:
-            if stay["fate"] == "merged":
-                read_here = read_by[stay["learner"], stay["incarnation"]]
+def wrongly_read(report: dict[str, Any], read_by: dict[tuple[int, int], Counter[int]]) -> list[str]:
+    """Compare the merged numbers of the ledger with what the learners have read. Return the differences."""
+    invalid = [f"{number} is merged {times} times" for number, times in merged_numbers(report).items() if times != 1]
+    for each in report["ranges"]:
+        for lease in each["history"]:
+            if lease["outcome"] == "merged":
+                read_here = read_by[lease["learner"], lease["incarnation"]]
                 numbers = range(each["begin"], each["end"])
-                wrong += [f"{n} is merged and was read {read_here[n]} times" for n in numbers if read_here[n] != 1]
-    return wrong
+                invalid += [f"{n} is merged and was read {read_here[n]} times" for n in numbers if read_here[n] != 1]
+    return invalid
 
 
 @pytest.mark.parametrize("kind", ["leases", "planted"])
-def test_an_island_is_killed_and_every_sample_is_merged_once(tmp_path, capsys, kind):
-    """The planted one reads the rows in its own order, whatever the run gives to it."""
+def test_every_sample_is_merged_once_when_a_learner_is_killed(tmp_path, capsys, kind):
+    """The learner with a planted bug ignores its leases and reads the rows in order."""
     with Run(tmp_path, endless(quorum=1, lease_samples=LEASE, leases_ahead=3)) as run:
         one, two = start(run, 1, "leases"), start(run, 2, kind)
-        assert one.hear("joined") is two.hear("joined") is None
+        assert one.expect("joined") is two.expect("joined") is None
         run.until(lambda status: all(each["step"] > 20 for each in status["learners"]), "both train")
         two.kill()
         leased_by_then = run.status()["leases"]["leased"]
         again = start(run, 2, kind)
-        again.hear("joined")
-        everything = set(range(leased_by_then))
+        again.expect("joined")
+        expected = set(range(leased_by_then))
         run.until(lambda status: status["leases"]["merged"] >= leased_by_then, "as many are merged as were leased")
-        run.until(
-            lambda _: everything <= merged_numbers(ledger_of(tmp_path, capsys)).keys(), "and these are among them"
-        )
+        run.until(lambda _: expected <= merged_numbers(ledger_of(tmp_path, capsys)).keys(), "and these are among them")
         run.end()
-        one.hear("ended")
-        again.hear("ended")
-        assert run.syncer.hear("ended") is True
-    told = ledger_of(tmp_path, capsys)
-    assert told["balanced"]
-    assert told["problems"] == []
-    returned = [each for each in told["ranges"] if any(stay["fate"] == "returned" for stay in each["history"])]
-    assert returned, "the island that was killed had samples"
-    wrong = wrongly_read(told, numbers_read(tmp_path))
-    assert bool(wrong) is (kind == "planted"), wrong[:5]
-    line = leased(Rows(), Counting(0, 1), BATCH, SEED)
+        one.expect("ended")
+        again.expect("ended")
+        assert run.syncer.expect("ended") is True
+    report = ledger_of(tmp_path, capsys)
+    assert report["balanced"]
+    assert report["problems"] == []
+    returned = [each for each in report["ranges"] if any(lease["outcome"] == "returned" for lease in each["history"])]
+    assert returned, "the killed learner had no samples"
+    invalid = wrongly_read(report, numbers_read(tmp_path))
+    assert bool(invalid) is (kind == "planted"), invalid[:5]
+    batches = leased_batches(Rows(), Counting(0, 1), BATCH, SEED)
     epochs = leased_by_then // ROWS
-    rows = Counter(line.index(number) for number in merged_numbers(told) if number < epochs * ROWS)
+    rows = Counter(batches.sample_index(number) for number in merged_numbers(report) if number < epochs * ROWS)
     assert rows == dict.fromkeys(range(ROWS), epochs), "each row once in every epoch"
 
 
@@ -213,30 +223,30 @@ def test_an_island_is_killed_and_every_sample_is_merged_once(tmp_path, capsys, k
 
 
 @pytest.mark.parametrize("kind", ["stateful", pytest.param("datasets", marks=pytest.mark.long), "plain"])
-def test_a_run_that_is_resumed_reads_on_at_the_right_place(tmp_path, kind):
-    """Everybody is killed, islands and syncer; the island starts from its own part. A loader without state repeats."""
+def test_resumed_run_reads_on_at_the_stored_position(tmp_path, kind):
+    """Kill the learner and the syncer. The learner resumes from its part. A loader without a position starts anew."""
     with Run(tmp_path, endless(quorum=1)) as run:
         island = start(run, 1, kind)
-        assert island.hear("joined") is None
+        assert island.expect("joined") is None
         run.until(run.merges(8), "the run is under way")
-        run.until(PartWanted(run), "the part is written")
+        run.until(PartRequest(run), "the part is written")
         written_by = read_file(tmp_path, 1, 1)
-        kept = len(lines_of(written_by))
-        run.until(lambda _: len(lines_of(written_by)) > kept + ROWS // BATCH, "it has gone on, into the next epoch")
+        stored = len(lines_of(written_by))
+        run.until(lambda _: len(lines_of(written_by)) > stored + ROWS // BATCH, "it has continued into the next epoch")
         island.kill()
         run.syncer.kill()
         run.start_syncer()
         island = start(run, 1, kind)
-        steps = island.hear("joined")
+        steps = island.expect("joined")
         again = read_file(tmp_path, 1, 2)
         run.until(lambda _: again.exists() and len(lines_of(again)) > ROWS // BATCH, "it reads on")
         run.end()
-        island.hear("ended")
+        island.expect("ended")
     first, then = ([step.rows for step in lines_of(path)] for path in (written_by, again))
     assert 0 < steps < len(first)
     followed = first[steps:]
     compared = min(len(followed), len(then))
-    assert compared > ROWS // BATCH, "more than what was left of that epoch"
+    assert compared > ROWS // BATCH, "the comparison does not reach the next epoch"
     assert (then[:compared] == followed[:compared]) is (kind != "plain"), (steps, followed, then)
     if kind == "plain":
-        assert then[0] == first[0], "it has begun anew"
+        assert then[0] == first[0], "it did not start anew"

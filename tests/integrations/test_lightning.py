@@ -1,4 +1,4 @@
-"""Lightning's Trainer on an island of a real run: the syncer is a process, the trainer is in this one."""
+"""Lightning's Trainer as a learner of a real run. The syncer is a process of its own, the trainer is in this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-with warnings.catch_warnings():  # of what it imports
+with warnings.catch_warnings():  # raised by its imports
     warnings.simplefilter("ignore")
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -25,21 +25,21 @@ with warnings.catch_warnings():  # of what it imports
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from atoll.integrations.data import leased
-from atoll.integrations.lightning import READ, AtollCallback
-from atoll.integrations.schedules import by_progress, linear
-from tests.integrations.reading_islands import PartWanted
+from atoll.integrations.data import leased_batches
+from atoll.integrations.lightning import BATCHES_READ, AtollCallback
+from atoll.integrations.schedules import linear, progress_schedule
+from tests.integrations.reading_islands import PartRequest
 from tests.learner.runs import LIMIT_S, Run, config, endless
 
-# Lightning warns of whatever it would do otherwise (workers, Slurm, directories), torchdata of what torch deprecates.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("nothing_is_left")]
+# Lightning warns about workers, Slurm and directories, torchdata about deprecated functions of torch.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_leftovers")]
 
 ROWS, BATCH = 40, 4
-STEPS = 20_000  # nobody needs so many: where what should end a training never comes, the test fails
+STEPS = 20_000  # far more than needed: a test fails if its training does not end before
 
 
 @pytest.fixture
-def nothing_is_left() -> Iterator[None]:
+def no_leftovers() -> Iterator[None]:
     torch.set_num_threads(1)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -50,7 +50,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 class Rows(Dataset[Tensor]):
-    """Row n is n, and then some numbers."""
+    """Dataset whose row n begins with n."""
 
     def __len__(self) -> int:
         return ROWS
@@ -60,7 +60,7 @@ class Rows(Dataset[Tensor]):
 
 
 class EndlessRows(IterableDataset[Tensor]):
-    """Without a length, and it knows its place."""
+    """Dataset without a length that can save its position."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -78,13 +78,13 @@ class EndlessRows(IterableDataset[Tensor]):
 
 
 class Small(LightningModule):
-    """Remembers which rows it has seen, and what it was when it was validated. `wrong` is done at batch `at`."""
+    """Module that records its rows and its validated weights. It calls `fault` at batch `at`."""
 
-    def __init__(self, wrong: Callable[[], Any] | None = None, at: int = 5) -> None:
+    def __init__(self, fault: Callable[[], Any] | None = None, at: int = 5) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
-        self.wrong = wrong
-        self.wrong_at = at
+        self.fault = fault
+        self.fault_at = at
         self.seen: list[list[int]] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -92,8 +92,8 @@ class Small(LightningModule):
 
     def training_step(self, batch: Tensor) -> Tensor:
         self.seen.append([int(row) for row in batch[:, 0]])
-        if self.wrong is not None and len(self.seen) == self.wrong_at:
-            self.wrong()
+        if self.fault is not None and len(self.seen) == self.fault_at:
+            self.fault()
         loss: Tensor = (self.layers(batch[:, 1:]) - batch[:, 1:5]).float().square().mean()
         self.losses.append(float(loss.detach()))
         return loss
@@ -109,25 +109,25 @@ class Small(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        return {"optimizer": optimizer, "lr_scheduler": by_progress(optimizer, linear(end=0.5))}
+        return {"optimizer": optimizer, "lr_scheduler": progress_schedule(optimizer, linear(end=0.5))}
 
 
 class Watch(Callback):
-    """What the test wants to see; `at` is called after every batch, behind the island."""
+    """Record what a test checks. Call `on_batch_end` after every batch, after the Atoll callback."""
 
-    def __init__(self, island: AtollCallback, at: Callable[[Trainer, Small], None] | None = None) -> None:
+    def __init__(self, island: AtollCallback, on_batch_end: Callable[[Trainer, Small], None] | None = None) -> None:
         self.island = island
-        self.at = at
+        self.on_batch_end = on_batch_end
         self.moments = 0.0
-        self.began: dict[str, Tensor] = {}
+        self.initial: dict[str, Tensor] = {}
         self.published: dict[str, Tensor] = {}
         self.rates: list[tuple[float, float]] = []
-        self.shown: list[tuple[int, float]] = []  # batches by then, and the loss
+        self.reported: list[tuple[int, float]] = []  # batches so far, and the loss
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         states = trainer.optimizers[0].state.values()
         self.moments = max((float(state["step"]) for state in states), default=0.0)
-        self.began = values(pl_module)
+        self.initial = values(pl_module)
         with self.island.learner.published():
             self.published = values(pl_module)
 
@@ -139,11 +139,11 @@ class Watch(Callback):
         loss = learner._background.last_loss
         assert loss is None or isinstance(loss, Tensor)
         if loss is not None:
-            self.shown.append((len(pl_module.losses), float(loss)))
+            self.reported.append((len(pl_module.losses), float(loss)))
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         self.rates.append((rate, 0.02 * linear(end=0.5)(learner.progress) * learner.lr_scale))
-        if self.at is not None:
-            self.at(trainer, pl_module)
+        if self.on_batch_end is not None:
+            self.on_batch_end(trainer, pl_module)
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def loader(kind: type[DataLoader[Tensor]] = StatefulDataLoader) -> DataLoader[Te
 
 
 class EveryBatch(AtollCallback):
-    """A planted bug: each batch is a step, also where gradients are accumulated."""
+    """Planted bug: each batch is reported as a step, although gradients are accumulated."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         self._steps = -1
@@ -183,23 +183,23 @@ class EveryBatch(AtollCallback):
 
 
 def test_a_trainer_trains_until_the_run_is_over_and_has_the_published_model(tmp_path):
-    """Gradients of three batches, the last step of an epoch of one; mixed precision, clipping, a schedule."""
+    """A step has three batches, the last one of an epoch has one. Mixed precision, clipping and a schedule are on."""
     with Run(tmp_path, config()) as run:
         module, island = Small(), island_of(run)
         watch = Watch(island)
         trainer = trainer_of(island, watch, accumulate_grad_batches=3, precision="bf16-mixed", gradient_clip_val=0.1)
         trainer.fit(module, loader())
         assert island.learner.finished
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert same(values(module), load_file(tmp_path / "published.safetensors"))
     assert_counted(module, trainer, watch)
-    for rate, wanted in watch.rates:
-        assert rate == pytest.approx(wanted)
+    for rate, expected in watch.rates:
+        assert rate == pytest.approx(expected)
     assert watch.rates[-1][0] < 0.015
-    assert max(module.norms) <= 0.1 + 1e-4, "clipped"
+    assert max(module.norms) <= 0.1 + 1e-4, "gradients were not clipped"
 
 
-def test_a_callback_that_counts_batches_as_steps_would_be_seen(tmp_path):
+def test_planted_callback_that_counts_batches_as_steps_is_found(tmp_path):
     with Run(tmp_path, config()) as run:
         module, island = Small(), island_of(run, EveryBatch)
         watch = Watch(island)
@@ -210,16 +210,16 @@ def test_a_callback_that_counts_batches_as_steps_would_be_seen(tmp_path):
 
 
 def assert_counted(module: Small, trainer: Trainer, watch: Watch) -> None:
-    """Ten batches in an epoch, in steps of three, three, three and one."""
+    """Assert the counts of steps and tokens: an epoch has ten batches, in steps of three, three, three and one."""
     stats = watch.island.learner.stats()
     epochs, rest = divmod(len(module.seen), 10)
     assert len(module.seen) > 20
     assert trainer.global_step == 4 * epochs + rest // 3
-    # The step at which the run is found to be over is not counted.
-    assert trainer.global_step - stats.steps in (0, 1), "optimizer steps and those of the island"
-    assert 0 <= BATCH * len(module.seen) - stats.tokens <= 3 * BATCH, "of all batches"
+    # The step at which the learner finds that the run is over is not counted.
+    assert trainer.global_step - stats.steps in (0, 1), "optimizer steps differ from the steps of the learner"
+    assert 0 <= BATCH * len(module.seen) - stats.tokens <= 3 * BATCH, "tokens of some batches are missing"
     compared = 0
-    for batches, loss in watch.shown:
+    for batches, loss in watch.reported:
         of_epoch = (batches - 1) % 10 + 1
         if of_epoch % 3 == 0 or of_epoch == 10:  # a step was taken here
             window = module.losses[batches - (1 if of_epoch == 10 else 3) : batches]
@@ -229,7 +229,7 @@ def assert_counted(module: Small, trainer: Trainer, watch: Watch) -> None:
 
 
 class ByHand(Small):
-    """Steps its optimizer itself, twice for each batch."""
+    """Module that steps its optimizer itself, twice for each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,19 +253,19 @@ def test_a_module_that_steps_by_hand_takes_one_step_of_the_island_for_each_batch
         trainer_of(island, watch, max_steps=14).fit(module, loader())
         stats = island.learner.stats()
     assert (stats.steps, stats.tokens, watch.moments) == (7, 7 * BATCH, 0)
-    assert [loss for _, loss in watch.shown] == pytest.approx(module.losses[1::2])
+    assert [loss for _, loss in watch.reported] == pytest.approx(module.losses[1::2])
 
 
 class Overflowing(Small):
-    """The gradients of its third step are infinite."""
+    """Module whose third step has infinite gradients."""
 
     def training_step(self, batch: Tensor) -> Tensor:
         loss = super().training_step(batch)
         return loss * float("inf") if len(self.seen) == 5 else loss
 
 
-def test_a_step_that_was_left_out_is_none(tmp_path):
-    """With fp16 gradients overflow. The trainer counts the step; nothing was learned from its tokens."""
+def test_skipped_step_is_not_reported(tmp_path):
+    """The trainer counts a step whose fp16 gradients overflow, but nothing was learned from its tokens."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with Run(tmp_path, endless()) as run:
         island = island_of(run)
@@ -275,12 +275,12 @@ def test_a_step_that_was_left_out_is_none(tmp_path):
         trainer.fit(Overflowing(), loader())
         stats = island.learner.stats()
     assert trainer.global_step == 5
-    assert scaler.get_scale() == 2.0, "there was an overflow"
+    assert scaler.get_scale() == 2.0, "no overflow happened"
     assert (stats.steps, stats.tokens) == (4, 4 * 2 * BATCH)
-    assert max(loss for _, loss in watch.shown) < float("inf")
+    assert max(loss for _, loss in watch.reported) < float("inf")
 
 
-def test_a_trainer_under_its_older_name_will_do(tmp_path):
+def test_trainer_of_pytorch_lightning_works(tmp_path):
     import pytorch_lightning
 
     class Older(pytorch_lightning.LightningModule):
@@ -302,18 +302,18 @@ def test_a_trainer_under_its_older_name_will_do(tmp_path):
         assert island.learner.finished
 
 
-def test_the_run_deals_out_the_samples(tmp_path):
-    """As a loader of the trainer's: it does not read ahead, or steps would count samples that are trained later."""
-    # Of 12 merges some come within ten steps where steps are slow, and an epoch has ten batches.
+def test_trainer_trains_on_leased_samples(tmp_path):
+    """The loader must not read ahead: otherwise steps would count samples that are trained later."""
+    # On a slow machine 12 merges can happen within ten steps, and an epoch has ten batches.
     with Run(tmp_path, config(budget_merges=36, lease_samples=3 * BATCH + 1, leases_ahead=3)) as run:
         module, island = Small(), island_of(run)
-        taken: list[tuple[int, int]] = []
-        watch = Watch(island, lambda trainer, small: taken.append((len(small.seen), island.learner.stats().samples)))
-        trainer_of(island, watch).fit(module, leased(Rows(), island, BATCH, seed=5))
+        counts: list[tuple[int, int]] = []
+        watch = Watch(island, lambda trainer, small: counts.append((len(small.seen), island.learner.stats().samples)))
+        trainer_of(island, watch).fit(module, leased_batches(Rows(), island, BATCH, seed=5))
         assert island.learner.finished
-        repeated = island.learner.stats().repeated
+        repeated = island.learner.stats().repeated_steps
     if not repeated:
-        assert all(samples in (BATCH * batches, BATCH * (batches - 1)) for batches, samples in taken), taken
+        assert all(samples in (BATCH * batches, BATCH * (batches - 1)) for batches, samples in counts), counts
         first = sorted(row for rows in module.seen[: ROWS // BATCH] for row in rows)
         assert first == list(range(ROWS)), "each row once in the first epoch"
 
@@ -323,190 +323,193 @@ def test_the_run_deals_out_the_samples(tmp_path):
 
 
 def broken() -> None:
-    raise ArithmeticError("a mistake in the user's module")
+    raise ArithmeticError("an error in the user's module")
 
 
 class Blind(AtollCallback):
-    """A planted bug: validation sees what this island has just trained."""
+    """Planted bug: validation uses the learner's own weights."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
 
 
 @pytest.mark.parametrize("kind", [AtollCallback, Blind])
-def test_what_is_validated_is_the_published_model(tmp_path, kind):
+def test_published_model_is_validated(tmp_path, kind):
     published: list[dict[str, Tensor]] = []
     own: list[dict[str, Tensor]] = []
 
     island: AtollCallback
 
-    def look(trainer: Trainer, module: Small) -> None:
-        if len(own) > len(published):  # the batch after a validation: its gradients were of these values
-            raise AssertionError("a step was taken without a look")
+    def record(trainer: Trainer, module: Small) -> None:
+        if len(own) > len(published):
+            raise AssertionError("a step was not recorded")
         with island.learner.published():
             published.append(values(module))
         own.append(values(module))
 
     class Before(Callback):
-        """Behind the island: what the model is when the next batch begins."""
+        """Check the weights at the start of the next batch, after the Atoll callback."""
 
         def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
             if own:
-                assert same(values(module), own[-1]), "training goes on with its own values"
+                assert same(values(module), own[-1]), "training does not continue with its own weights"
 
     with Run(tmp_path, config()) as run:
         module, island = Small(), island_of(run, kind)
-        trainer = trainer_of(island, Watch(island, look), Before(), val_check_interval=1, num_sanity_val_steps=0)
+        trainer = trainer_of(island, Watch(island, record), Before(), val_check_interval=1, num_sanity_val_steps=0)
         trainer.fit(module, loader(), DataLoader(Rows(), batch_size=ROWS))
         assert island.learner.finished
     assert len(module.validated) == len(published) > 10
-    ahead = sum(not same(one, other) for one, other in zip(own, published, strict=True))
-    assert ahead > 5, "what is trained is ahead of what is published"
-    shown = all(same(one, other) for one, other in zip(module.validated, published, strict=True))
-    assert shown is (kind is AtollCallback)
+    steps_ahead = sum(not same(one, other) for one, other in zip(own, published, strict=True))
+    assert steps_ahead > 5, "the weights were never ahead of the published ones"
+    is_published = all(same(one, other) for one, other in zip(module.validated, published, strict=True))
+    assert is_published is (kind is AtollCallback)
 
 
 def test_checkpoints_hold_the_published_model_and_the_run_wins_when_one_is_loaded(tmp_path):
-    """The model is always the run's. The optimizer's state is a peer's, or that of the island's own newest part; where
-    there is neither it is the checkpoint's. Counters of the trainer are the checkpoint's."""
+    """The model is always that of the run. The counters of the trainer are those of the checkpoint.
+
+    Optimizer state comes from a peer, else from the newest part of the learner, else from the checkpoint.
+    """
     published: dict[int, dict[str, Tensor]] = {}
     island: AtollCallback
     trainer: Trainer
 
-    def look(trainer: Trainer, module: Small) -> None:
+    def record(trainer: Trainer, module: Small) -> None:
         with island.learner.published():
             published[trainer.global_step] = values(module)
-        trainer.should_stop = trainer.global_step >= 7 and wanted() and trainer.global_step >= 12
+        trainer.should_stop = trainer.global_step >= 7 and has_part() and trainer.global_step >= 12
 
-    whole = ModelCheckpoint(tmp_path / "whole", "{step}", every_n_train_steps=6, save_top_k=-1)
+    full = ModelCheckpoint(tmp_path / "full", "{step}", every_n_train_steps=6, save_top_k=-1)
     light = ModelCheckpoint(tmp_path / "light", "{step}", every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
     with Run(tmp_path, endless()) as run:
-        wanted = PartWanted(run)
+        has_part = PartRequest(run)
         module, island = (
             Small(),
             island_of(run, run_directory=tmp_path, extra_state=lambda: {"step": trainer.global_step}),
         )
-        trainer = trainer_of(island, Watch(island, look), whole, light, enable_checkpointing=True)
+        trainer = trainer_of(island, Watch(island, record), full, light, enable_checkpointing=True)
         trainer.fit(module, loader())
-        kept = tmp_path / "whole/step=6.ckpt"
-        for path in (kept, tmp_path / "light/step=6.ckpt"):
-            held = torch.load(path)["state_dict"]
-            assert same(held, published[6])
-        ended = max(published)
+        checkpoint = tmp_path / "full/step=6.ckpt"
+        for path in (checkpoint, tmp_path / "light/step=6.ckpt"):
+            assert same(torch.load(path)["state_dict"], published[6])
+        last_step = max(published)
 
         def resumed(**settings: Any) -> tuple[Watch, Trainer]:
-            again = island_of(run, **settings)
-            watch = Watch(again)
-            trainer = trainer_of(again, watch, max_steps=9)
-            trainer.fit(Small(), loader(), ckpt_path=kept)
+            restarted = island_of(run, **settings)
+            watch = Watch(restarted)
+            trainer = trainer_of(restarted, watch, max_steps=9)
+            trainer.fit(Small(), loader(), ckpt_path=checkpoint)
             return watch, trainer
 
         watch, trainer = resumed()
-        assert watch.moments == 6, "nobody else has any"
-        assert same(watch.began, watch.published)
-        assert not same(watch.began, published[6]), "the run is ahead of the checkpoint"
+        assert watch.moments == 6, "no other learner can send its optimizer state"
+        assert same(watch.initial, watch.published)
+        assert not same(watch.initial, published[6]), "the run is ahead of the checkpoint"
         assert trainer.global_step == 9
         assert len(watch.rates) == 3, "steps after those of the checkpoint"
         watch, _ = resumed(run_directory=tmp_path)
-        assert 6 < watch.moments <= ended, "its own part is newer than the checkpoint"
+        assert 6 < watch.moments <= last_step, "its own part is newer than the checkpoint"
         assert watch.island.restored_state == {"step": watch.moments}
 
 
-@pytest.mark.parametrize("wrong", [None, broken])
-def test_what_is_saved_when_training_has_ended_is_the_published_model_too(tmp_path, wrong):
-    """By then the island has left."""
+@pytest.mark.parametrize("fault", [None, broken])
+def test_published_model_is_saved_when_training_has_ended(tmp_path, fault):
+    """The learner has left before that checkpoint is written."""
     seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
     island: AtollCallback
 
-    def look(trainer: Trainer, module: Small) -> None:
+    def record(trainer: Trainer, module: Small) -> None:
         with island.learner.published():
             published = values(module)
         seen.append((published, values(module)))
 
-    last = ModelCheckpoint(tmp_path, "kept", every_n_train_steps=STEPS, save_last=True, save_on_exception=True)
+    last = ModelCheckpoint(tmp_path, "last", every_n_train_steps=STEPS, save_last=True, save_on_exception=True)
     with Run(tmp_path, endless()) as run:
         island = island_of(run)
-        trainer = trainer_of(island, Watch(island, look), last, enable_checkpointing=True, max_steps=8)
-        with pytest.raises(ArithmeticError) if wrong is not None else contextlib.nullcontext():
-            trainer.fit(Small(wrong), loader())
+        trainer = trainer_of(island, Watch(island, record), last, enable_checkpointing=True, max_steps=8)
+        with pytest.raises(ArithmeticError) if fault is not None else contextlib.nullcontext():
+            trainer.fit(Small(fault), loader())
     published, own = seen[-1]
-    held = torch.load(tmp_path / "last.ckpt")["state_dict"]
-    assert same(held, published)
-    assert not same(held, own), "the test shows nothing"
-    if wrong is None:
-        assert same(trainer.strategy.lightning_module_state_dict(), own), "afterwards it saves what it is asked to"
+    saved = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    assert same(saved, published)
+    assert not same(saved, own), "its own weights equal the published ones"
+    if fault is None:
+        assert same(trainer.strategy.lightning_module_state_dict(), own), "afterwards it must save its own weights"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Places of data
+# Positions of loaders
 
 
-class Beginning:
-    """Where a second life of an island begins, seen from what both lives have trained."""
+class ResumedData:
+    """Samples of a first incarnation after its part was saved, and samples of the second one."""
 
-    def __init__(self, run: Run, made: Callable[[], DataLoader[Tensor]]) -> None:
-        first, wanted, self.last = Small(), PartWanted(run), 0
+    def __init__(self, run: Run, make_loader: Callable[[], DataLoader[Tensor]]) -> None:
+        first, has_part, self.last = Small(), PartRequest(run), 0
         island = island_of(run, run_directory=run.directory, extra_state=lambda: len(first.seen))
 
-        def look(trainer: Trainer, module: Small) -> None:
-            if len(module.seen) > 5 and not self.last and wanted():
+        def record(trainer: Trainer, module: Small) -> None:
+            if len(module.seen) > 5 and not self.last and has_part():
                 self.last = len(module.seen) + 3
             trainer.should_stop = len(module.seen) == self.last
 
-        trainer_of(island, Watch(island, look)).fit(first, made())
-        again = Small()
+        trainer_of(island, Watch(island, record)).fit(first, make_loader())
+        second = Small()
         island = island_of(run, run_directory=run.directory)
-        trainer_of(island, max_steps=14).fit(again, made())
+        trainer_of(island, max_steps=14).fit(second, make_loader())
         assert isinstance(island.restored_state, int)
-        self.followed = first.seen[island.restored_state :]  # what the first life trained after its part was saved
-        self.again = again.seen
-        assert self.followed, "it went on after the snapshot"
+        self.followed = first.seen[island.restored_state :]  # samples of the first incarnation after its part was saved
+        self.resumed = second.seen
+        assert self.followed, "it did not train after the snapshot"
 
     @property
     def is_right(self) -> bool:
-        return self.again[: len(self.followed)] == self.followed[: len(self.again)]
+        return self.resumed[: len(self.followed)] == self.followed[: len(self.resumed)]
 
 
 def endless_loader() -> DataLoader[Tensor]:
-    made: DataLoader[Tensor] = StatefulDataLoader(EndlessRows(), batch_size=BATCH)
-    return made
+    created: DataLoader[Tensor] = StatefulDataLoader(EndlessRows(), batch_size=BATCH)
+    return created
 
 
 @pytest.mark.parametrize(
-    ("made", "is_right"),
+    ("make_loader", "is_right"),
     [(loader, True), (endless_loader, True), (lambda: loader(DataLoader), False)],
-    ids=["of known length", "read ahead", "planted: without a place"],
+    ids=["of known length", "read ahead", "planted: without a position"],
 )
-def test_a_loader_goes_on_at_its_place(tmp_path, made, is_right):
+def test_loader_resumes_at_its_position(tmp_path, make_loader, is_right):
     with Run(tmp_path, endless()) as run:
-        found = Beginning(run, made)
-    assert found.is_right is is_right, (found.followed, found.again)
+        found = ResumedData(run, make_loader)
+    assert found.is_right is is_right, (found.followed, found.resumed)
 
 
-@pytest.mark.parametrize(("is_told", "batches"), [(True, 14), (False, 16)], ids=["", "of a part without the number"])
-def test_the_last_step_of_an_epoch_in_which_it_goes_on_is_taken(tmp_path, is_told, batches):
-    """Ten batches in steps of three, three, three and one; it goes on after six of them. Where the trainer cannot know
-    that the tenth is the last, its gradients come to nothing, and its tokens are not counted."""
-    kept: dict[str, Any] = {}
+@pytest.mark.parametrize(("has_count", "batches"), [(True, 14), (False, 16)], ids=["", "of a part without the number"])
+def test_last_step_of_a_resumed_epoch_is_taken(tmp_path, has_count, batches):
+    """Resume after six of ten batches, which make steps of three, three, three and one.
+
+    If the trainer cannot know that the tenth batch is the last, its gradients are dropped and its tokens not counted.
+    """
+    saved: dict[str, Any] = {}
     first: AtollCallback
 
-    class GoesOn(AtollCallback):
-        def _go_on(self, trainer: Trainer, restored: Any) -> None:
-            super()._go_on(trainer, kept)
+    class Resuming(AtollCallback):
+        def _restore_positions(self, trainer: Trainer, restored: Any) -> None:
+            super()._restore_positions(trainer, saved)
 
-    def look(trainer: Trainer, module: Small) -> None:
+    def record(trainer: Trainer, module: Small) -> None:
         if len(module.seen) == 6:
-            kept.update(first._kept(trainer, None))
+            saved.update(first._extra_state(trainer, None))
 
     def ordered() -> DataLoader[Tensor]:
-        made: DataLoader[Tensor] = StatefulDataLoader(Rows(), batch_size=BATCH)
-        return made
+        created: DataLoader[Tensor] = StatefulDataLoader(Rows(), batch_size=BATCH)
+        return created
 
     with Run(tmp_path, endless()) as run:
         first = island_of(run)
-        trainer_of(first, Watch(first, look), max_steps=3, accumulate_grad_batches=3).fit(Small(), ordered())
-        if not is_told:
-            del kept[READ]
-        module, island = Small(), island_of(run, GoesOn)
+        trainer_of(first, Watch(first, record), max_steps=3, accumulate_grad_batches=3).fit(Small(), ordered())
+        if not has_count:
+            del saved[BATCHES_READ]
+        module, island = Small(), island_of(run, Resuming)
         trainer_of(island, max_steps=6, accumulate_grad_batches=3).fit(module, ordered())
         stats = island.learner.stats()
     assert [rows[0] // BATCH for rows in module.seen] == [6, 7, 8, 9, *range(10), 0, 1, 2][: len(module.seen)]
@@ -522,39 +525,39 @@ def interrupted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "raised", "why"),
+    ("fault", "raised", "cause"),
     [(broken, ArithmeticError, "ArithmeticError"), (interrupted, SystemExit, "KeyboardInterrupt")],
 )
-def test_an_island_that_fails_or_is_interrupted_leaves_the_run(tmp_path, wrong, raised, why):
+def test_an_island_that_fails_or_is_interrupted_leaves_the_run(tmp_path, fault, raised, cause):
     with Run(tmp_path, endless()) as run:
         island = island_of(run)
         with pytest.raises(raised):
-            trainer_of(island).fit(Small(wrong), loader())
-        assert len(run.log_lines(run.syncer, f"its loop ended with {why}")) == 1, run.syncer.logged()
+            trainer_of(island).fit(Small(fault), loader())
+        assert len(run.log_lines(run.syncer, f"its loop ended with {cause}")) == 1, run.syncer.logged()
         assert not island.learner.finished
 
 
-def noticed() -> None:
+def preempted() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Fails(AtollCallback):
-    """A planted bug: Lightning's exception for SIGTERM is taken for a failure."""
+    """Planted bug: Lightning's exception for SIGTERM is handled as a failure."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._leave(exception)
 
 
 @pytest.mark.parametrize(("kind", "at", "lost"), [(AtollCallback, 7, 0), (AtollCallback, 8, 0), (Fails, 7, 3)])
-def test_a_notice_is_heeded_in_a_batch_that_steps_and_in_one_that_does_not(tmp_path, kind, at, lost):
-    """Every second batch steps; nothing is merged in time, so that all of them are to be merged after the notice."""
+def test_notice_is_handled_in_batches_with_and_without_a_step(tmp_path, kind, at, lost):
+    """Every second batch makes a step. No round is due before the notice, so all work is merged after it."""
     with Run(tmp_path, endless(every_steps=100)) as run:
         island = island_of(run, kind, notice_s=LIMIT_S)
         with pytest.raises(SIGTERMException):
-            trainer_of(island, accumulate_grad_batches=2).fit(Small(noticed, at), loader())
+            trainer_of(island, accumulate_grad_batches=2).fit(Small(preempted, at), loader())
         stats = island.learner.stats()
     assert (stats.steps, stats.tokens) == (at // 2, at // 2 * 2 * BATCH)
-    assert stats.unmerged == lost * 2 * BATCH
+    assert stats.unmerged_tokens == lost * 2 * BATCH
 
 
 def test_steps_of_the_trainer_end_it_too_and_the_run_goes_on(tmp_path):
@@ -567,10 +570,10 @@ def test_steps_of_the_trainer_end_it_too_and_the_run_goes_on(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What it cannot do
+# Unsupported trainers
 
 
-class Two(Small):
+class TwoOptimizers(Small):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -580,15 +583,15 @@ class Two(Small):
 
 
 class FSDPStrategy(SingleDeviceStrategy):
-    """By its name; the real one wants accelerators."""
+    """Stand-in, found by its name: the real one requires accelerators."""
 
 
-def test_what_cannot_be_shared_is_refused_with_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match=r"no setting 'learners'; there are .*learner, "):
+def test_unsupported_trainers_are_refused_with_advice(tmp_path):
+    with pytest.raises(ValueError, match=r"no setting 'learners'; use one of .*learner, "):
         AtollCallback(learners=3)
     with pytest.raises(ValueError, match="has not joined yet"):
         AtollCallback().take(3)
     with pytest.raises(ValueError, match="has 2 optimizers, and the callback takes one: return one optimizer, with"):
-        trainer_of(AtollCallback("127.0.0.1:9")).fit(Two(), loader())
-    with pytest.raises(ValueError, match=r'flat buffers of its own.*use strategy="ddp"'):
+        trainer_of(AtollCallback("127.0.0.1:9")).fit(TwoOptimizers(), loader())
+    with pytest.raises(ValueError, match=r'its own flat buffers.*use strategy="ddp"'):
         trainer_of(AtollCallback("127.0.0.1:9"), strategy=FSDPStrategy()).fit(Small(), loader())

@@ -1,4 +1,4 @@
-"""examples/with_lightning.py as a reader runs it: one island by torchrun with DDP, one alone, and one run for both."""
+"""examples/with_lightning.py as a command: one learner with DDP by torchrun and one of a single process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests import test_examples
 from tests.test_examples import EXAMPLES, Processes, differing, finished, saved
 
-# A merge needs both islands. A lease is long enough that none of them runs out of samples.
+# A merge needs both learners. Leases are long enough that neither runs out of samples.
 SYNCER = """
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from atoll.syncer.main import serve_syncer
 settings = RunSettings(RunConfig(
     run_id="lightning", fragments=4, every_steps=8, quorum=2, budget_merges=28, lease_samples=2000
 ))
-sys.exit(not serve_syncer(Path(sys.argv[1]), settings, port=0, on_ready=lambda where: print(where, flush=True)))
+sys.exit(not serve_syncer(Path(sys.argv[1]), settings, port=0, on_ready=lambda address: print(address, flush=True)))
 """
 
 
@@ -44,11 +44,11 @@ def test_an_island_of_two_ranks_and_one_alone_end_with_the_same_model(processes,
     ranked = processes.start(*torchrun, script, *common, 1, "--out", "model-1.pt", cwd=tmp_path)
     mixed = ("--precision", "bf16-mixed", "--out", "model-2.pt")
     alone = processes.start(script, *common, 2, *mixed, cwd=tmp_path)
-    said = [finished(ranked), finished(alone)]
-    assert any("MEMBER: 2/2" in line for line in said[0]), said[0]
-    losses = [[line for line in lines if line.startswith("held-out loss ")] for lines in said]
-    assert len(losses[0]) == len(losses[1]) == 1, said
+    outputs = [finished(ranked), finished(alone)]
+    assert any("MEMBER: 2/2" in line for line in outputs[0]), outputs[0]
+    losses = [[line for line in lines if line.startswith("held-out loss ")] for lines in outputs]
+    assert len(losses[0]) == len(losses[1]) == 1, outputs
     assert losses[0] == losses[1]
-    assert float(losses[0][0].split()[-1]) < 4.0, "guessing has 5.5"
+    assert float(losses[0][0].split()[-1]) < 4.0, "the loss of guessing is 5.5"
     assert differing(saved(tmp_path / "model-1.pt"), saved(tmp_path / "model-2.pt")) == []
     finished(syncer)

@@ -1,4 +1,4 @@
-"""Rates that follow the run."""
+"""Learning rates that follow the progress of the run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.integrations.schedules import FollowedSchedule, by_progress, cosine, linear
+from atoll.integrations.schedules import StepScheduleAdapter, cosine, linear, progress_schedule
 
 
-class At:
-    """A learner, as far as rates look at it."""
+class LearnerStub:
+    """The attributes of a learner that schedules read."""
 
     def __init__(self, progress: float, lr_scale: float = 1.0) -> None:
         self.progress = progress
@@ -29,10 +29,10 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def test_the_rate_is_that_of_the_run_and_not_of_the_steps_taken_here() -> None:
+def test_rate_follows_the_run_and_not_local_steps() -> None:
     optimizer = adam()
-    learner = At(0.5, lr_scale=0.5)
-    scheduler = by_progress(optimizer, linear(end=0.0))
+    learner = LearnerStub(0.5, lr_scale=0.5)
+    scheduler = progress_schedule(optimizer, linear(end=0.0))
     assert rates(optimizer) == [0.5, 0.25]
     scheduler.follow(learner)
     assert rates(optimizer) == [0.125, 0.0625]
@@ -44,27 +44,27 @@ def test_the_rate_is_that_of_the_run_and_not_of_the_steps_taken_here() -> None:
     scheduler.step()
     assert rates(optimizer) == scheduler.get_last_lr() == [0.125, 0.0625]
     learner.progress = 1.0
-    scheduler.set_now()
+    scheduler.update_rates()
     assert rates(optimizer) == scheduler.get_last_lr() == [0.0, 0.0]
 
 
-def test_a_checkpoint_neither_keeps_a_rate_nor_brings_one_back() -> None:
+def test_checkpoint_neither_stores_nor_restores_a_rate() -> None:
     optimizer = adam()
     early = optimizer.state_dict()
-    scheduler = by_progress(optimizer, linear(end=0.0), At(0.5))
+    scheduler = progress_schedule(optimizer, linear(end=0.0), LearnerStub(0.5))
     assert scheduler.state_dict() == {}
     optimizer.load_state_dict(early)
-    assert rates(optimizer) == [0.5, 0.25], "as it was saved, and wrong"
+    assert rates(optimizer) == [0.5, 0.25], "the checkpoint stores the rates of its own time"
     scheduler.load_state_dict({})
     assert rates(optimizer) == [0.25, 0.125]
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_one() -> None:
-    held = torch.tensor(0.5)
-    optimizer = adam(held)
-    by_progress(optimizer, linear(end=0.0)).follow(At(0.5))
-    assert optimizer.param_groups[0]["lr"] is held
-    assert float(held) == 0.25
+    rate = torch.tensor(0.5)
+    optimizer = adam(rate)
+    progress_schedule(optimizer, linear(end=0.0)).follow(LearnerStub(0.5))
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25
 
 
 @pytest.mark.parametrize("made", [cosine, linear])
@@ -79,20 +79,20 @@ def test_shapes_rise_from_a_tenth_and_fall_to_their_end(made) -> None:
         made(warmup=1.0)
 
 
-def test_a_schedule_that_counts_steps_stands_where_the_run_is() -> None:
+def test_step_schedule_follows_the_progress_of_the_run() -> None:
     optimizer = adam()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10 if n < 10 else 1.0 - (n - 10) / 90)
-    learner = At(0.0)
-    followed = FollowedSchedule(schedule, learner, steps=100, warmup_steps=10)
+    learner = LearnerStub(0.0)
+    followed = StepScheduleAdapter(schedule, learner, steps=100, warmup_steps=10)
     assert rates(optimizer) == [0.0, 0.0]
     for _ in range(30):
         optimizer.step()
         schedule.step()
-    assert rates(optimizer) == [0.5, 0.25], "warm by its own steps, and no further"
+    assert rates(optimizer) == [0.5, 0.25], "its own steps must only end the warm-up"
     learner.progress, learner.lr_scale = 0.55, 0.5
-    followed.set_now()
+    followed.update_rates()
     assert rates(optimizer) == schedule.get_last_lr() == [0.125, 0.0625]
-    followed.undo()
+    followed.restore()
     optimizer.step()
     schedule.step()
-    assert rates(optimizer)[0] == pytest.approx(0.5 * (1.0 - 21 / 90)), "by its own count again"
+    assert rates(optimizer)[0] == pytest.approx(0.5 * (1.0 - 21 / 90)), "it must follow its own count again"

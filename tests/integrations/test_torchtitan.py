@@ -1,5 +1,7 @@
-"""torchtitan's Trainer on an island. torchtitan is not installed here: this is a stand-in of the shape of its Trainer,
-with the same methods, called in the same order with the same arguments, and nothing else of it."""
+"""torchtitan's Trainer as a learner.
+
+torchtitan is not installed here. A stand-in has the same methods, called in the same order with the same arguments.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ with warnings.catch_warnings():
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from atoll.integrations.schedules import linear
-from atoll.integrations.torchtitan import OnAnIsland, _plain
+from atoll.integrations.torchtitan import AtollTrainerMixin, _unbound_curve
 from atoll.store.learner_parts import list_parts, part_path, read_part
-from tests.integrations.reading_islands import PartWanted
+from tests.integrations.reading_islands import PartRequest
 from tests.learner.runs import LIMIT_S, Run, config, endless
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -33,7 +35,7 @@ WORDS, LENGTH, BATCH, IGNORED = 16, 6, 4, -100
 
 
 class Loader(StatefulDataLoader):
-    """Its state is a pickle by the rank that reads the data, as torchtitan's is."""
+    """Loader whose state is a pickle for each rank that reads data, as in torchtitan."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"dp_rank_0": pickle.dumps(super().state_dict()), "world_size": 1}
@@ -43,14 +45,14 @@ class Loader(StatefulDataLoader):
 
 
 class Optimizers(Optimizer):
-    """One for each part of the model; itself an optimizer, whose own state stays empty."""
+    """One optimizer for each part of the model. It is itself an optimizer, whose state stays empty."""
 
     def __init__(self, parts: list[nn.Module], in_backward: bool = False) -> None:
-        kinds = [list(part.parameters()) for part in parts]
+        groups = [list(part.parameters()) for part in parts]
         if in_backward:
-            kinds = [[parameter] for part in parts for parameter in part.parameters()]
-        self.optimizers = [torch.optim.AdamW(each, lr=0.05) for each in kinds]
-        super().__init__([parameter for each in kinds for parameter in each], {"lr": 0.05})
+            groups = [[parameter] for part in parts for parameter in part.parameters()]
+        self.optimizers = [torch.optim.AdamW(each, lr=0.05) for each in groups]
+        super().__init__([parameter for each in groups for parameter in each], {"lr": 0.05})
 
     def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         for optimizer in self.optimizers:
@@ -63,8 +65,8 @@ class Optimizers(Optimizer):
 
 class Rates:
     def __init__(self, optimizers: Optimizers) -> None:
-        of = torch.optim.lr_scheduler.LambdaLR
-        self.schedulers = [of(optimizer, lambda step: 1.0 / (1 + step)) for optimizer in optimizers.optimizers]
+        make = torch.optim.lr_scheduler.LambdaLR
+        self.schedulers = [make(optimizer, lambda step: 1.0 / (1 + step)) for optimizer in optimizers.optimizers]
 
     def step(self) -> None:
         for scheduler in self.schedulers:
@@ -72,16 +74,16 @@ class Rates:
 
 
 class Checkpointer:
-    """What `load` puts into the trainer is given."""
+    """Checkpointer that loads `stored` into the model."""
 
     def __init__(self, trainer: StandIn) -> None:
         self.trainer = trainer
-        self.held: dict[str, Tensor] | None = None
+        self.stored: dict[str, Tensor] | None = None
         self.saved: list[int] = []
 
     def load(self, step: int) -> None:
-        if self.held is not None:
-            self.trainer.model_parts[0].load_state_dict(self.held)
+        if self.stored is not None:
+            self.trainer.model_parts[0].load_state_dict(self.stored)
 
     def save(self, step: int, last_step: bool = False) -> None:
         self.saved.append(step)
@@ -172,29 +174,29 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Islander(OnAnIsland, StandIn):
-    """Looks at what the island did, after each step."""
+class RecordingTrainer(AtollTrainerMixin, StandIn):
+    """Trainer that records the state of the learner after each step."""
 
     atoll_schedule = staticmethod(linear(end=0.5))
-    wrong_at = 0
+    fails_at = 0
 
     def __init__(self, run: Run, **settings: Any) -> None:
         super().__init__(**settings)
         self.atoll_settings = {"syncer": run.address, "learner": 1, "join_timeout_s": LIMIT_S}
-        self.shown: list[float] = []
+        self.reported: list[float] = []
         self.rates: list[tuple[float, float]] = []
         self.own: list[dict[str, Tensor]] = []
         self.published: list[dict[str, Tensor]] = []
 
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
-        if self.step == self.wrong_at:
-            raise ArithmeticError("a mistake in the user's model")
+        if self.step == self.fails_at:
+            raise ArithmeticError("an error in the user's model")
         learner = self.learner
         assert learner is not None
-        shown = learner._background.last_loss
-        assert isinstance(shown, Tensor)
-        self.shown.append(float(shown))
+        loss = learner._background.last_loss
+        assert isinstance(loss, Tensor)
+        self.reported.append(float(loss))
         rate = self.optimizers.optimizers[0].param_groups[0]["lr"]
         self.rates.append((rate, 0.05 * linear(end=0.5)(learner.progress) * learner.lr_scale))
         if self.validator.should_validate(self.step):
@@ -205,20 +207,22 @@ class Islander(OnAnIsland, StandIn):
 
 def test_a_trainer_of_that_shape_trains_until_the_run_is_over(tmp_path):
     with Run(tmp_path, config(budget_merges=24)) as run:
-        trainer = Islander(run)
+        trainer = RecordingTrainer(run)
         trainer.train()
         learner = trainer.learner
         assert learner is not None
         assert learner.finished
         stats = learner.stats()
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert same(values(trainer.model_parts[0]), load_file(tmp_path / "published.safetensors"))
     assert trainer.step > 8
-    assert trainer.step - stats.steps in (0, 1), "the one at which the run was found to be over is not counted"
-    assert 0 <= trainer.tokens - stats.tokens <= 2 * BATCH * LENGTH, "labels that are in the loss, of all batches"
-    assert trainer.shown[: stats.steps] == pytest.approx(trainer.losses[: stats.steps], abs=1e-5)
-    assert all(rate == pytest.approx(wanted) for rate, wanted in trainer.rates)
-    assert trainer.rates[-1][0] < 0.04, "of the run; its own schedule would be far below"
+    assert trainer.step - stats.steps in (0, 1), (
+        "only the step at which the learner finds the end of the run is not counted"
+    )
+    assert 0 <= trainer.tokens - stats.tokens <= 2 * BATCH * LENGTH, "tokens of some labels in the loss are missing"
+    assert trainer.reported[: stats.steps] == pytest.approx(trainer.losses[: stats.steps], abs=1e-5)
+    assert all(rate == pytest.approx(expected) for rate, expected in trainer.rates)
+    assert trainer.rates[-1][0] < 0.04, "its own schedule would be far below"
     assert trainer.checkpointer.saved == list(range(1, trainer.step + 1))
     seen = trainer.validator.seen
     assert len(seen) == len(trainer.published) > 2
@@ -227,65 +231,67 @@ def test_a_trainer_of_that_shape_trains_until_the_run_is_over(tmp_path):
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")] == []
 
 
-class Keeping(Islander):
-    """Has a snapshot taken, and stops a few steps later."""
+class StoppingAfterSnapshot(RecordingTrainer):
+    """Trainer that requests a snapshot and stops a few steps later."""
 
     def __init__(self, run: Run, **settings: Any) -> None:
         super().__init__(run, **settings)
-        self.wanted = PartWanted(run)
+        self.has_part = PartRequest(run)
         self.last = 0
         self.atoll_settings = {**self.atoll_settings, "run_directory": run.directory}
 
     def should_continue_training(self) -> bool:
-        if self.step > 4 and not self.last and self.wanted():
+        if self.step > 4 and not self.last and self.has_part():
             self.last = self.step + 2
         return (self.step == 0 or self.step != self.last) and super().should_continue_training()
 
 
-class Forgetful(Keeping):
-    """A planted bug: its data begins anew."""
+class Forgetful(StoppingAfterSnapshot):
+    """Planted bug: its data starts anew."""
 
     def __init__(self, run: Run, **settings: Any) -> None:
         super().__init__(run, **settings)
         self.atoll_settings = {**self.atoll_settings, "extra_state": lambda: None}
 
 
-@pytest.mark.parametrize("kind", [Keeping, Forgetful])
-def test_a_checkpoint_is_loaded_before_and_the_run_wins_and_data_goes_on_where_it_was(tmp_path, kind):
+@pytest.mark.parametrize("kind", [StoppingAfterSnapshot, Forgetful])
+def test_run_overrides_a_checkpoint_and_data_resumes(tmp_path, kind):
     with Run(tmp_path, endless()) as run:
         first = kind(run)
         first.train()
         number = list_parts(tmp_path)[1][-1]
-        steps = read_part(part_path(tmp_path, 1, number)).note["step"]
-        again = kind(run, steps=3)
-        again.checkpointer.held = {name: torch.zeros_like(v) for name, v in values(again.model_parts[0]).items()}
-        again.wrong_at = 1
+        steps = read_part(part_path(tmp_path, 1, number)).metadata["step"]
+        resumed = kind(run, steps=3)
+        resumed.checkpointer.stored = {name: torch.zeros_like(v) for name, v in values(resumed.model_parts[0]).items()}
+        resumed.fails_at = 1
         with pytest.raises(ArithmeticError):
-            again.train()
+            resumed.train()
         assert len(run.log_lines(run.syncer, "its loop ended with ArithmeticError")) == 1
-    assert not any(bool((tensor == 0).all()) for tensor in values(again.model_parts[0]).values()), "the run's model"
-    assert (again.read[0] == first.read[2 * steps]) is (kind is Keeping), "two batches for each step"
-    assert (again.read[0] == first.read[0]) is (kind is Forgetful)
+    assert not any(bool((tensor == 0).all()) for tensor in values(resumed.model_parts[0]).values()), (
+        "the checkpoint replaced the model of the run"
+    )
+    assert (resumed.read[0] == first.read[2 * steps]) is (kind is StoppingAfterSnapshot), "two batches for each step"
+    assert (resumed.read[0] == first.read[0]) is (kind is Forgetful)
 
 
-def test_what_cannot_be_an_island_is_refused(tmp_path):
+def test_unsupported_trainers_are_refused(tmp_path):
     with Run(tmp_path, endless()) as run:
-        with pytest.raises(ValueError, match="has 2 parts of the model: stages of a pipeline cannot be an island yet"):
-            Islander(run, parts=2).train()
-        with pytest.raises(ValueError, match="has 3 optimizers, and this trainer takes one: leave early_step"):
-            Islander(run, in_backward=True).train()
+        with pytest.raises(ValueError, match="has 2 parts of the model: pipeline stages are not supported yet"):
+            RecordingTrainer(run, parts=2).train()
+        with pytest.raises(ValueError, match="has 3 optimizers, but the learner takes one here: leave early_step"):
+            RecordingTrainer(run, in_backward=True).train()
 
 
-class Plain(OnAnIsland):
-    atoll_schedule = linear(end=0.5)  # type: ignore[assignment]  # which works all the same
+class Plain(AtollTrainerMixin):
+    atoll_schedule = linear(end=0.5)  # type: ignore[assignment]  # also works without staticmethod
 
 
-class Method(OnAnIsland):
+class Method(AtollTrainerMixin):
     def atoll_schedule(self, progress: float) -> float:
         return 1.0 - 0.5 * progress
 
 
-@pytest.mark.parametrize("kind", [Islander, Plain, Method])
-def test_a_schedule_may_be_written_in_the_class_as_one_likes(kind):
+@pytest.mark.parametrize("kind", [RecordingTrainer, Plain, Method])
+def test_schedule_may_be_a_function_or_staticmethod_of_the_class(kind):
     trainer = object.__new__(kind)
-    assert _plain(trainer.atoll_schedule)(1.0) == 0.5
+    assert _unbound_curve(trainer.atoll_schedule)(1.0) == 0.5

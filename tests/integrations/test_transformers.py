@@ -1,4 +1,4 @@
-"""`AtollCallback`: a transformers.Trainer as an island, with everything that a Trainer does beside training."""
+"""`AtollCallback`: a transformers.Trainer as a learner, including its evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integrations.small_texts import LENGTH, arguments, gpt2, texts, train
 from tests.learner.runs import LIMIT_S, Run, config, endless
 from tests.learner.test_published import are_published, same
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads", "one_thread")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,15 +39,15 @@ def values(model: Any) -> dict[str, Tensor]:
 
 
 class Watch(TrainerCallback):
-    """Sees what the Trainer has at each of its events."""
+    """Callback that calls a function with the model and the state at each of the named events."""
 
-    def __init__(self, **seen: Any) -> None:
-        self._seen = seen
+    def __init__(self, **functions: Any) -> None:
+        self._functions = functions
 
     def __getattribute__(self, name: str) -> Any:
-        seen = object.__getattribute__(self, "_seen") if not name.startswith("_") else {}
-        if name in seen:
-            return lambda args, state, control, **kwargs: seen[name](kwargs["model"], state)
+        functions = object.__getattribute__(self, "_functions") if not name.startswith("_") else {}
+        if name in functions:
+            return lambda args, state, control, **kwargs: functions[name](kwargs["model"], state)
         return object.__getattribute__(self, name)
 
 
@@ -57,7 +57,7 @@ class Watch(TrainerCallback):
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_a_trainer_trains_to_the_end_of_the_run_and_every_token_in_a_loss_is_counted(tmp_path, accumulated):
-    """10 batches of an epoch do not divide by 3: the last step of an epoch has one."""
+    """10 batches of an epoch are not a multiple of 3: the last step of an epoch has one batch."""
     with Run(tmp_path / "run", config(budget_merges=9)) as run:
         atoll_ = callback(run)
         steps: list[int] = []
@@ -72,17 +72,17 @@ def test_a_trainer_trains_to_the_end_of_the_run_and_every_token_in_a_loss_is_cou
         )
         done = island.train()
         assert atoll_.learner.finished
-        assert done.global_step < 1000, "the budget of the run ends it"
+        assert done.global_step < 1000, "it did not end with the budget of the run"
         batches = [min(accumulated, 10 - at) for at in range(0, 10, accumulated)]
-        told = [batches[at % len(batches)] * 4 * 7 for at in range(len(steps))]
+        expected = [batches[at % len(batches)] * 4 * 7 for at in range(len(steps))]
         total = 0
         for at, tokens in enumerate(steps[:-1]):  # the last one came after the end of the run
-            total += told[at]
+            total += expected[at]
             assert tokens == total, f"step {at + 1}"
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         published = load_file(tmp_path / "run/published.safetensors")
         assert same(published, values(island.model))
-        assert island.model.lm_head.weight is island.model.transformer.wte.weight, "still tied"
+        assert island.model.lm_head.weight is island.model.transformer.wte.weight, "the head is no longer tied"
 
 
 def weights_after(folder: Path, callbacks: list[Any], **changes: Any) -> dict[str, Tensor]:
@@ -99,74 +99,74 @@ def weights_after(folder: Path, callbacks: list[Any], **changes: Any) -> dict[st
 
 
 @pytest.mark.long
-def test_where_nothing_is_merged_the_training_is_the_same_to_the_last_bit(tmp_path):
-    """Mixed precision, clipping, accumulation, decay and a schedule of its own: the callback is in none of them."""
+def test_training_without_merges_is_bitwise_the_same(tmp_path):
+    """The callback must not affect mixed precision, clipping, accumulation, weight decay and the schedule."""
     with Run(tmp_path / "run", endless(quorum=2)) as run:
         alone = weights_after(tmp_path, [], lr_scheduler_type="cosine", warmup_steps=2)
-        within = weights_after(
+        with_atoll = weights_after(
             tmp_path, [callback(run, follow_progress=False)], lr_scheduler_type="cosine", warmup_steps=2
         )
-        assert same(alone, within)
+        assert same(alone, with_atoll)
         other = weights_after(tmp_path, [], lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=0.2)
-        assert not same(alone, other), "the comparison would not see another clipping"
+        assert not same(alone, other), "the comparison does not detect another clipping"
 
 
-def test_the_schedule_goes_by_the_progress_of_the_run(tmp_path):
-    """A Trainer that could take 100,000 steps: by its own count its cosine would not move."""
+def test_schedule_follows_the_progress_of_the_run(tmp_path):
+    """The Trainer could take 100,000 steps. By its own count the cosine schedule would not move."""
     rates: list[tuple[float, float]] = []
     with Run(tmp_path / "run", config(budget_merges=12)) as run:
         atoll_ = callback(run)
 
-        def look(model: Any, state: Any) -> None:
+        def record(model: Any, state: Any) -> None:
             if not atoll_.learner.finished:
                 rates.append((atoll_.learner.progress, island.optimizer.param_groups[0]["lr"]))
 
-        watch = Watch(on_step_begin=look)
+        watch = Watch(on_step_begin=record)
         island = trainer(tmp_path, atoll_, watch, lr_scheduler_type="cosine", warmup_steps=2)
         island.train()
-    assert rates[:2] == [(0.0, 0.0), (0.0, 0.5e-2)], "the warm-up is in own steps"
+    assert rates[:2] == [(0.0, 0.0), (0.0, 0.5e-2)], "the warm-up must count own steps"
     assert any(0.2 < progress < 0.8 for progress, _ in rates)
     for progress, rate in rates[2:]:
         share = max(0.0, round(progress * 100_000) - 2) / (100_000 - 2)
         assert rate == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * share)))
 
 
-def test_a_step_that_nobody_could_count_is_refused(tmp_path):
+def test_step_without_counted_tokens_is_refused(tmp_path):
     class Odd(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model.transformer(inputs["input_ids"])[0].square().mean()
 
     with Run(tmp_path / "run", endless()) as run, callback(run) as atoll_:
         island = Odd(gpt2(), arguments(tmp_path), train_dataset=texts(64), callbacks=[atoll_])
-        with pytest.raises(ValueError, match="the model's forward was not called"):
+        with pytest.raises(ValueError, match="without a call of the model's forward"):
             island.train()
 
 
-def test_a_setting_that_there_is_not_is_refused_before_anything_is_loaded():
-    with pytest.raises(ValueError, match=r"no setting 'join_timeout'; there are .*join_timeout_s"):
+def test_unknown_setting_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match=r"no setting 'join_timeout'; use one of .*join_timeout_s"):
         AtollCallback("head:7400", join_timeout=3)
 
 
-def test_it_has_no_argument_that_the_trainer_has():
-    taken = set(inspect.signature(AtollCallback.__init__).parameters) | set(inspect.signature(atoll.Learner).parameters)
+def test_callback_has_no_argument_that_the_trainer_has():
+    own = set(inspect.signature(AtollCallback.__init__).parameters) | set(inspect.signature(atoll.Learner).parameters)
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | set(
         inspect.signature(Trainer).parameters
     )
-    assert theirs & (taken - {"self", "model", "optimizer"}) == set()
+    assert theirs & (own - {"self", "model", "optimizer"}) == set()
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Evaluating, saving, going on
+# Evaluation, checkpoints and continued training
 
 
 class ShowsNothing(AtollCallback):
-    """A planted bug."""
+    """Planted bug: evaluation uses the learner's own weights."""
 
-    def _show(self, control: Any) -> None: ...
+    def _swap_in_published(self, control: Any) -> None: ...
 
 
 @pytest.mark.parametrize("kind", [AtollCallback, ShowsNothing])
-def test_what_is_evaluated_and_saved_is_the_published_model_and_training_goes_on_with_its_own(tmp_path, kind):
+def test_published_model_is_evaluated_and_saved_and_training_continues_with_its_own(tmp_path, kind):
     seen: list[bool] = []
     data = texts(8, seed=5)
     with Run(tmp_path / "run", endless()) as run:
@@ -187,12 +187,12 @@ def test_what_is_evaluated_and_saved_is_the_published_model_and_training_goes_on
         island.train()
         assert len(seen) == 10
         assert all(seen) is (kind is AtollCallback), seen
-        assert not are_published(run.directory, values(island.model)), "afterwards it has its own"
-        assert not atoll_.learner.finished, "it ran out of steps, and left"
+        assert not are_published(run.directory, values(island.model)), "its own weights are not restored"
+        assert not atoll_.learner.finished, "the run ended before the steps of the Trainer"
         run.until(run.learner(1, standing="left"), "it has left")
 
 
-# The worst model is the best, so that it is not the last.
+# The model with the highest loss counts as the best, so that the best is not the last.
 BEST: dict[str, Any] = {
     "load_best_model_at_end": True,
     "metric_for_best_model": "loss",
@@ -202,14 +202,14 @@ BEST: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("saved", ["epoch", "best"])
-def test_the_best_model_stays_also_where_training_ends_with_an_evaluation(tmp_path, saved):
-    """The Trainer has no more epochs: it evaluates, loads the best model over what it has evaluated, and ends."""
+def test_best_model_stays_when_training_ends_with_an_evaluation(tmp_path, saved):
+    """After its last epoch the Trainer evaluates, loads the best model and ends."""
     with Run(tmp_path / "run", endless()) as run:
         steps = {"eval_strategy": "epoch", "save_strategy": saved, "num_train_epochs": 3, "max_steps": -1}
         island = trainer(tmp_path, callback(run), data=texts(12), evaluated=texts(8, seed=5), **steps, **BEST)
         island.train()
         best = Path(str(island.state.best_model_checkpoint))
-        assert best.name == "checkpoint-3", "of the first epoch, and not of the last"
+        assert best.name == "checkpoint-3", "not the checkpoint of the first epoch"
         loaded = load_file(best / "model.safetensors")["transformer.wte.weight"]
         assert torch.equal(loaded, island.model.lm_head.weight.detach())
 
@@ -222,13 +222,15 @@ def test_the_best_model_that_the_trainer_loads_at_the_end_stays(tmp_path):
         island.train()
         best = load_file(Path(str(island.state.best_model_checkpoint)) / "model.safetensors")
         assert torch.equal(best["transformer.wte.weight"], island.model.lm_head.weight.detach())
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         final = load_file(tmp_path / "run/published.safetensors")
-        assert not torch.equal(best["transformer.wte.weight"], final["lm_head.weight"]), "the test shows nothing"
+        assert not torch.equal(best["transformer.wte.weight"], final["lm_head.weight"]), (
+            "the best model equals the final one"
+        )
 
 
 class UntilMerged(TrainerCallback):
-    """Ends a training when the run has so many merges, however fast steps are here, and has a checkpoint saved."""
+    """Save a checkpoint and end the training when the run has this many merges, however fast steps are."""
 
     def __init__(self, run: Run, merges: int) -> None:
         self._run, self._merges = run, merges
@@ -239,7 +241,7 @@ class UntilMerged(TrainerCallback):
 
 @pytest.mark.long
 def test_a_trainer_that_resumes_takes_the_model_of_the_run_and_all_else_of_its_checkpoint(tmp_path):
-    """Nobody is left in the run to give inner state, and this island keeps no parts."""
+    """No learner is left to send optimizer state, and this learner stores no parts."""
     with Run(tmp_path / "run", endless()) as run:
 
         def island(number: int, merges: int, *watch: Any) -> Any:
@@ -252,12 +254,12 @@ def test_a_trainer_that_resumes_takes_the_model_of_the_run_and_all_else_of_its_c
         run.until(run.learner(2, standing="left"), "it has left")
         seen: list[Any] = []
 
-        def begun(model: Any, state: Any) -> None:
-            moments = {float(each["step"]) for each in again.optimizer.state.values()}
+        def record(model: Any, state: Any) -> None:
+            moments = {float(each["step"]) for each in resumed.optimizer.state.values()}
             seen.append((state.global_step, moments, are_published(run.directory, values(model))))
 
-        again = island(1, 18, Watch(on_train_begin=begun))
-        done = again.train(resume_from_checkpoint=True)
+        resumed = island(1, 18, Watch(on_train_begin=record))
+        done = resumed.train(resume_from_checkpoint=True)
         assert seen == [(steps, {float(steps)}, True)]
         assert done.global_step > steps
         checkpoint = load_file(tmp_path / f"1/checkpoint-{steps}/model.safetensors")
@@ -265,7 +267,7 @@ def test_a_trainer_that_resumes_takes_the_model_of_the_run_and_all_else_of_its_c
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Ends that nobody planned
+# Unplanned ends
 
 
 def test_an_exception_leaves_the_run_at_once_in_a_with_block(tmp_path):
@@ -288,7 +290,7 @@ from tests.integrations.test_transformers import AtollCallback, Watch
 
 def fail(model, state):
     if state.global_step == 3:
-        raise ArithmeticError("a mistake in a callback of theirs")
+        raise ArithmeticError("an error in a callback of the user")
 
 trainer(Path(sys.argv[1]), AtollCallback(), Watch(on_step_begin=fail)).train()
 """
@@ -296,7 +298,7 @@ trainer(Path(sys.argv[1]), AtollCallback(), Watch(on_step_begin=fail)).train()
 
 @pytest.mark.long
 def test_an_exception_that_ends_the_process_leaves_the_run(tmp_path):
-    """Without a `with` block, and with everything from the environment."""
+    """The script has no `with` block and takes all settings from the environment."""
     with Run(tmp_path / "run", endless()) as run:
         environment = os.environ | {"ATOLL_SYNCER": run.address, "ATOLL_LEARNER": "1", "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
@@ -309,25 +311,25 @@ def test_an_exception_that_ends_the_process_leaves_the_run(tmp_path):
             check=False,
         )
         assert done.returncode == 1, done.stderr
-        assert "a mistake in a callback of theirs" in done.stderr
+        assert "an error in a callback of the user" in done.stderr
         run.until(run.learner(1, standing="left"), "it has left")
         assert run.log_lines(run.syncer, "its loop ended with ArithmeticError")
 
 
-def test_an_operator_who_ends_the_run_stops_the_trainer_with_its_model(tmp_path):
+def test_trainer_stops_with_the_final_model_when_an_operator_ends_the_run(tmp_path):
     with Run(tmp_path / "run", endless()) as run:
         atoll_ = callback(run)
-        ask_for_end = Watch(on_step_end=lambda model, state: run.end() if state.global_step == 5 else None)
-        island = trainer(tmp_path, atoll_, ask_for_end)
+        end_run = Watch(on_step_end=lambda model, state: run.end() if state.global_step == 5 else None)
+        island = trainer(tmp_path, atoll_, end_run)
         done = island.train()
         assert atoll_.learner.finished
         assert done.global_step < 10_000
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert same(load_file(tmp_path / "run/published.safetensors"), values(island.model))
 
 
 @pytest.mark.long
-def test_a_run_that_is_over_when_the_island_has_joined_gives_its_model_and_nothing_is_trained(tmp_path, monkeypatch):
+def test_finished_run_provides_its_model_and_nothing_is_trained(tmp_path, monkeypatch):
     class JoinsAtTheEnd(atoll.Learner):
         def __enter__(self) -> atoll.Learner:
             super().__enter__()
@@ -337,35 +339,37 @@ def test_a_run_that_is_over_when_the_island_has_joined_gives_its_model_and_nothi
             return self
 
     monkeypatch.setattr(integration, "Learner", JoinsAtTheEnd)
-    begun: list[tuple[bool, int]] = []
+    starts: list[tuple[bool, int]] = []
     with Run(tmp_path / "run", endless()) as run:
         late = callback(run)
-        look = Seen(lambda control: begun.append((control.should_training_stop, late.learner.stats().steps)))
-        island = trainer(tmp_path, late, look, max_steps=50)
+        record = RecordControl(
+            lambda control: starts.append((control.should_training_stop, late.learner.stats().steps))
+        )
+        island = trainer(tmp_path, late, record, max_steps=50)
         done = island.train()
-        assert begun == [(True, late.learner.stats().steps)]
-        assert done.global_step <= 1, "the Trainer looks after its first step"
-        assert run.syncer.hear("ended") is True
+        assert starts == [(True, late.learner.stats().steps)]
+        assert done.global_step <= 1, "the Trainer checks the flag after its first step"
+        assert run.syncer.expect("ended") is True
         assert same(load_file(tmp_path / "run/published.safetensors"), values(island.model))
 
 
-class Seen(TrainerCallback):
-    """What a Trainer is told when it begins, by the callbacks before this one."""
+class RecordControl(TrainerCallback):
+    """Record the control flags that a Trainer gets at its start."""
 
-    def __init__(self, look: Any) -> None:
-        self._look = look
+    def __init__(self, record: Any) -> None:
+        self._record = record
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._look(control)
+        self._record(control)
 
 
-def test_a_step_that_was_left_out_is_none(tmp_path):
-    """As where fp16 gradients overflow."""
+def test_skipped_step_is_not_reported(tmp_path):
+    """The step is skipped, as on an overflow of fp16 gradients."""
     with Run(tmp_path / "run", endless()) as run:
         atoll_ = callback(run)
 
         def overflow(model: Any, state: Any) -> None:
-            island.optimizer._is_overflow = state.global_step == 1  # of the second one
+            island.optimizer._is_overflow = state.global_step == 1  # in the second step
 
         island = trainer(tmp_path, atoll_, Watch(on_optimizer_step=overflow), max_steps=4)
         island.train()
@@ -373,7 +377,7 @@ def test_a_step_that_was_left_out_is_none(tmp_path):
         assert atoll_.learner.stats().tokens == 3 * 4 * LENGTH
 
 
-def test_tokens_may_be_counted_otherwise(tmp_path):
+def test_tokens_may_be_counted_by_a_custom_function(tmp_path):
     with Run(tmp_path / "run", endless()) as run:
         atoll_ = callback(run, tokens=lambda batch: 2 * batch["input_ids"].numel())
         trainer(tmp_path, atoll_, max_steps=3).train()

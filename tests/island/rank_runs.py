@@ -1,7 +1,7 @@
-"""Islands of several ranks as real processes, beside those of one rank: DDP, FSDP2, tensor parallelism on gloo.
+"""Islands of several ranks as real processes on gloo: DDP, FSDP2 and tensor parallelism.
 
-Rank 0 of an island hears what the test wants, and all ranks of it do that at the same step. They meet by a file, as
-jobs without a scheduler do.
+Rank 0 of an island receives the commands of the test, and all its ranks execute them at the same step. The ranks
+rendezvous by a file.
 """
 
 from __future__ import annotations
@@ -28,38 +28,41 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll.island import leader
 from atoll.learner.api import Learner
-from tests.learner import planted
+from tests.learner import fault_injection
 from tests.learner.runs import LIMIT_S, Child, Run, _begin, model_file
 from tests.learner.small_models import BATCH, WORDS, Mixed, values, work
 
-ORDERS = ("nothing", "go", "hold", "break", "raise", "still", "small files", "show")
+COMMANDS = ("nothing", "go", "hold", "break", "raise", "still", "small files", "show")
 SMALL_FILE_BYTES = 100_000
 
 
 @dataclass(frozen=True)
 class IslandSpec:
-    """`shape`: ddp, replicas, fsdp, tp, or fsdp+tp and hsdp for two times two ranks. `number` is also the seed."""
+    """Settings of an island.
+
+    `number` is also the seed. `shape` is ddp, replicas, fsdp or tp, or, for two times two ranks, fsdp+tp or hsdp.
+    """
 
     number: int
     shape: str = "fsdp"
     ranks: int = 2
     model: str = "plain"
     dtype: str = "float32"
-    leases: int = 0  # samples of a step of each rank
+    leases: int = 0  # samples per step and rank
     pace_s: float = 0.002
     notice_s: float | None = None
-    wrong: str = ""  # what one rank does wrong: "takes", "leaves"
-    planted: str = ""  # bugs and faults, on `planted_ranks`
+    misstep: str = ""  # invalid call of rank 1: "takes", "leaves"
+    planted: str = ""  # injected bugs and faults of `planted_ranks`
     planted_ranks: tuple[int, ...] = (0,)
     token: str | None = None
-    mute_ranks: tuple[int, ...] = ()  # those have no token
+    ranks_without_token: tuple[int, ...] = ()
     keys: Path | None = None
-    keeps: bool = True
-    least_own_values: int = 1  # of a mean fragment, for rows of their own: these models are small
+    has_run_directory: bool = True
+    min_row_transfer_values: int = 1  # of a mean fragment; low, because these models are small
 
 
 class IslandWork:
-    """A model in the shape that was asked for, and its steps: what a user's script has."""
+    """Model of the requested kind with its training steps, as in a user script."""
 
     def __init__(self, spec: IslandSpec, rank: int) -> None:
         job = work(spec.model, spec.number, spec.dtype)
@@ -86,12 +89,12 @@ class IslandWork:
         self.data = {"tp": 0, "fsdp+tp": rank // 2}.get(spec.shape, rank)
 
     def loss(self, number: int) -> Tensor:
-        drawn = torch.Generator().manual_seed((self.spec.number * 64 + self.data) * 1_000_003 + number)
+        generator = torch.Generator().manual_seed((self.spec.number * 64 + self.data) * 1_000_003 + number)
         if self.is_mixed:
-            x = torch.randint(WORDS, (BATCH,), generator=drawn)
+            x = torch.randint(WORDS, (BATCH,), generator=generator)
             loss = functional.cross_entropy(self.model(x).float(), (x + 1) % WORDS)
         else:
-            x = torch.randn(BATCH, 8, generator=drawn).to(next(self.plain.parameters()).dtype)
+            x = torch.randn(BATCH, 8, generator=generator).to(next(self.plain.parameters()).dtype)
             loss = (self.model(x) - x[:, :4].sin()).float().square().mean()
         return loss
 
@@ -107,20 +110,20 @@ class IslandWork:
         self.optimizer.step()
         return loss.detach()
 
-    def whole(self) -> dict[str, Tensor]:
-        """All ranks ask together."""
+    def full_model(self) -> dict[str, Tensor]:
+        """Return the unsharded model. This is a collective call."""
         found = {}
         for name, tensor in values(self.plain).items():
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             found[name] = full.detach().clone().contiguous()
         return found
 
-    def inner(self) -> dict[str, Tensor]:
-        """The state of the optimizer by parameter and key, whole. All ranks ask together."""
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return the unsharded optimizer state by parameter and key. This is a collective call."""
         names = {id(parameter): name for name, parameter in self.plain.named_parameters()}
         found = {}
-        for parameter, held in self.optimizer.state.items():
-            for key, value in held.items():
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
                 full = value.full_tensor() if hasattr(value, "full_tensor") else value
                 found[f"{names[id(parameter)]} {key}"] = full.detach().clone().contiguous()
         return found
@@ -128,47 +131,46 @@ class IslandWork:
 
 def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: Path, pipe: Connection) -> None:
     _begin(log)
-    leader.LEAST_OWN_VALUES = spec.least_own_values
+    leader.MIN_ROW_TRANSFER_VALUES = spec.min_row_transfer_values
     if rank in spec.planted_ranks:
-        planted.plant(spec.planted, directory)
+        fault_injection.inject(spec.planted, directory)
     try:
-        meeting = f"file://{log.parent / log.name.rpartition('-rank')[0]}.meeting"
-        dist.init_process_group("gloo", meeting, timedelta(seconds=LIMIT_S), rank=rank, world_size=spec.ranks)
+        rendezvous = f"file://{log.parent / log.name.rpartition('-rank')[0]}.rendezvous"
+        dist.init_process_group("gloo", rendezvous, timedelta(seconds=LIMIT_S), rank=rank, world_size=spec.ranks)
         job = IslandWork(spec, rank)
-        drawn: list[float] = []
+        random_numbers: list[float] = []
         with Learner(
             job.model,
             job.optimizer,
             address,
-            spec.token if rank not in spec.mute_ranks else None,
+            spec.token if rank not in spec.ranks_without_token else None,
             keys=spec.keys,
             learner=spec.number,
-            run_directory=directory if spec.keeps else None,
+            run_directory=directory if spec.has_run_directory else None,
             join_timeout_s=LIMIT_S,
             notice_s=spec.notice_s,
-            extra_state=lambda: {"drawn": drawn[-1:]},
+            extra_state=lambda: {"drawn": random_numbers[-1:]},
         ) as learner:
             steps = [float(state["step"]) for state in job.optimizer.state.values()]
-            told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(steps, default=0.0)}
-            told |= {"finished": learner.finished, "lr_scale": learner.lr_scale, "restored": learner.restored_state}
-            save_file(job.inner(), inner_file(directory, spec.number, rank))
-            pipe.send(("joined", told | {"next_drawn": _next_drawn()}))
-            _train(learner, job, pipe, drawn, directory)
-        whole = job.whole()
-        own = {name: tensor.clone() for name, tensor in whole.items()}
+            report = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(steps, default=0.0)}
+            report |= {"finished": learner.finished, "lr_scale": learner.lr_scale, "restored": learner.restored_state}
+            save_file(job.optimizer_state(), optimizer_state_file(directory, spec.number, rank))
+            pipe.send(("joined", report | {"next_drawn": _next_drawn()}))
+            _train(learner, job, pipe, random_numbers, directory)
+        own = {name: tensor.clone() for name, tensor in job.full_model().items()}
         save_file(own, model_file(directory, learner.id) if rank == 0 else rank_file(directory, learner.id, rank))
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")]
-        pipe.send(("ended", _standing(learner) | {"threads": threads}))
+        pipe.send(("ended", _status(learner) | {"threads": threads}))
         dist.destroy_process_group()
-    except BaseException as wrong:
+    except BaseException as error:
         traceback.print_exc()
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")]
-        pipe.send(("failed", type(wrong).__name__, str(wrong), threads))
+        pipe.send(("failed", type(error).__name__, str(error), threads))
 
 
-def _standing(learner: Learner) -> dict[str, Any]:
-    shown = {"finished": learner.finished, "drained": learner.drained, "progress": learner.progress}
-    return shown | {"stats": learner.stats()._asdict(), "paused_s": learner.paused_s}
+def _status(learner: Learner) -> dict[str, Any]:
+    status = {"finished": learner.finished, "drained": learner.drained, "progress": learner.progress}
+    return status | {"stats": learner.stats()._asdict(), "paused_s": learner.paused_s}
 
 
 def _next_drawn() -> float:
@@ -177,69 +179,69 @@ def _next_drawn() -> float:
     return float(torch.rand(1, generator=same))
 
 
-def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[float], directory: Path) -> None:
-    number, goes, stands = 0, False, False
+def _train(learner: Learner, job: IslandWork, pipe: Connection, random_numbers: list[float], directory: Path) -> None:
+    number, is_training, is_still = 0, False, False
     taken: list[int] = []
-    until = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + LIMIT_S
     while not learner.finished:
-        order = _agreed(job, pipe)
-        if order == "break":
+        command = _broadcast_command(job, pipe)
+        if command == "break":
             break
-        if order == "hold":
-            pipe.send(("held", _standing(learner) | {"steps": number, "taken": taken}))
-        if order == "still":  # at the boundaries that follow the optimizer is as it is now
-            save_file(job.inner(), inner_file(directory, job.spec.number, job.rank))
+        if command == "hold":
+            pipe.send(("held", _status(learner) | {"steps": number, "taken": taken}))
+        if command == "still":  # the optimizer state stays the same at the next boundaries
+            save_file(job.optimizer_state(), optimizer_state_file(directory, job.spec.number, job.rank))
             pipe.send(("still", number))
-        stands = order == "still" or (stands and order not in ("go", "hold"))
-        if order == "small files" and job.rank == job.spec.ranks - 1:  # as on a full disk
-            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, most))
-        if order == "show":
+        is_still = command == "still" or (is_still and command not in ("go", "hold"))
+        if command == "small files" and job.rank == job.spec.ranks - 1:  # as on a full disk
+            hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, hard_limit))
+        if command == "show":
             pipe.send(("shown", _show(learner, job, directory)))
-        goes = order in ("go", "raise", "still") or (goes and order not in ("hold", "show"))
-        if not goes:
-            assert time.monotonic() < until, "the test has forgotten this island"
+        is_training = command in ("go", "raise", "still") or (is_training and command not in ("hold", "show"))
+        if not is_training:
+            assert time.monotonic() < deadline, "no command from the test"
             continue
-        until = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + LIMIT_S
         if job.spec.leases:
             taken += learner.take(job.spec.leases)
-        loss = job.step(number) if not stands else torch.zeros(())
-        drawn.append(float(torch.rand(1)))
-        if order == "raise" and job.rank == job.spec.ranks - 1:
-            raise ArithmeticError("a mistake in the user's loop")
-        if job.spec.wrong == "takes" and job.rank == 1 and number == 3:
+        loss = job.step(number) if not is_still else torch.zeros(())
+        random_numbers.append(float(torch.rand(1)))
+        if command == "raise" and job.rank == job.spec.ranks - 1:
+            raise ArithmeticError("an error in the user's loop")
+        if job.spec.misstep == "takes" and job.rank == 1 and number == 3:
             learner.take(4)
-        if job.spec.wrong == "leaves" and job.rank == 1 and number == 3:
+        if job.spec.misstep == "leaves" and job.rank == 1 and number == 3:
             break
         learner.step(tokens=BATCH, loss=loss)
         number += 1
 
 
 def _show(learner: Learner, job: IslandWork, directory: Path) -> dict[str, Any]:
-    """What this rank has as the published model, in its file; and whether it has its own again afterwards."""
-    own = job.whole()
+    """Write this rank's published model to its file, and check that its own model is restored afterwards."""
+    own = job.full_model()
     with learner.published():
-        job.loss(0)  # after a forward pass FSDP holds gathered copies
-        shown = job.whole()
+        job.loss(0)  # FSDP stores gathered copies after a forward pass
+        published = job.full_model()
         path = model_file(directory, learner.id) if job.rank == 0 else rank_file(directory, learner.id, job.rank)
-        save_file(shown, path)
+        save_file(published, path)
         job.loss(0)
-    again = job.whole()
-    is_ahead = any(not torch.equal(own[name], shown[name]) for name in own)
-    return {"restored": is_ahead and all(torch.equal(own[name], again[name]) for name in own)}
+    restored = job.full_model()
+    is_ahead = any(not torch.equal(own[name], published[name]) for name in own)
+    return {"restored": is_ahead and all(torch.equal(own[name], restored[name]) for name in own)}
 
 
-def _agreed(job: IslandWork, pipe: Connection) -> str:
-    """What the test has ordered, over the group of the training, as a training of theirs would use it."""
-    order = torch.zeros(1, dtype=torch.int64)
+def _broadcast_command(job: IslandWork, pipe: Connection) -> str:
+    """Return the command of the test, which rank 0 broadcasts over the process group of the training."""
+    index = torch.zeros(1, dtype=torch.int64)
     if job.rank == 0 and pipe.poll(job.spec.pace_s):
-        order[0] = ORDERS.index(pipe.recv()[0])
-    dist.broadcast(order, 0)
-    return ORDERS[int(order)]
+        index[0] = COMMANDS.index(pipe.recv()[0])
+    dist.broadcast(index, 0)
+    return COMMANDS[int(index)]
 
 
-def inner_file(directory: Path, learner: int, rank: int) -> Path:
-    return directory / f"inner-{learner}-rank{rank}.safetensors"
+def optimizer_state_file(directory: Path, learner: int, rank: int) -> Path:
+    return directory / f"optimizer-state-{learner}-rank{rank}.safetensors"
 
 
 def rank_file(directory: Path, learner: int, rank: int) -> Path:
@@ -247,11 +249,11 @@ def rank_file(directory: Path, learner: int, rank: int) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Seen from the test
+# Control by the test
 
 
 class RankedIsland:
-    """All ranks of an island. Orders go to its leader."""
+    """All ranks of an island. Its leader receives the commands."""
 
     def __init__(self, run: Run, spec: IslandSpec) -> None:
         self.spec = spec
@@ -263,47 +265,49 @@ class RankedIsland:
             run.children.append(child)
             self.ranks.append(child)
 
-    def hear(self, kind: str, limit_s: float = LIMIT_S) -> list[Any]:
-        return [rank.hear(kind, limit_s) for rank in self.ranks]
+    def expect(self, kind: str, limit_s: float = LIMIT_S) -> list[Any]:
+        return [rank.expect(kind, limit_s) for rank in self.ranks]
 
     def joined(self) -> list[Any]:
-        return self.hear("joined")
+        return self.expect("joined")
 
-    def order(self, order: str) -> None:
-        self.ranks[0].order(order)
+    def command(self, command: str) -> None:
+        self.ranks[0].command(command)
 
-    def inner(self, directory: Path) -> dict[str, Tensor]:
-        """The optimizer's state when it joined, or when it was told to stand still: the same on all ranks."""
-        first, *others = [load_file(inner_file(directory, self.spec.number, rank)) for rank in range(self.spec.ranks)]
+    def optimizer_state(self, directory: Path) -> dict[str, Tensor]:
+        """Return the optimizer state at the join, or after the command "still": the same on all ranks."""
+        first, *others = [
+            load_file(optimizer_state_file(directory, self.spec.number, rank)) for rank in range(self.spec.ranks)
+        ]
         for other in others:
-            assert same(first, other), "ranks of one island hold other state"
+            assert same(first, other), "the ranks of this island have different state"
         return first
 
     def finished(self, directory: Path) -> dict[str, Tensor]:
-        """To the end; all ranks have ended with the same model."""
-        for told in self.hear("ended"):
-            assert told["finished"], told
-            assert told["threads"] == [], told
+        """Wait until all ranks have reached the end of the run with the same model. Return this model."""
+        for report in self.expect("ended"):
+            assert report["finished"], report
+            assert report["threads"] == [], report
         for rank in self.ranks:
             assert rank.ended() == 0
         first = load_file(model_file(directory, self.spec.number))
-        for place in range(1, self.spec.ranks):
-            other = load_file(rank_file(directory, self.spec.number, place))
+        for rank_index in range(1, self.spec.ranks):
+            other = load_file(rank_file(directory, self.spec.number, rank_index))
             assert first.keys() == other.keys()
-            assert all(torch.equal(first[name], other[name]) for name in first), f"rank {place} has another model"
+            assert all(torch.equal(first[name], other[name]) for name in first), f"rank {rank_index} has another model"
         return first
 
     def left(self) -> list[Any]:
-        """All ranks have left the run and ended."""
+        """Wait until all ranks have left the run and ended. Return their reports."""
         for rank in self.ranks:
             rank.expected_to_end = True
-        told = self.hear("ended")
+        report = self.expect("ended")
         for rank in self.ranks:
             assert rank.ended() == 0
-        return told
+        return report
 
     def kill(self, rank: int) -> None:
-        """One rank; what becomes of the others is theirs to say."""
+        """Kill one rank. The others may end in any way."""
         for other in self.ranks:
             other.expected_to_end = True
         self.ranks[rank].kill()
@@ -317,7 +321,7 @@ class RankedIsland:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Bit for bit."""
+    """Return whether both have the same tensors, bit for bit."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )

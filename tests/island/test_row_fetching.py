@@ -1,4 +1,4 @@
-"""A rank that fetches its rows from a syncer that is wrong, or damages them: ranges are refused as whole values are."""
+"""Row downloads from a syncer that sends invalid or damaged ranges, which are refused."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from aiohttp import web
 from torch import nn
 
 from atoll.island.fragments import FragmentTensors, RowFragment
-from atoll.island.row_transfer import FetchRowsRequest, RowWork
-from atoll.tensors.codecs import codec
+from atoll.island.row_transfer import FetchRowsRequest, RankRowTransfer
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.model_view import ModelView
-from atoll.tensors.plan import digest_of, make_plan, tensors_of
-from atoll.tensors.row_sharding import share_out
+from atoll.tensors.plan import describe_tensors, make_plan, tensor_digest
+from atoll.tensors.row_sharding import shard_fragment
 from atoll.tensors.sharding import Box
-from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkEvent
-from atoll.transport.wire import FragmentHeader, Kind, WireError, as_bytes, frame_head
+from atoll.transport.http_client import FragmentClient, LearnerLink, LinkEvent
+from atoll.transport.wire import FragmentHeader, FrameKind, WireError, as_bytes, encode_frame_head
 
 ROWS = 1000
 VALUE = torch.arange(ROWS * 8.0)
 
 
 def fragment_of_rank(rank: int) -> RowFragment:
-    """The second half of a weight, or the first."""
+    """Return the fragment of a rank that owns one half of a weight."""
     model = nn.Linear(8, ROWS, bias=False)
-    plan = make_plan(tensors_of(model), 1, "balanced")
+    plan = make_plan(describe_tensors(model), 1, "balanced")
     halves = [{"weight": Box((begin, 0), (ROWS // 2, 8))} for begin in (0, ROWS // 2)]
-    share = share_out(plan, 0, halves)
-    rows = FragmentTensors(ModelView(model, plan), 0, codec("f32"), share=share, rank=rank).rows
+    share = shard_fragment(plan, 0, halves)
+    rows = FragmentTensors(ModelView(model, plan), 0, get_codec("f32"), share=share, rank=rank).rows
     assert rows is not None
     return rows
 
 
-class Owner:
+class LinkOwner:
     def handle_link_event(self, event: LinkEvent) -> None:
-        raise AssertionError(f"no link is dialled here: {event}")
+        raise AssertionError(f"no connection is opened here: {event}")
 
 
-Spoil = Callable[[FragmentHeader, bytes, int], tuple[FragmentHeader, bytes, int]]
+Fault = Callable[[FragmentHeader, bytes, int], tuple[FragmentHeader, bytes, int]]
 
 
-async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[int, int]], dict[str, Any]]:
-    """What a rank has after it has fetched its rows, and from where to where it was asked for bytes."""
-    asked: list[tuple[int, int]] = []
+async def fetch_rows(fault: Fault, rank: int = 1) -> tuple[RowFragment, list[tuple[int, int]], dict[str, Any]]:
+    """Download the rows of a rank. Return its fragment, the requested byte ranges, and the result."""
+    requested: list[tuple[int, int]] = []
 
     async def serve(request: web.Request) -> web.Response:
         begin, end = int(request.query["begin"]), int(request.query["end"])
-        asked.append((begin, end))
-        whole = bytes(as_bytes(VALUE))
-        header = FragmentHeader(0, 7, None, digest_of(VALUE), begin, len(whole))
-        header, payload, damage = spoil(header, whole[begin:end], len(asked))
+        requested.append((begin, end))
+        value = bytes(as_bytes(VALUE))
+        header = FragmentHeader(0, 7, None, tensor_digest(VALUE), begin, len(value))
+        header, payload, damage = fault(header, value[begin:end], len(requested))
         encoded = header.encode()
-        body = bytearray(frame_head(Kind.FRAGMENT, 0, encoded, payload) + encoded + payload)
+        body = bytearray(encode_frame_head(FrameKind.FRAGMENT, 0, encoded, payload) + encoded + payload)
         if damage:
             body[-1] ^= damage
         return web.Response(body=bytes(body))
@@ -69,68 +69,68 @@ async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    link = LearnerLink(f"127.0.0.1:{port}", None, logging.getLogger("test"), Owner())
+    link = LearnerLink(f"127.0.0.1:{port}", None, logging.getLogger("test"), LinkOwner())
     await link.start()
     fragment = fragment_of_rank(rank)
     try:
         with ThreadPoolExecutor(1) as compute:
-            work = RowWork(link, LearnerBulk(link, None), compute, lambda _: [fragment], lambda *_: None)
-            found = await work.fetch(FetchRowsRequest(0, 0, 7, None, ("int8",), link.asked))
+            transfer = RankRowTransfer(link, FragmentClient(link, None), compute, lambda _: [fragment], lambda *_: None)
+            result = await transfer.fetch(FetchRowsRequest(0, 0, 7, None, ("int8",), link.current_address))
     finally:
         await link.close()
         await runner.cleanup()
-    return fragment, asked, found
+    return fragment, requested, result
 
 
-def sound(header: FragmentHeader, payload: bytes, number: int) -> tuple[FragmentHeader, bytes, int]:
+def no_fault(header: FragmentHeader, payload: bytes, number: int) -> tuple[FragmentHeader, bytes, int]:
     return header, payload, 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_asks_for_its_own_rows_and_for_no_others(rank):
-    fragment, asked, found = asyncio.run(fetched(sound, rank))
+def test_rank_requests_only_its_own_rows(rank):
+    fragment, requested, result = asyncio.run(fetch_rows(no_fault, rank))
     half = VALUE.nbytes // 2
-    assert asked[0] == (0, 1), "to know in what they are"
-    assert sum(end - begin for begin, end in asked[1:]) == half == found["moved"]
-    assert min(begin for begin, _ in asked[1:]) == rank * half
-    assert found["digest"] == digest_of(VALUE)
-    value = fragment.take_fetched(7)
+    assert requested[0] == (0, 1), "the first request must get the codec"
+    assert sum(end - begin for begin, end in requested[1:]) == half == result["moved"]
+    assert min(begin for begin, _ in requested[1:]) == rank * half
+    assert result["digest"] == tensor_digest(VALUE)
+    value = fragment.pop_fetched(7)
     assert value is not None
     assert torch.equal(value.tensor[: VALUE.numel() // 2], VALUE.chunk(2)[rank])
 
 
-def test_what_is_damaged_on_its_way_is_asked_for_once_more():
-    _, asked, _ = asyncio.run(fetched(lambda header, payload, number: (header, payload, int(number == 2))))
-    assert asked[1] == asked[2]
+def test_damaged_slice_is_requested_again():
+    _, requested, _ = asyncio.run(fetch_rows(lambda header, payload, number: (header, payload, int(number == 2))))
+    assert requested[1] == requested[2]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code"),
+    ("fault", "code"),
     [
         (lambda header, payload, number: (header, payload, 1), "digest"),
         (lambda header, payload, number: (header, payload[: -1 if number > 1 else None], 0), "size"),
         (lambda header, payload, number: (header, payload + (b"x" if number > 1 else b""), 0), "size"),
-        (lambda header, payload, number: (header._replace(of=header.of - 4), payload, 0), "size"),
+        (lambda header, payload, number: (header._replace(total_bytes=header.total_bytes - 4), payload, 0), "size"),
         (lambda header, payload, number: (header._replace(version=8), payload, 0), "type"),
         (lambda header, payload, number: (header._replace(fragment=1), payload, 0), "type"),
         (lambda header, payload, number: (header._replace(base=6), payload, 0), "type"),
         (lambda header, payload, number: (header._replace(begin=header.begin + (number > 1)), payload, 0), "type"),
     ],
-    ids=["damaged", "short", "long", "other size", "other version", "other fragment", "other base", "other place"],
+    ids=["damaged", "short", "long", "other size", "other version", "other fragment", "other base", "other begin"],
 )
-def test_ranges_that_were_not_asked_for_are_refused(spoil, code):
-    with pytest.raises(WireError) as wrong:
-        asyncio.run(fetched(spoil))
-    assert wrong.value.code == code
+def test_ranges_that_were_not_requested_are_refused(fault, code):
+    with pytest.raises(WireError) as error:
+        asyncio.run(fetch_rows(fault))
+    assert error.value.code == code
 
 
-def test_a_value_that_becomes_another_one_is_begun_again():
-    """The header of a later slice tells of another value: nothing of both is mixed."""
+def test_download_restarts_when_the_value_changes():
+    """The header of a later slice has another digest. Slices of two values must not be mixed."""
     other = "0" * 32
-    spoil: Spoil = lambda header, payload, number: (  # noqa: E731
+    fault: Fault = lambda header, payload, number: (  # noqa: E731
         header._replace(value_digest=other if number > 1 else header.value_digest),
         payload,
         0,
     )
     with pytest.raises(ConnectionError, match="serves other bytes"):
-        asyncio.run(fetched(spoil))
+        asyncio.run(fetch_rows(fault))

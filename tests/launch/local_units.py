@@ -1,4 +1,4 @@
-"""Small units for tests of engines, and a way to wait for what they do."""
+"""Small units for tests of launchers, and a way to wait for what they do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from atoll.launch.engine import Unit, UnitStanding, UnitState
-from atoll.launch.guard import ProcessId, process_id, send_signal
-from atoll.launch.keeper import read_state
-from atoll.launch.local import LocalEngine
+from atoll.launch.guard import ProcessId, identify_process, send_signal
+from atoll.launch.launcher import Unit, UnitState, UnitStatus
+from atoll.launch.local import LocalLauncher
+from atoll.launch.local_supervisor import read_state
 
 PATIENCE_S = 300.0
 T = TypeVar("T")
@@ -34,8 +34,8 @@ def python(code: str) -> tuple[str, ...]:
     return sys.executable, "-c", code
 
 
-def keeper_of(directory: Path) -> ProcessId:
-    found = ProcessId.from_json((read_state(directory) or {}).get("keeper"))
+def supervisor_of(directory: Path) -> ProcessId:
+    found = ProcessId.from_json((read_state(directory) or {}).get("supervisor"))
     assert found is not None
     return found
 
@@ -46,37 +46,37 @@ def processes_of(directory: Path) -> list[ProcessId]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (folder / "cwd").readlink() == directory:
-                found.append(process_id(int(folder.name)))
+                found.append(identify_process(int(folder.name)))
     return [one for one in found if one is not None]
 
 
 def end_unit(directory: Path) -> None:
     """Kill all of it, for a test that has failed."""
-    keeper = ProcessId.from_json((read_state(directory) or {}).get("keeper"))
-    for process in [*([keeper] if keeper is not None else []), *processes_of(directory)]:
+    supervisor = ProcessId.from_json((read_state(directory) or {}).get("supervisor"))
+    for process in [*([supervisor] if supervisor is not None else []), *processes_of(directory)]:
         send_signal(process, signal.SIGKILL)
 
 
 class KeptUnit:
-    """One unit of the local engine."""
+    """One unit of the local launcher."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.engine = LocalEngine()
-        self.handle = self.engine.start(unit)
+        self.launcher = LocalLauncher()
+        self.handle = self.launcher.start(unit)
 
-    def status(self) -> UnitState:
-        return LocalEngine().status(self.handle)  # by whoever asks, not only by who has started it
+    def status(self) -> UnitStatus:
+        return LocalLauncher().status(self.handle)  # any launcher object may ask, not only the one that started it
 
-    def stands(self, standing: UnitStanding, restarts: int | None = None) -> UnitState:
-        def look() -> UnitState | None:
+    def stands(self, state: UnitState, restarts: int | None = None) -> UnitStatus:
+        def look() -> UnitStatus | None:
             now = self.status()
-            return now if now.standing is standing and restarts in (None, now.restarts) else None
+            return now if now.state is state and restarts in (None, now.restarts) else None
 
-        return until(look, f"{standing} of {self.unit.name}")
+        return until(look, f"{state} of {self.unit.name}")
 
     def said(self) -> list[str]:
-        return [line for path in self.engine.log(self.handle) for line in path.read_text().splitlines()]
+        return [line for path in self.launcher.log(self.handle) for line in path.read_text().splitlines()]
 
     def says(self, words: str) -> None:
         until(lambda: any(words in line for line in self.said()), words)
@@ -90,6 +90,6 @@ def kept(folder: Path, code: str, **fields: object) -> Iterator[KeptUnit]:
     try:
         made = KeptUnit(unit)
         yield made
-        LocalEngine().stop(made.handle)
+        LocalLauncher().stop(made.handle)
     finally:
         end_unit(unit.directory)

@@ -94,13 +94,13 @@ def end_everything_of(temporary: Path) -> None:
     mark = f"RAY_TMPDIR={temporary}"
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            told = (folder / "environ").read_text(errors="replace").split("\0")
-            if mark in told and int(folder.name) != os.getpid():
+            environ = (folder / "environ").read_text(errors="replace").split("\0")
+            if mark in environ and int(folder.name) != os.getpid():
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
 def until(look: Callable[[], T], what: str, limit_s: float = LIMIT_S) -> T:
-    """Looks until there is something to see."""
+    """Poll until the condition holds."""
     deadline = time.monotonic() + limit_s
     while not (seen := look()):
         assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.engine import Unit, UnitStanding, UnitState
-from atoll.launch.slurm import SlurmEngine
-from tests.launch.own_slurm import OwnSlurm
+from atoll.launch.launcher import Unit, UnitState, UnitStatus
+from atoll.launch.slurm import SlurmLauncher
+from tests.launch.local_slurm import LocalSlurm
 
 LIMIT_S = 300.0
 """Of every wait. Here it is a second or two; a machine with other things to do needs longer."""
@@ -32,27 +32,27 @@ def until(ready: Callable[[], object], what: str) -> None:
 
 
 class Cluster:
-    def __init__(self, slurm: OwnSlurm) -> None:
+    def __init__(self, slurm: LocalSlurm) -> None:
         self.slurm = slurm
-        self.engine = SlurmEngine(slurm.conf)
-        self.seen: list[UnitState] = []
+        self.launcher = SlurmLauncher(slurm.conf)
+        self.seen: list[UnitStatus] = []
 
-    def until(self, handle: dict[str, Any], *standings: UnitStanding, printed: str = "") -> UnitState:
+    def until(self, handle: dict[str, Any], *states: UnitState, printed: str = "") -> UnitStatus:
         """How it is as soon as it is one of these, and has printed this."""
 
         def ready() -> bool:
             self.slurm.hurry(handle["job"])
-            self.seen.append(self.engine.status(handle))
-            return self.seen[-1].standing in standings and printed in self.printed(handle)
+            self.seen.append(self.launcher.status(handle))
+            return self.seen[-1].state in states and printed in self.printed(handle)
 
         try:
-            until(ready, f"{handle['name']} is {standings} and says {printed!r}")
+            until(ready, f"{handle['name']} is {states} and says {printed!r}")
         except AssertionError as late:
             raise AssertionError(f"{late}: {self.seen[-3:]}\n{self.printed(handle)}") from None
         return self.seen[-1]
 
     def printed(self, handle: dict[str, Any]) -> str:
-        return "".join(path.read_text() for path in self.engine.log(handle))
+        return "".join(path.read_text() for path in self.launcher.log(handle))
 
     def begun(self, handle: dict[str, Any], times: int = 1) -> None:
         """Its command, not only its job."""
@@ -65,7 +65,7 @@ class Cluster:
 
 @contextmanager
 def cluster(nodes: int) -> Iterator[Cluster]:
-    with OwnSlurm(nodes=nodes) as slurm:
+    with LocalSlurm(nodes=nodes) as slurm:
         yield Cluster(slurm)
 
 

@@ -74,9 +74,9 @@ def test_learners_find_the_syncer_of_kubernetes():
 
 
 def test_directories_and_keys_of_kubernetes_are_mounted_where_they_are_read():
-    args, told = syncer_pod()["containers"][0]["args"], variables(learner_pod())
+    args, learner = syncer_pod()["containers"][0]["args"], variables(learner_pod())
     read = {"syncer": (after("--out", args), after("--keys", args))}
-    read["left"] = (told["ATOLL_RUN_DIRECTORY"], told["ATOLL_KEYS"])
+    read["left"] = (learner["ATOLL_RUN_DIRECTORY"], learner["ATOLL_KEYS"])
     made = dict(re.findall(r"create secret generic (\S+) --from-file=(\S+)", TEXTS["kubernetes"]))
     for name, pod in (("syncer", syncer_pod()), ("left", learner_pod())):
         mounts = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
@@ -88,11 +88,11 @@ def test_directories_and_keys_of_kubernetes_are_mounted_where_they_are_read():
 
 
 def test_the_pods_of_a_learner_meet_and_leave_in_time():
-    job, told = learner_job(), variables(learner_pod())
-    assert str(job["parallelism"]) == str(job["completions"]) == told["PET_NNODES"]
+    job, learner = learner_job(), variables(learner_pod())
+    assert str(job["parallelism"]) == str(job["completions"]) == learner["PET_NNODES"]
     name = kubernetes()["JobSet"]["metadata"]["name"]
-    assert told["PET_MASTER_ADDR"] == f"{name}-nodes-0-0.{name}"
-    assert float(told["ATOLL_NOTICE_S"]) < learner_pod()["terminationGracePeriodSeconds"]
+    assert learner["PET_MASTER_ADDR"] == f"{name}-nodes-0-0.{name}"
+    assert float(learner["ATOLL_NOTICE_S"]) < learner_pod()["terminationGracePeriodSeconds"]
 
 
 def test_tasks_of_skypilot_agree():
@@ -121,20 +121,20 @@ def learner_scripts() -> list[str]:
 
 
 @pytest.mark.parametrize("script", learner_scripts(), ids=TEXTS)
-def test_the_exit_code_is_that_of_the_command_unless_it_was_told_to_leave(script):
+def test_the_exit_code_is_that_of_the_command_unless_it_was_stopped(script):
     for code in (0, 3):
         plain = started(script, "sh", "-c", f"exit {code}")
         plain.communicate(timeout=300)
         assert plain.returncode == code
-    told = started(script, "bash", "-c", "trap 'echo goodbye; exit 0' TERM; echo begun; while :; do sleep 0.1; done")
-    assert told.stdout is not None
-    assert told.stdout.readline() == "begun\n"
-    told.send_signal(signal.SIGTERM)
-    assert told.communicate(timeout=300)[0] == "goodbye\n"
-    assert told.returncode == 143, "with 0 its cluster would take the learner for finished"
+    learner = started(script, "bash", "-c", "trap 'echo goodbye; exit 0' TERM; echo begun; while :; do sleep 0.1; done")
+    assert learner.stdout is not None
+    assert learner.stdout.readline() == "begun\n"
+    learner.send_signal(signal.SIGTERM)
+    assert learner.communicate(timeout=300)[0] == "goodbye\n"
+    assert learner.returncode == 143, "with 0 its cluster would take the learner for finished"
 
 
-def test_a_syncer_whose_run_is_over_is_not_started_again_for_ever():
+def test_syncer_of_finished_run_is_not_restarted_forever():
     script = syncer_pod()["containers"][0]["command"][2]
     idle = started(script, "true")
     assert idle.stdout is not None

@@ -1,4 +1,4 @@
-"""A command behind a guard leaves nothing behind, whoever is killed."""
+"""A guarded command leaves no process behind, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ else:
 """
 
 
-def told(path: Path) -> int:
+def read_pid(path: Path) -> int:
     return int(until(lambda: path.exists() and path.read_text().strip(), f"{path.name} tells its number"))
 
 
@@ -46,43 +46,43 @@ def holder(how: str, directory: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", HOLDER, PARENT_AND_CHILD, how], cwd=directory)
 
 
-def test_who_holds_the_command_is_killed_and_everything_goes(tmp_path, pids):
+def test_killed_guard_takes_command_and_children_along(tmp_path, pids):
     with holder("guarded", tmp_path) as held:
-        pids += [told(tmp_path / "parent"), told(tmp_path / "child")]
+        pids += [read_pid(tmp_path / "parent"), read_pid(tmp_path / "child")]
         assert all(map(lives, pids))
         held.kill()
         held.wait(LIMIT_S)
         until(lambda: not any(map(lives, pids)), "all are gone")
 
 
-def test_without_a_guard_they_would_live_on(tmp_path, pids):
+def test_without_guard_children_outlive_killed_parent(tmp_path, pids):
     with holder("plain", tmp_path) as held:
-        pids += [told(tmp_path / "parent"), told(tmp_path / "child")]
+        pids += [read_pid(tmp_path / "parent"), read_pid(tmp_path / "child")]
         held.kill()
         held.wait(LIMIT_S)
         assert all(map(lives, pids))
 
 
-def test_a_command_that_is_killed_takes_its_children_along(tmp_path, pids):
+def test_killed_command_takes_its_children_along(tmp_path, pids):
     command = GuardedCommand(["sh", "-c", PARENT_AND_CHILD], os.environ, tmp_path, "log")
-    parent, child = told(tmp_path / "parent"), told(tmp_path / "child")
+    parent, child = read_pid(tmp_path / "parent"), read_pid(tmp_path / "child")
     pids.append(child)
     os.kill(parent, signal.SIGKILL)
     assert command.wait().code == -signal.SIGKILL
     assert not lives(child)
 
 
-def test_a_child_that_leaves_slowly_is_waited_for_until_the_notice_is_over(tmp_path, pids):
+def test_slow_child_is_waited_for_until_notice_is_over(tmp_path, pids):
     slow = 'trap "touch bye; exit 0" TERM; echo $$ > child; while :; do sleep 0.05; done'
     command = GuardedCommand(["sh", "-c", f"setsid sh -c '{slow}'"], os.environ, tmp_path, "log")
-    pids.append(told(tmp_path / "child"))
+    pids.append(read_pid(tmp_path / "child"))
     command.stop(LIMIT_S)
     assert command.wait().code == -signal.SIGTERM, "the shell around it has no trap"
     assert not lives(pids[0])
     assert (tmp_path / "bye").exists()
 
 
-# As torchrun does: the child is in a session of its own, and is told by its parent.
+# As torchrun does: the child is in a session of its own, and gets its signal from its parent.
 PASSES_IT_ON = """
 import signal, subprocess, sys, threading
 if sys.argv[1:] == ["below"]:
@@ -90,7 +90,7 @@ if sys.argv[1:] == ["below"]:
     print("ready", flush=True)
     signal.sigwait([signal.SIGTERM])
     again = signal.sigtimedwait([signal.SIGTERM], 1.5)
-    print("told once" if again is None else "told twice", flush=True)
+    print("signaled once" if again is None else "signaled twice", flush=True)
     sys.exit(0)
 child = subprocess.Popen([sys.executable, __file__, "below"], start_new_session=True)
 def pass_it_on(*_):
@@ -101,21 +101,21 @@ child.wait()
 """
 
 
-def test_who_passes_a_signal_on_is_the_only_one_to_tell(tmp_path):
+def test_parent_that_forwards_signals_is_the_only_one_signaled(tmp_path):
     (tmp_path / "passes.py").write_text(PASSES_IT_ON)
     command = GuardedCommand([sys.executable, "passes.py"], os.environ, tmp_path, "log")
     until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text(), "it is ready")
     command.stop(LIMIT_S)
     assert command.wait().code == 0
-    assert (tmp_path / "log").read_text() == "ready\ntold once\n"
+    assert (tmp_path / "log").read_text() == "ready\nsignaled once\n"
 
 
-def test_what_a_command_prints_and_is_told_goes_where_it_should(tmp_path):
+def test_output_and_environment_of_command_reach_their_places(tmp_path):
     command = GuardedCommand(["sh", "-c", "echo $WORD; pwd >&2; exit 3"], {"WORD": "hello"}, tmp_path / "new", "log")
     assert command.wait().code == 3
     assert (tmp_path / "new" / "log").read_text() == f"hello\n{tmp_path / 'new'}\n"
 
 
-def test_what_cannot_be_started_says_why(tmp_path):
+def test_command_that_cannot_start_says_why(tmp_path):
     with pytest.raises(OSError, match="No such file or directory: 'no-such-program'"):
         GuardedCommand(["no-such-program"], {}, tmp_path, "log").wait()

@@ -17,8 +17,8 @@ import pytest
 from atoll.launch.fleet import Fleet
 from atoll.launch.guard import ProcessId, send_signal
 from atoll.launch.islands_file import IslandsFile
-from atoll.launch.keeper import read_state
-from atoll.launch.units import units_of
+from atoll.launch.local_supervisor import read_state
+from atoll.launch.units import build_units
 from tests.launch.local_units import end_unit, until
 from tests.test_examples import EXAMPLES, differing, free_port, saved
 
@@ -69,8 +69,8 @@ def clean(tmp_path: Path) -> Iterator[list[Copied]]:
 @pytest.mark.parametrize("name", ["islands.toml", "mixed.toml"])
 def test_the_files_are_what_atoll_up_takes(name):
     file = IslandsFile.load(EXAMPLES / name)
-    Fleet(file).check(units_of(file, "a token"))
-    assert {island.unit.engine for island in file.islands} == {"local"}
+    Fleet(file).check(build_units(file, "a token"))
+    assert {island.unit.launcher for island in file.islands} == {"local"}
     assert all(str(EXAMPLES) in " ".join(island.unit.command) for island in file.islands), "from whichever directory"
 
 
@@ -117,7 +117,7 @@ def test_the_ray_example_waits_for_a_syncer_that_does_not_answer_at_once(tmp_pat
             if "the node of sharded is killed" in line:
                 syncer = int((tmp_path / "run/store/lock").read_text())
                 os.kill(syncer, signal.SIGSTOP)
-            if "asking again" in line:
+            if "; retrying" in line:
                 os.kill(syncer, signal.SIGCONT)
     assert example.returncode == 0, "".join(said)
-    assert any("asking again" in line for line in said), "".join(said)
+    assert any("; retrying" in line for line in said), "".join(said)

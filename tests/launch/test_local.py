@@ -1,4 +1,4 @@
-"""The local engine, with real processes: they come back, they go when they are asked to, and nothing is left."""
+"""The local launcher, with real processes: they come back, they go when they are asked to, and nothing is left."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from atoll.files import is_locked
-from atoll.launch.engine import Unit, UnitStanding
-from atoll.launch.guard import ProcessId, is_alive, process_id, send_signal
-from atoll.launch.keeper import BACKOFF_FIRST_S, BACKOFF_MAX_S, LOCK, read_state, write_json
-from atoll.launch.local import LocalEngine
-from atoll.launch.supervisor import Restarts
+from atoll.launch.guard import ProcessId, identify_process, is_alive, send_signal
+from atoll.launch.launcher import Unit, UnitState
+from atoll.launch.local import LocalLauncher
+from atoll.launch.local_supervisor import BACKOFF_FIRST_S, BACKOFF_MAX_S, LOCK_FILE, read_state, write_json
+from atoll.launch.supervisor import RestartPolicy
 from tests.launch import local_units
 from tests.launch.local_units import KeptUnit, kept, processes_of, python, until
 
@@ -39,40 +39,40 @@ rank = "import signal; print('rank', flush=True); signal.pause()"
 subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
 signal.pause()
 """
-# It counts what it is told, and takes its time to go.
+# It counts signals and exits slowly.
 COUNTING = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("here", flush=True)
 signal.sigwait({signal.SIGTERM})
-print("told", flush=True)
+print("signaled", flush=True)
 if signal.sigtimedwait({signal.SIGTERM}, 1.0):
-    print("told again", flush=True)
+    print("signaled again", flush=True)
 """
 START_AND_DIE = """
 import json, os, signal, sys
 from pathlib import Path
-from atoll.launch.engine import Unit
-from atoll.launch.local import LocalEngine
+from atoll.launch.launcher import Unit
+from atoll.launch.local import LocalLauncher
 unit = Unit("test", "a", tuple(sys.argv[2:]), Path(sys.argv[1]))
-print(json.dumps(LocalEngine().start(unit)), flush=True)
+print(json.dumps(LocalLauncher().start(unit)), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def keeper_of(unit: KeptUnit) -> ProcessId:
-    return local_units.keeper_of(unit.unit.directory)
+def supervisor_of(unit: KeptUnit) -> ProcessId:
+    return local_units.supervisor_of(unit.unit.directory)
 
 
 def child_of(unit: KeptUnit) -> ProcessId:
-    """It may have printed something before its keeper has written down that it is there."""
+    """It may have printed something before its supervisor has written down that it is there."""
     return until(lambda: ProcessId.from_json((read_state(unit.unit.directory) or {}).get("child")))
 
 
 def guard_of(unit: KeptUnit) -> ProcessId:
     """The parent of the command."""
     stat = Path(f"/proc/{child_of(unit).pid}/stat").read_text()
-    found = process_id(int(stat.rpartition(")")[2].split()[1]))
+    found = identify_process(int(stat.rpartition(")")[2].split()[1]))
     assert found is not None
     return found
 
@@ -86,7 +86,7 @@ def test_a_unit_that_ends_well_is_not_started_again(tmp_path):
     os.environ["ATOLL_STRAY"] = "of another run"
     try:
         with kept(tmp_path, code, environment={"WORD": "hello"}) as unit:
-            assert unit.stands(UnitStanding.ENDED).restarts == 0
+            assert unit.stands(UnitState.ENDED).restarts == 0
             assert unit.said() == [f"hello {unit.unit.directory} None"]
     finally:
         del os.environ["ATOLL_STRAY"]
@@ -94,13 +94,13 @@ def test_a_unit_that_ends_well_is_not_started_again(tmp_path):
 
 def test_a_unit_that_fails_comes_back_until_it_has_no_restart_left(tmp_path):
     code = "import sys; print('start', flush=True); sys.exit('no luck')"
-    with kept(tmp_path, code, restarts=1) as unit:
-        status = unit.stands(UnitStanding.FAILED)
+    with kept(tmp_path, code, max_restarts=1) as unit:
+        status = unit.stands(UnitState.FAILED)
         assert status.restarts == 1
-        assert status.why == "exit code 1 after 1 restarts: no luck"
-        assert [path.name for path in unit.engine.log(unit.handle)] == ["start-0001.log", "start-0002.log"]
-        assert unit.said()[:3] == ["start", "no luck", "[atoll] exit code 1; starting it again in 1 s"]
-        until(lambda: not is_alive(keeper_of(unit)))
+        assert status.cause == "exit code 1 after 1 restarts: no luck"
+        assert [path.name for path in unit.launcher.log(unit.handle)] == ["start-0001.log", "start-0002.log"]
+        assert unit.said()[:3] == ["start", "no luck", "[atoll] exit code 1; restarting in 1 s"]
+        until(lambda: not is_alive(supervisor_of(unit)))
 
 
 def test_a_unit_that_is_killed_comes_back(tmp_path):
@@ -108,38 +108,38 @@ def test_a_unit_that_is_killed_comes_back(tmp_path):
         unit.says("here")
         first = child_of(unit)
         assert send_signal(first, signal.SIGKILL)
-        unit.stands(UnitStanding.RUNNING, restarts=1)
+        unit.stands(UnitState.RUNNING, restarts=1)
         assert child_of(unit) != first
-        assert any("killed by SIGKILL; starting it again in 1 s" in line for line in unit.said())
+        assert any("killed by SIGKILL; restarting in 1 s" in line for line in unit.said())
 
 
-def test_a_unit_is_told_before_it_is_stopped(tmp_path):
+def test_unit_is_signaled_before_it_is_killed(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
-        unit.engine.stop(unit.handle)
-        assert unit.status().standing is UnitStanding.STOPPED
+        unit.launcher.stop(unit.handle)
+        assert unit.status().state is UnitState.STOPPED
         assert unit.said() == ["here", "goodbye"]
         assert left_of(unit) == []
-        assert not is_alive(keeper_of(unit))
-        unit.engine.stop(unit.handle)  # twice is once
+        assert not is_alive(supervisor_of(unit))
+        unit.launcher.stop(unit.handle)  # twice is once
 
 
-def test_a_unit_that_does_not_listen_is_killed_after_its_notice(tmp_path):
+def test_unit_that_ignores_the_signal_is_killed_after_its_notice(tmp_path):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
-        unit.engine.stop(unit.handle)
+        unit.launcher.stop(unit.handle)
         status = unit.status()
-        assert status.standing is UnitStanding.STOPPED
-        assert status.why == "did not end within 0.5 s, and was killed"
+        assert status.state is UnitState.STOPPED
+        assert status.cause == "did not end within 0.5 s and was killed"
         assert left_of(unit) == []
 
 
 def test_a_unit_that_waits_to_be_started_again_is_stopped_at_once(tmp_path):
     with kept(tmp_path, "raise SystemExit(3)") as unit:
-        status = unit.stands(UnitStanding.WAITING, restarts=1)
-        assert status.why.startswith("exit code 3; starts again in ")
-        unit.engine.stop(unit.handle)
-        assert unit.status().standing is UnitStanding.STOPPED
+        status = unit.stands(UnitState.WAITING, restarts=1)
+        assert status.cause.startswith("exit code 3; restarts in ")
+        unit.launcher.stop(unit.handle)
+        assert unit.status().state is UnitState.STOPPED
 
 
 def test_what_a_killed_unit_has_started_is_ended_before_it_comes_back(tmp_path):
@@ -150,91 +150,91 @@ def test_what_a_killed_unit_has_started_is_ended_before_it_comes_back(tmp_path):
         assert len(ranks) == 1
         assert os.getsid(ranks[0].pid) != os.getsid(first.pid)
         send_signal(first, signal.SIGKILL)
-        unit.stands(UnitStanding.RUNNING, restarts=1)
+        unit.stands(UnitState.RUNNING, restarts=1)
         assert not is_alive(ranks[0])
         until(lambda: len(left_of(unit)) == 2)
-        unit.engine.stop(unit.handle)
+        unit.launcher.stop(unit.handle)
         assert left_of(unit) == []
 
 
-def test_nobody_is_told_twice_when_a_shell_between_has_ended_at_once(tmp_path):
+def test_command_is_signaled_once_even_if_the_shell_above_it_exits_first(tmp_path):
     """A learner that gets a second SIGTERM leaves without sending what is not merged yet."""
     shell = ("sh", "-c", '"$0" -c "$1"; echo never', sys.executable, COUNTING)
     with kept(tmp_path, "", command=shell) as unit:
         unit.says("here")
         first = child_of(unit)
         assert len(left_of(unit)) == 2
-        unit.engine.stop(unit.handle)
+        unit.launcher.stop(unit.handle)
         assert not is_alive(first)
-        assert unit.said() == ["here", "told"]
-        assert unit.status().why == "", "it was not killed"
+        assert unit.said() == ["here", "signaled"]
+        assert unit.status().cause == "", "it was not killed"
 
 
-def test_what_is_left_of_a_killed_keeper_is_not_told_twice_either(tmp_path):
+def test_leftovers_of_killed_supervisor_are_signaled_once(tmp_path):
     with kept(tmp_path, COUNTING) as unit:
         unit.says("here")
-        send_signal(keeper_of(unit), signal.SIGKILL)
-        unit.stands(UnitStanding.FAILED)
-        unit.engine.stop(unit.handle)
-        assert unit.said() == ["here", "told"]
+        send_signal(supervisor_of(unit), signal.SIGKILL)
+        unit.stands(UnitState.FAILED)
+        unit.launcher.stop(unit.handle)
+        assert unit.said() == ["here", "signaled"]
 
 
-def test_a_keeper_that_is_killed_takes_its_unit_along_and_is_noticed(tmp_path):
+def test_a_supervisor_that_is_killed_takes_its_unit_along_and_is_noticed(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
         child = child_of(unit)
-        send_signal(keeper_of(unit), signal.SIGKILL)
-        status = unit.stands(UnitStanding.FAILED)
-        assert status.why.startswith("its keeper was killed")
+        send_signal(supervisor_of(unit), signal.SIGKILL)
+        status = unit.stands(UnitState.FAILED)
+        assert status.cause.startswith("its supervisor was killed")
         until(lambda: not is_alive(child))
         assert unit.said()[-1] == "goodbye"
         again = KeptUnit(unit.unit)
-        again.stands(UnitStanding.RUNNING)
-        assert [path.name for path in again.engine.log(again.handle)] == ["start-0001.log", "start-0002.log"]
+        again.stands(UnitState.RUNNING)
+        assert [path.name for path in again.launcher.log(again.handle)] == ["start-0001.log", "start-0002.log"]
 
 
-def test_what_is_left_of_a_killed_keeper_ends_before_the_unit_is_started_again(tmp_path):
+def test_what_is_left_of_a_killed_supervisor_ends_before_the_unit_is_started_again(tmp_path):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
         child = child_of(unit)
-        send_signal(keeper_of(unit), signal.SIGKILL)
-        assert unit.stands(UnitStanding.FAILED).why == "its keeper was killed; its command is being ended"
+        send_signal(supervisor_of(unit), signal.SIGKILL)
+        assert unit.stands(UnitState.FAILED).cause == "its supervisor was killed; its command is being stopped"
         again = KeptUnit(unit.unit)
-        again.stands(UnitStanding.RUNNING)
+        again.stands(UnitState.RUNNING)
         assert not is_alive(child)
         assert len(left_of(unit)) == 1
 
 
-def test_what_is_left_of_a_killed_keeper_can_be_stopped(tmp_path):
+def test_what_is_left_of_a_killed_supervisor_can_be_stopped(tmp_path):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
-        send_signal(keeper_of(unit), signal.SIGKILL)
-        unit.stands(UnitStanding.FAILED)
-        unit.engine.stop(unit.handle)
-        assert unit.status().standing is UnitStanding.STOPPED
+        send_signal(supervisor_of(unit), signal.SIGKILL)
+        unit.stands(UnitState.FAILED)
+        unit.launcher.stop(unit.handle)
+        assert unit.status().state is UnitState.STOPPED
         assert left_of(unit) == []
 
 
-def test_killed_keeper_gives_ranks_their_notice_and_then_nothing_is_left(tmp_path):
+def test_killed_supervisor_gives_ranks_their_notice_and_then_nothing_is_left(tmp_path):
     """No other command of Atoll runs: the guard does it alone."""
     with kept(tmp_path, WITH_RANK, notice_s=0.5) as unit:
         unit.says("rank")
         left = left_of(unit)
         assert len(left) == 2
-        send_signal(keeper_of(unit), signal.SIGKILL)
-        until(lambda: not any(map(is_alive, left)) and not is_locked(unit.unit.directory / LOCK))
+        send_signal(supervisor_of(unit), signal.SIGKILL)
+        until(lambda: not any(map(is_alive, left)) and not is_locked(unit.unit.directory / LOCK_FILE))
 
 
-def test_keeper_killed_during_the_notice_does_not_shorten_it(tmp_path):
+def test_supervisor_killed_during_the_notice_does_not_shorten_it(tmp_path):
     with kept(tmp_path, COUNTING) as unit:
         unit.says("here")
         child = child_of(unit)
-        send_signal(keeper_of(unit), signal.SIGTERM)
-        unit.says("told")
-        send_signal(keeper_of(unit), signal.SIGKILL)
+        send_signal(supervisor_of(unit), signal.SIGTERM)
+        unit.says("signaled")
+        send_signal(supervisor_of(unit), signal.SIGKILL)
         until(lambda: not is_alive(child))
-        until(lambda: not is_locked(unit.unit.directory / LOCK))
-        assert unit.said() == ["here", "told"]
+        until(lambda: not is_locked(unit.unit.directory / LOCK_FILE))
+        assert unit.said() == ["here", "signaled"]
 
 
 def test_guard_that_is_killed_takes_the_command_and_its_ranks_along(tmp_path):
@@ -243,63 +243,65 @@ def test_guard_that_is_killed_takes_the_command_and_its_ranks_along(tmp_path):
         left = left_of(unit)
         assert len(left) == 2
         send_signal(guard_of(unit), signal.SIGKILL)
-        unit.stands(UnitStanding.RUNNING, restarts=1)
+        unit.stands(UnitState.RUNNING, restarts=1)
         assert not any(map(is_alive, left))
-        assert "[atoll] its guard was killed; starting it again in 1 s" in unit.said()
+        assert "[atoll] its guard was killed; restarting in 1 s" in unit.said()
 
 
-@pytest.mark.parametrize("written", ["keeper.json", "start-0001.log"])
-def test_keeper_killed_while_it_starts_its_command_leaves_nothing(tmp_path, written):
-    """As soon as the keeper is there, or its guard has opened the log: the command may or may not run."""
+@pytest.mark.parametrize("written", ["supervisor.json", "start-0001.log"])
+def test_supervisor_killed_while_it_starts_its_command_leaves_nothing(tmp_path, written):
+    """As soon as the supervisor is there, or its guard has opened the log: the command may or may not run."""
     directory = tmp_path / "units" / "a"
     directory.mkdir(parents=True)
     spec = {"command": python(WITH_RANK), "restarts": 0, "notice_s": 0.5, "syncer": None, "ends_with_syncer": False}
     write_json(directory / "unit.json", {**spec, "devices": []})
     for _ in range(5):
-        with subprocess.Popen([sys.executable, "-m", "atoll.launch.keeper", str(directory)], stdout=subprocess.DEVNULL):
+        with subprocess.Popen(
+            [sys.executable, "-m", "atoll.launch.local_supervisor", str(directory)], stdout=subprocess.DEVNULL
+        ):
             until(lambda: (directory / written).exists())
-            send_signal(until(lambda: local_units.keeper_of(directory)), signal.SIGKILL)
-        until(lambda: not is_locked(directory / LOCK))
+            send_signal(until(lambda: local_units.supervisor_of(directory)), signal.SIGKILL)
+        until(lambda: not is_locked(directory / LOCK_FILE))
         assert processes_of(directory) == []
         for path in directory.glob("*.log"):
             path.unlink()
-        (directory / "keeper.json").unlink()
+        (directory / "supervisor.json").unlink()
 
 
-def test_a_unit_outlives_who_started_it(tmp_path):
+def test_unit_outlives_process_that_started_it(tmp_path):
     unit = Unit("test", "a", python(FOREVER), tmp_path / "units/a")
     command = [sys.executable, "-c", START_AND_DIE, str(unit.directory), *unit.command]
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.returncode == -signal.SIGKILL, said.stderr
     handle = json.loads(said.stdout)
-    assert until(lambda: LocalEngine().status(handle).standing is UnitStanding.RUNNING)
-    keeper = (read_state(unit.directory) or {})["keeper"]
-    assert LocalEngine().start(unit) == handle  # nobody has written down that it was started: it is the same one
-    assert (read_state(unit.directory) or {})["keeper"] == keeper
-    with pytest.raises(ValueError, match=f"a is kept already, as another command, by process {keeper['pid']}"):
-        LocalEngine().start(Unit("test", "a", python("pass"), unit.directory))
-    LocalEngine().stop(handle)
-    assert LocalEngine().status(handle).standing is UnitStanding.STOPPED
+    assert until(lambda: LocalLauncher().status(handle).state is UnitState.RUNNING)
+    supervisor = (read_state(unit.directory) or {})["supervisor"]
+    assert LocalLauncher().start(unit) == handle  # it has no record of the start, and is the same unit
+    assert (read_state(unit.directory) or {})["supervisor"] == supervisor
+    with pytest.raises(ValueError, match=f"a runs already with another command, under process {supervisor['pid']}"):
+        LocalLauncher().start(Unit("test", "a", python("pass"), unit.directory))
+    LocalLauncher().stop(handle)
+    assert LocalLauncher().status(handle).state is UnitState.STOPPED
 
 
-def test_a_number_that_has_changed_hands_is_never_signalled(tmp_path):
+def test_reused_process_id_is_never_signaled(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
-        unit.engine.stop(unit.handle)
-        # The state of a keeper that was killed, whose number belongs to somebody else by now.
+        unit.launcher.stop(unit.handle)
+        # The state of a supervisor that was killed, whose number belongs to another process by now.
         with subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             other.stdout.readline()
-            told = read_state(unit.unit.directory)
-            assert told is not None
-            stale = {"pid": other.pid, "born": "another boot:1"}
-            path = unit.unit.directory / "keeper.json"
-            write_json(path, {**told, "standing": "running", "keeper": stale, "child": stale})
-            assert unit.status().why == "its keeper was killed"
-            unit.engine.stop(unit.handle)
-            assert unit.status().standing is UnitStanding.STOPPED
+            found = read_state(unit.unit.directory)
+            assert found is not None
+            stale = {"pid": other.pid, "start_time": "another boot:1"}
+            path = unit.unit.directory / "supervisor.json"
+            write_json(path, {**found, "state": "running", "supervisor": stale, "child": stale})
+            assert unit.status().cause == "its supervisor was killed"
+            unit.launcher.stop(unit.handle)
+            assert unit.status().state is UnitState.STOPPED
             assert other.poll() is None
-            known = process_id(other.pid)
+            known = identify_process(other.pid)
             assert known is not None
             assert send_signal(known, signal.SIGTERM)
             assert other.wait(300) == -signal.SIGTERM
@@ -309,20 +311,20 @@ def test_a_number_that_has_changed_hands_is_never_signalled(tmp_path):
 def test_an_island_is_not_started_again_when_its_run_is_over(tmp_path):
     syncer = tmp_path / "units" / "syncer"
     with kept(tmp_path, "pass", name="syncer", directory=syncer) as ended:
-        ended.stands(UnitStanding.ENDED)
+        ended.stands(UnitState.ENDED)
         with kept(tmp_path, "raise SystemExit(1)") as island:
-            assert island.stands(UnitStanding.STOPPED).why == "the run is over: its syncer has ended (exit code 1)"
+            assert island.stands(UnitState.STOPPED).cause == "the run is over: its syncer has ended (exit code 1)"
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("ray.json", '{"standing": "ended"}'), ("slurm/state", "standing=ended\nwhy=exit code 0\n")]
+    ("name", "words"), [("ray.json", '{"state": "ended"}'), ("slurm/state", "state=ended\ncause=exit code 0\n")]
 )
 def test_nor_is_it_where_another_engine_keeps_the_syncer(tmp_path, name, words):
-    told = tmp_path / "units" / "syncer" / name
-    told.parent.mkdir(parents=True)
-    told.write_text(words)
+    found = tmp_path / "units" / "syncer" / name
+    found.parent.mkdir(parents=True)
+    found.write_text(words)
     with kept(tmp_path, "raise SystemExit(1)") as island:
-        assert island.stands(UnitStanding.STOPPED).why.startswith("the run is over")
+        assert island.stands(UnitState.STOPPED).cause.startswith("the run is over")
 
 
 def test_a_shard_ends_with_its_syncer(tmp_path):
@@ -330,8 +332,8 @@ def test_a_shard_ends_with_its_syncer(tmp_path):
     with kept(tmp_path, FOREVER, name="shard-0", directory=folder / "shard-0") as shard:
         shard.says("here")
         with kept(tmp_path, "pass", name="syncer", directory=folder / "syncer"):
-            status = shard.stands(UnitStanding.ENDED)
-            assert status.why == "the run is over"
+            status = shard.stands(UnitState.ENDED)
+            assert status.cause == "the run is over"
             assert left_of(shard) == []
 
 
@@ -339,61 +341,61 @@ def test_a_shard_that_left_before_its_syncer_comes_back(tmp_path):
     with kept(tmp_path, POLITE, name="shard-0", directory=tmp_path / "units/shard-0") as shard:
         shard.says("here")
         send_signal(child_of(shard), signal.SIGTERM)
-        shard.stands(UnitStanding.RUNNING, restarts=1)
-        assert shard.said()[1:3] == ["goodbye", "[atoll] it left, and its run goes on; starting it again in 1 s"]
+        shard.stands(UnitState.RUNNING, restarts=1)
+        assert shard.said()[1:3] == ["goodbye", "[atoll] it has left, and its run continues; restarting in 1 s"]
 
 
 def test_a_unit_that_ends_well_as_it_is_stopped_is_stopped(tmp_path):
     """Everybody hears SIGTERM at once when a machine goes down."""
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
-        keeper, child = keeper_of(unit), child_of(unit)
-        send_signal(keeper, signal.SIGSTOP)
-        send_signal(keeper, signal.SIGTERM)
+        supervisor, child = supervisor_of(unit), child_of(unit)
+        send_signal(supervisor, signal.SIGSTOP)
+        send_signal(supervisor, signal.SIGTERM)
         send_signal(child, signal.SIGTERM)
         until(lambda: not is_alive(child))
-        send_signal(keeper, signal.SIGCONT)
-        assert unit.stands(UnitStanding.STOPPED).why == ""
+        send_signal(supervisor, signal.SIGCONT)
+        assert unit.stands(UnitState.STOPPED).cause == ""
         assert unit.said() == ["here", "goodbye"]
 
 
-@pytest.mark.parametrize("damaged", ["", '{"keeper": ', "[]"])
-def test_a_damaged_state_is_that_of_a_killed_keeper(tmp_path, damaged):
+@pytest.mark.parametrize("damaged", ["", '{"supervisor": ', "[]"])
+def test_a_damaged_state_is_that_of_a_killed_supervisor(tmp_path, damaged):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
-        keeper, child = keeper_of(unit), child_of(unit)
-        path = unit.unit.directory / "keeper.json"
+        supervisor, child = supervisor_of(unit), child_of(unit)
+        path = unit.unit.directory / "supervisor.json"
         path.write_text(damaged)
-        with pytest.raises(OSError, match=r"keeper\.json is damaged, and its keeper lives: end that"):
+        with pytest.raises(OSError, match=r"supervisor\.json is damaged, and its supervisor runs: stop it"):
             unit.status()
-        send_signal(keeper, signal.SIGKILL)
-        until(lambda: not is_alive(keeper))
-        assert unit.status().why == "its keeper was killed; its command is being ended"
-        KeptUnit(unit.unit).stands(UnitStanding.RUNNING)
+        send_signal(supervisor, signal.SIGKILL)
+        until(lambda: not is_alive(supervisor))
+        assert unit.status().cause == "its supervisor was killed; its command is being stopped"
+        KeptUnit(unit.unit).stands(UnitState.RUNNING)
         assert not is_alive(child)
 
 
 def test_delays_before_restarts_grow_to_a_minute():
-    restarts = Restarts(BACKOFF_FIRST_S, BACKOFF_MAX_S, max_failures=10_001)
-    delays = [restarts.failed(was_healthy=False) for _ in range(10_000)]
+    restarts = RestartPolicy(BACKOFF_FIRST_S, BACKOFF_MAX_S, max_failures=10_001)
+    delays = [restarts.record_failure(was_healthy=False) for _ in range(10_000)]
     assert [delays[place] for place in (0, 1, 2, 6, -1)] == [1.0, 2.0, 4.0, 60.0, 60.0]
-    assert restarts.failed(was_healthy=True) == 1.0
-    assert restarts.failed(was_healthy=True) is None
+    assert restarts.record_failure(was_healthy=True) == 1.0
+    assert restarts.record_failure(was_healthy=True) is None
 
 
 def test_what_this_machine_cannot_run_is_refused_before_anything_starts(tmp_path):
     def refused(command: tuple[str, ...] = ("python",), directory: Path = tmp_path / "a", **fields: object) -> str:
-        with pytest.raises(ValueError, match=r"^a: ") as wrong:
-            LocalEngine().check(Unit("test", "a", command, directory, **fields))  # type: ignore[arg-type]
-        return str(wrong.value)
+        with pytest.raises(ValueError, match=r"^a: ") as error:
+            LocalLauncher().check(Unit("test", "a", command, directory, **fields))  # type: ignore[arg-type]
+        return str(error.value)
 
     assert "there is no program 'no-such'" in refused(("no-such",))
-    assert "nodes is 2, and engine local has this machine only" in refused(nodes=2)
-    assert "engine local has no options; leave partition out" in refused(options={"partition": "x"})
+    assert "nodes is 2, but launcher local has one machine" in refused(nodes=2)
+    assert "launcher local has no options: remove partition" in refused(options={"partition": "x"})
     (tmp_path / "file").touch()
-    assert f"{tmp_path / 'file'} is no directory" in refused(directory=tmp_path / "file" / "a")
+    assert f"{tmp_path / 'file'} is not a directory" in refused(directory=tmp_path / "file" / "a")
     assert not (tmp_path / "a").exists()
-    LocalEngine().check(Unit("test", "a", ("torchrun",), tmp_path / "a"))  # beside the interpreter
+    LocalLauncher().check(Unit("test", "a", ("torchrun",), tmp_path / "a"))  # next to the interpreter
 
 
 def test_devices_are_dealt_out_and_never_twice(tmp_path, monkeypatch):
@@ -405,41 +407,41 @@ def test_devices_are_dealt_out_and_never_twice(tmp_path, monkeypatch):
         with kept(tmp_path, code, name="b", directory=folder / "b", devices=1) as second:
             second.says("has 6")
             third = Unit("test", "c", python(code), folder / "c", devices=1)
-            with pytest.raises(ValueError, match="c wants 1 devices, and 0 of 3 are free"):
-                LocalEngine().start(third)
+            with pytest.raises(ValueError, match="c needs 1 devices, and 0 of 3 are free"):
+                LocalLauncher().start(third)
         with kept(tmp_path, code, name="d", directory=folder / "d", devices=1) as fourth:
             fourth.says("has 6")  # which b has given back
-    engine = LocalEngine()
-    engine.check(Unit("test", "a", ("python",), folder / "a", devices=2))
-    with pytest.raises(ValueError, match="want 4 devices together, and this machine has 3"):
-        engine.check(Unit("test", "b", ("python",), folder / "b", devices=2))
+    launcher = LocalLauncher()
+    launcher.check(Unit("test", "a", ("python",), folder / "a", devices=2))
+    with pytest.raises(ValueError, match="need 4 devices together, and this machine has 3"):
+        launcher.check(Unit("test", "b", ("python",), folder / "b", devices=2))
 
 
 def test_a_unit_of_another_machine_is_not_taken_for_lost(tmp_path):
     handle = {"directory": str(tmp_path), "host": "elsewhere", "notice_s": 1.0}
-    for ask in (LocalEngine().status, LocalEngine().stop, LocalEngine().log):
-        with pytest.raises(OSError, match="it is kept on elsewhere"):
+    for ask in (LocalLauncher().status, LocalLauncher().stop, LocalLauncher().log):
+        with pytest.raises(OSError, match="it runs on elsewhere"):
             ask(handle)
     here = {**handle, "host": os.uname().nodename}
-    assert LocalEngine().status(here).standing is UnitStanding.GONE
+    assert LocalLauncher().status(here).state is UnitState.LOST
 
 
 def test_a_full_disk_is_said_by_who_starts(tmp_path):
     unit = Unit("test", "a", python("pass"), tmp_path / "units/a")
     unit.directory.mkdir(parents=True)
-    (unit.directory / "keeper.lock").mkdir()  # nobody can open that for writing, whoever asks
-    with pytest.raises(OSError, match=r"a cannot be kept: .*keeper\.lock"):
-        LocalEngine().start(unit)
+    (unit.directory / "supervisor.lock").mkdir()  # no user can open that for writing
+    with pytest.raises(OSError, match=r"a cannot be supervised: .*supervisor\.lock"):
+        LocalLauncher().start(unit)
 
 
 def test_what_is_rendered_shows_no_secret(tmp_path):
     unit = Unit(
         *("test", "a", ("python", "a b.py"), tmp_path / "a"),
         environment={"ATOLL_TOKEN": "hush", "ATOLL_LEARNER": "1"},
-        secret=frozenset({"ATOLL_TOKEN"}),
+        secret_names=frozenset({"ATOLL_TOKEN"}),
         devices=1,
     )
-    shown = LocalEngine().render(unit)
+    shown = LocalLauncher().render(unit)
     assert "hush" not in shown
     assert "ATOLL_TOKEN='(secret)'" in shown
     assert "ATOLL_LEARNER=1" in shown

@@ -17,7 +17,7 @@ import pytest
 from atoll.launch.fleet import Fleet
 from atoll.launch.guard import ProcessId, is_alive, send_signal
 from atoll.launch.islands_file import IslandsFile
-from atoll.launch.keeper import read_state
+from atoll.launch.local_supervisor import read_state
 from tests.launch.local_units import PATIENCE_S, end_unit, processes_of, until
 from tests.test_examples import free_port
 
@@ -58,12 +58,12 @@ class Yard:
         child = self.start("up", "--detach", "--json", *words)
         out, err = child.communicate(timeout=2 * PATIENCE_S)
         assert child.returncode in (0, 1), out + err
-        told: dict[str, Any] = json.loads(out)
-        return told
+        found: dict[str, Any] = json.loads(out)
+        return found
 
-    def standings(self) -> dict[str, str]:
+    def states(self) -> dict[str, str]:
         statuses = Fleet(IslandsFile.load(self.file)).statuses()
-        return {status.name: status.standing for status in statuses}
+        return {status.name: status.state for status in statuses}
 
     def child(self, unit: str) -> ProcessId | None:
         return ProcessId.from_json((read_state(self.run / "units" / unit) or {}).get("child"))
@@ -87,7 +87,7 @@ class Yard:
                 child.kill()
             child.communicate()
         if self.file.exists() and (self.run / "fleet").exists():
-            for known in Fleet(IslandsFile.load(self.file)).known().values():
+            for known in Fleet(IslandsFile.load(self.file)).read_units().values():
                 end_unit(Path(known.handle["directory"]))
 
 
@@ -104,14 +104,14 @@ def test_a_second_up_starts_only_what_is_new_or_has_failed(yard):
     yard.write(f"[islands.a]\n{HERE}\n{fails}")
     assert yard.up()["started"] == ["syncer", "a", "c"]
     yard.says("a", "here")
-    until(lambda: yard.standings()["c"] == "failed")
+    until(lambda: yard.states()["c"] == "failed")
     before = yard.child("a")
 
     yard.write(f"[islands.a]\n{HERE}\n{fails}\n[islands.b]\n{HERE}\n")
-    told = yard.up()
-    assert told["started"] == ["c", "b"]
+    found = yard.up()
+    assert found["started"] == ["c", "b"]
     assert yard.child("a") == before
-    until(lambda: yard.standings()["c"] == "failed")
+    until(lambda: yard.states()["c"] == "failed")
     assert [path.name for path in sorted((yard.run / "units/c").glob("start-*"))] == [
         "start-0001.log",
         "start-0002.log",
@@ -119,18 +119,20 @@ def test_a_second_up_starts_only_what_is_new_or_has_failed(yard):
 
     yard.write(f"[islands.a]\n{HERE}\ncpus = 2\n[islands.b]\n{HERE}\nnumber = 3\n")
     said = yard.atoll("up", "-d", "a", "b", "syncer", code=1)
-    assert "a: is running as it was, and cpus changed: down it first, then up" in said
-    assert "b: is running: left alone" in said
-    assert "not well: c; what they printed: atoll logs" in said  # it is not in the file any more, and has failed
+    assert "a: is running as before, but cpus changed: run atoll down, then atoll up" in said
+    assert "b: is running: unchanged" in said
+    assert (
+        "units with problems: c; show their output: atoll logs" in said
+    )  # it is not in the file any more, and has failed
     assert yard.child("a") == before
     assert yard.said("a") == ["here"]
 
-    assert "c: is failed, and not in the file any more: down it to forget it" in said
+    assert "c: is failed, but no longer in the file: run atoll down to remove it" in said
     assert "c: stopped" in yard.atoll("down", "c")
-    assert list(yard.standings()) == ["syncer", "a", "b"]
+    assert list(yard.states()) == ["syncer", "a", "b"]
 
 
-def test_ctrl_c_detaches_and_kills_nobody(yard):
+def test_ctrl_c_detaches_and_kills_no_unit(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
     child = yard.start("up")
     assert child.stdout is not None
@@ -139,9 +141,9 @@ def test_ctrl_c_detaches_and_kills_nobody(yard):
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
-    assert f"detached; the run goes on: atoll status {yard.file}" in err
+    assert f"detached; the run continues: atoll status {yard.file}" in err
     yard.says("a", "here")
-    assert yard.standings() == {"syncer": "running", "a": "running"}
+    assert yard.states() == {"syncer": "running", "a": "running"}
     assert "a: running" in yard.atoll("status")
 
 
@@ -150,7 +152,7 @@ def test_down_stops_everything_and_up_goes_on(yard):
     yard.up()
     yard.says("a", "here")
     assert yard.atoll("down", "a").splitlines() == ["a: stopped"]
-    assert yard.standings() == {"syncer": "running", "a": "stopped", "b": "running"}
+    assert yard.states() == {"syncer": "running", "a": "stopped", "b": "running"}
     yard.says("syncer", "The syncer listens on")
     said = yard.atoll("down").splitlines()
     assert set(said[:2]) == {"a: stopped", "b: stopped"}
@@ -173,7 +175,7 @@ def test_logs_are_followed_over_restarts(yard):
     assert child.stdout.readline() == "a | here\n"
     killed = until(lambda: yard.child("a"))
     send_signal(killed, signal.SIGKILL)
-    assert child.stdout.readline() == "a | [atoll] killed by SIGKILL; starting it again in 1 s\n"
+    assert child.stdout.readline() == "a | [atoll] killed by SIGKILL; restarting in 1 s\n"
     assert child.stdout.readline() == "a | here\n"
     yard.atoll("down", "a")
     out, err = child.communicate(timeout=PATIENCE_S)
@@ -190,9 +192,9 @@ def test_a_dry_run_starts_nothing_and_shows_no_secret(yard):
     assert "a very secret token" not in said
     assert "ATOLL_TOKEN='(secret)'" in said
     assert "--or-resume" in said
-    told = json.loads(yard.atoll("up", "--dry-run", "--json", "a"))
-    assert [unit["name"] for unit in told["units"]] == ["a"]
-    assert "a very secret token" not in json.dumps(told)
+    found = json.loads(yard.atoll("up", "--dry-run", "--json", "a"))
+    assert [unit["name"] for unit in found["units"]] == ["a"]
+    assert "a very secret token" not in json.dumps(found)
     assert not yard.run.exists()
 
 
@@ -209,11 +211,11 @@ def test_no_file_that_others_can_read_has_the_token(yard):
     assert f"ATOLL_TOKEN={token}" in Path(f"/proc/{known.pid}/environ").read_text().split("\0")
 
 
-def test_a_secret_of_the_caller_is_told_to_a_unit_and_to_nobody_else(yard, monkeypatch):
+def test_secret_of_the_caller_reaches_its_unit_alone(yard, monkeypatch):
     shows = "import os, signal; print(len(os.environ['MY_KEY']), flush=True); signal.pause()"
     yard.write(f'[islands.a]\ncommand = ["python", "-c", "{shows}"]\nsecrets = ["MY_KEY"]\n')
     said = yard.atoll("up", "--dry-run", code=2)
-    assert "a: secrets has MY_KEY, which is not set here: export it, and call again" in said
+    assert "a: secrets has MY_KEY, which is not set here: export it and retry" in said
     monkeypatch.setenv("MY_KEY", "seventeen letters")
     assert "MY_KEY='(secret)'" in yard.atoll("up", "--dry-run", "a")
     yard.up()
@@ -222,7 +224,7 @@ def test_a_secret_of_the_caller_is_told_to_a_unit_and_to_nobody_else(yard, monke
     assert holders == []
 
 
-def test_nothing_starts_where_one_unit_is_wrong(yard):
+def test_invalid_unit_starts_nothing(yard):
     yard.write(f'[islands.a]\n{HERE}\n[islands.b]\ncommand = "no-such-program"\n[islands.c]\n{HERE}\nnodes = 2\n')
     said = yard.atoll("up", code=2)
     assert "b: there is no program 'no-such-program'" in said
@@ -230,14 +232,14 @@ def test_nothing_starts_where_one_unit_is_wrong(yard):
     assert not yard.run.exists()
 
 
-def test_an_engine_that_is_not_there_starts_nothing_of_the_file(yard):
-    yard.write(f'[islands.a]\n{HERE}\n[islands.b]\n{HERE}\nengine = "kubernetes"\n')
+def test_missing_launcher_starts_no_unit_of_the_file(yard):
+    yard.write(f'[islands.a]\n{HERE}\n[islands.b]\n{HERE}\nlauncher = "kubernetes"\n')
     said = yard.atoll("up", code=2)
-    assert "islands.b.engine is 'kubernetes': Atoll has no engine for kubernetes" in said
+    assert "islands.b.launcher is 'kubernetes': Atoll has no launcher for kubernetes" in said
     assert not yard.run.exists()
 
 
-def test_a_directory_that_nobody_can_write_is_named(yard):
+def test_unwritable_directory_is_named(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
     yard.file.write_text('directory = "/proc/run"\n' + yard.file.read_text())
     said = yard.atoll("up", code=2)
@@ -246,44 +248,44 @@ def test_a_directory_that_nobody_can_write_is_named(yard):
 
 
 @pytest.mark.long
-def test_an_engine_that_cannot_be_asked_is_no_loss(yard):
+def test_unreachable_launcher_does_not_lose_units(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
     yard.up()
     yard.says("a", "here")
     path = yard.run / "fleet/units.json"
     path.write_text(path.read_text().replace(f'"host": "{os.uname().nodename}"', '"host": "elsewhere"', 1))
     said = yard.atoll("status", code=1)
-    assert "syncer: unknown (cannot be asked: it is kept on elsewhere" in said
+    assert "syncer: unknown (no status: it runs on elsewhere" in said
     assert "a: running" in said
     said = yard.atoll("up", "-d", code=1)
-    assert re.search(r"^syncer: cannot be asked: .*left alone; if that is gone for good: ", said, re.MULTILINE)
-    assert "syncer: cannot be stopped: it is kept on elsewhere" in yard.atoll("down", code=1)
+    assert re.search(r"^syncer: no status: .*unchanged; if it is lost for good: ", said, re.MULTILINE)
+    assert "syncer: cannot be stopped: it runs on elsewhere" in yard.atoll("down", code=1)
     path.write_text(path.read_text().replace("elsewhere", os.uname().nodename))
-    assert yard.standings() == {"syncer": "running", "a": "stopped"}
+    assert yard.states() == {"syncer": "running", "a": "stopped"}
 
 
-def test_two_who_change_a_run_at_once_are_told_of_each_other(yard):
+def test_concurrent_changes_of_a_run_are_refused(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
-    with Fleet(IslandsFile.load(yard.file)).alone("atoll down"):
+    with Fleet(IslandsFile.load(yard.file)).lock("atoll down"):
         said = yard.atoll("up", code=2)
     assert f"atoll down (process {os.getpid()} on {os.uname().nodename}) is changing this run" in said
-    assert yard.standings() == {"syncer": "not started", "a": "not started"}
+    assert yard.states() == {"syncer": "not started", "a": "not started"}
     assert not (yard.run / "fleet/token").exists()  # the other may be making one
     yard.up()
-    assert yard.standings()["a"] in ("running", "waiting")
+    assert yard.states()["a"] in ("running", "waiting")
 
 
 @pytest.mark.long
-def test_an_island_that_fails_for_good_is_told_by_the_exit_code(yard):
+def test_failed_island_sets_the_exit_code(yard):
     yard.write('[islands.a]\ncommand = ["python", "-c", "raise SystemExit(\'out of luck\')"]\nrestarts = 0\n')
     said = yard.atoll("up", code=1)
     assert "a: failed (exit code 1: out of luck)" in said
-    assert f"not well: a; what they printed: atoll logs {yard.file} a" in said
+    assert f"units with problems: a; show their output: atoll logs {yard.file} a" in said
     assert "a: failed" in yard.atoll("status", code=1)
-    told = json.loads(yard.atoll("status", "--json", code=1))
-    assert told["well"] is False
-    assert told["units"][1]["name"] == "a"
-    assert told["units"][1]["standing"] == "failed"
+    found = json.loads(yard.atoll("status", "--json", code=1))
+    assert found["well"] is False
+    assert found["units"][1]["name"] == "a"
+    assert found["units"][1]["state"] == "failed"
 
 
 @pytest.mark.long
@@ -293,7 +295,7 @@ def test_an_island_that_a_plain_kill_has_made_leave_comes_back_with_up(yard):
     yard.up()
     yard.says("a", "here")
     send_signal(until(lambda: yard.child("a")), signal.SIGTERM)
-    until(lambda: yard.standings()["a"] == "ended")
+    until(lambda: yard.states()["a"] == "ended")
     assert yard.up()["started"] == ["a"]
     yard.says("a", "here", times=2)
 
@@ -324,12 +326,12 @@ def test_an_island_and_the_syncer_are_killed_and_the_run_ends_with_one_model(yar
     digests = [line for name in "ab" for line in yard.said(name) if line.startswith("digest ")]
     assert len(digests) == 2
     assert digests[0] == digests[1]
-    assert {unit: how for unit, how in yard.standings().items() if unit != "shard-0"} == {
+    assert {unit: how for unit, how in yard.states().items() if unit != "shard-0"} == {
         "syncer": "ended",
         "a": "ended",
         "b": "ended",
     }
-    assert yard.standings()["shard-0"] in ("ended", "stopped")  # by itself, or by who follows
+    assert yard.states()["shard-0"] in ("ended", "stopped")  # by itself, or by who follows
     assert not is_alive(killed)
 
     assert yard.up()["started"] == []

@@ -1,6 +1,6 @@
-"""An island of the tests: a model of a few numbers, and an engine's word for everything else.
+"""An island of the tests: a model of a few numbers, and a launcher's word for everything else.
 
-The run does not come to its end before somebody makes the file GO in the run's directory.
+The run does not end before the file GO exists in the run's directory.
 """
 
 from __future__ import annotations

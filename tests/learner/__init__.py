@@ -1,1 +1,1 @@
-"""Tests of what travels and of what is kept on disk."""
+"""Tests of the learner: its messages and its files."""

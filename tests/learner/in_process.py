@@ -10,16 +10,17 @@ from atoll.learner.leading_rank import LeadingRank
 from tests.learner.runs import LIMIT_S, Run
 from tests.learner.small_models import BATCH, Work
 
-STEPS = 20_000  # nobody needs so many
+STEPS = 20_000  # far more than needed
 
 
 def learner_of(run: Run, job: Work, number: int | None, address: str = "", **settings: Any) -> Learner:
-    """A learner in this process."""
-    known: dict[str, Any] = {"run_directory": run.directory, "join_timeout_s": LIMIT_S}
-    return Learner(job.model, job.optimizer, address or run.address, run.token, learner=number, **(known | settings))
+    """Return a learner in this process, which is not entered yet."""
+    defaults: dict[str, Any] = {"run_directory": run.directory, "join_timeout_s": LIMIT_S}
+    return Learner(job.model, job.optimizer, address or run.address, run.token, learner=number, **(defaults | settings))
 
 
 def train(learner: Learner, job: Work, steps: int = STEPS) -> int:
+    """Train until the run ends or this many steps are taken. Return the number of steps."""
     for number in range(steps):
         if learner.finished:
             return number

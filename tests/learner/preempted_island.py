@@ -1,4 +1,4 @@
-"""A script as a user of torchrun has it: one rank of an island that learns everything from its environment."""
+"""Script for torchrun: one rank of an island, which takes all settings from its environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import atoll
 from tests.learner.small_models import BATCH, work
 
 
-def main(told: Path) -> None:
+def main(report: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -22,14 +22,14 @@ def main(told: Path) -> None:
     model = DistributedDataParallel(job.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with atoll.Learner(model, optimizer) as learner:
-        (told / f"{rank}.pid").write_text(str(os.getpid()))
+        (report / f"{rank}.pid").write_text(str(os.getpid()))
         while not learner.finished:
             optimizer.zero_grad()
             loss = model(torch.randn(BATCH, 8)).square().mean()
             loss.backward()
             optimizer.step()
             learner.step(tokens=BATCH, loss=loss)
-    (told / f"{rank}.left").write_text(f"{learner.finished} {learner.drained}")
+    (report / f"{rank}.left").write_text(f"{learner.finished} {learner.drained}")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Tiny models and data for runs of real processes: everything is a function of a name, a seed and a step."""
+"""Tiny models and data for runs of real processes. They depend only on a name, a seed and a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS = 16
 
 
 class Plain(nn.Module):
-    """Two layers. `flip` registers them the other way round, under the same names."""
+    """Two layers. `flip` registers them in reverse order under the same names."""
 
     first: nn.Linear
     last: nn.Linear
@@ -25,8 +25,8 @@ class Plain(nn.Module):
             ("first", lambda: nn.Linear(8, width)),
             ("last", lambda: nn.Linear(width, 4)),
         ]
-        for name, made in reversed(layers) if flip else layers:
-            setattr(self, name, made())
+        for name, make in reversed(layers) if flip else layers:
+            setattr(self, name, make())
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.first(x)
@@ -35,7 +35,7 @@ class Plain(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A head that is tied to the embedding, a frozen layer, and BatchNorm, whose counter stays where it is."""
+    """A head that is tied to the embedding, a frozen layer, and BatchNorm, whose counter is not merged."""
 
     embedding: nn.Embedding
     frozen: nn.Linear
@@ -50,8 +50,8 @@ class Mixed(nn.Module):
             ("norm", lambda: nn.BatchNorm1d(12)),
             ("head", lambda: nn.Linear(12, WORDS, bias=False)),
         ]
-        for name, made in reversed(parts) if flip else parts:
-            setattr(self, name, made())
+        for name, make in reversed(parts) if flip else parts:
+            setattr(self, name, make())
         self.head.weight = self.embedding.weight
         with torch.no_grad():
             self.frozen.weight.copy_(torch.eye(12))
@@ -65,7 +65,7 @@ class Mixed(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm over inputs whose scale differs by learner: their running variances are far apart."""
+    """BatchNorm over inputs whose scale differs by learner, so that the running variances are far apart."""
 
     norm: nn.BatchNorm1d
     last: nn.Linear
@@ -89,13 +89,13 @@ class Work(NamedTuple):
     seed: int
 
     def step(self, number: int) -> Tensor:
-        drawn = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         if isinstance(self.model, Mixed):
-            x = torch.randint(WORDS, (BATCH,), generator=drawn)
+            x = torch.randint(WORDS, (BATCH,), generator=generator)
             loss = functional.cross_entropy(self.model(x).float(), (x + 1) % WORDS)
         else:
             dtype = next(self.model.parameters()).dtype
-            x = torch.randn(BATCH, 8, generator=drawn).to(dtype)
+            x = torch.randn(BATCH, 8, generator=generator).to(dtype)
             loss = (self.model(x) - x[:, :4].sin()).float().square().mean()
         self.optimizer.zero_grad()
         loss.backward()
@@ -104,7 +104,11 @@ class Work(NamedTuple):
 
 
 def work(name: str = "plain", seed: int = 0, dtype: str = "float32", flip: bool = False) -> Work:
-    """`name`: plain, mixed, normed, tall (0.2 MB in f32), wide (2 MB); other and taller fit no run of the others."""
+    """Return the model of this name with an optimizer.
+
+    Names are plain, mixed, normed, tall (0.2 MB in f32) and wide (2 MB). A run of one of them refuses the models
+    other and taller.
+    """
     torch.manual_seed(seed)
     models = {
         "plain": lambda: Plain(flip),
@@ -121,7 +125,7 @@ def work(name: str = "plain", seed: int = 0, dtype: str = "float32", flip: bool 
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """What of a model must be the same everywhere: parameters and averaged buffers, tied ones under each name."""
+    """Return the tensors that are equal at all learners: parameters and averaged buffers, tied ones by every name."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     found |= {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     return found

@@ -1,4 +1,4 @@
-"""Real faults in real processes. Each test asserts that its fault happened, and that nobody else was hurt by it."""
+"""Real faults in real processes. Each test asserts that its fault happened, and that no other process was affected."""
 
 from __future__ import annotations
 
@@ -15,100 +15,100 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.core.protocol import InnerState, Published
+from atoll.core.protocol import OptimizerState, Published
 from atoll.core.types import Limits
 from atoll.tensors.settings import Numerics
-from tests.learner.planted import struck
+from tests.learner.fault_injection import fault_marker
+from tests.learner.run_tapes import received_messages, sent_together
 from tests.learner.runs import QUICK, Child, LearnerSpec, Run, config, endless, versions_by_epoch
-from tests.learner.tapes_of_runs import heard, sent_together
 
 NEVER_TOO_LONG_S = 0.05
-"""Of Atoll's own time between two steps, for a model of this size. Waiting for anybody would take far longer."""
+"""Limit of Atoll's own time between two steps. Waiting for another process would take far longer."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Learners
 
 
-def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_a_peer(tmp_path):
-    patient = Limits(first_wait_s=5.0, least_wait_s=5.0)  # steps of milliseconds are no measure for a busy machine
+def test_killed_learner_rejoins_as_new_incarnation_with_optimizer_state_from_a_peer(tmp_path):
+    patient = Limits(initial_wait_s=5.0, min_wait_s=5.0)  # longer than the steps of a busy machine
     with Run(tmp_path, endless(limits=patient)) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(6), "the run is under way")
         one.kill()
-        run.until(run.learner(1, standing="away", incarnation=1), "the loss is noticed")
+        run.until(run.learner(1, standing="disconnected", incarnation=1), "the loss is noticed")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other goes on")
-        again = run.start(1)
-        told = again.hear("joined")
-        assert (told["learner"], told["incarnation"]) == (1, 2)
-        assert told["moments"] > 0, "AdamW has counted no steps: its state is fresh"
-        assert told["lr_scale"] == 1.0
-        assert run.log_lines(again, "training starts: inner state from learner 2")
+        restarted = run.start(1)
+        report = restarted.expect("joined")
+        assert (report["learner"], report["incarnation"]) == (1, 2)
+        assert report["moments"] > 0, "AdamW has counted no steps: its state is fresh"
+        assert report["lr_scale"] == 1.0
+        assert run.log_lines(restarted, "training starts: optimizer state from learner 2")
         ledger = run.status()["ledger"]
         for line in ledger:
             assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
-        assert any(line["dropped"].get("replaced by a new incarnation", 0) > 0 for line in ledger), ledger
-        again.order("go")
+        assert any(line["dropped"].get("superseded", 0) > 0 for line in ledger), ledger
+        restarted.command("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "both go on")
         run.end()
-        run.assert_same(run.finish(again, two), 1, 2)
+        run.assert_same(run.finish(restarted, two), 1, 2)
         assert run.verdict().finished
 
 
-def test_one_learner_gives_its_inner_state_to_two_at_the_same_boundary(tmp_path):
-    patient = Limits(first_wait_s=10.0, least_wait_s=10.0)
+def test_one_learner_sends_its_optimizer_state_to_two_at_the_same_boundary(tmp_path):
+    patient = Limits(initial_wait_s=10.0, min_wait_s=10.0)
     with Run(tmp_path, endless(limits=patient)) as run:
-        (giver,) = run.joined(1)
-        run.go(giver)
+        (source,) = run.joined(1)
+        run.go(source)
         run.until(run.merges(3), "the run is under way")
-        giver.order("hold")
-        giver.hear("held")
+        source.command("hold")
+        source.expect("held")
         others = [run.start(2), run.start(3)]
         for number in (2, 3):
-            words = f"learner 1 gives its inner state to learner {number}"
-            run.until(lambda _, words=words: run.log_lines(run.syncer, words), words)  # type: ignore[misc]
-        giver.order("go")
+            line = f"learner 1 sends its optimizer state to learner {number}"
+            run.until(lambda _, line=line: run.log_lines(run.syncer, line), line)  # type: ignore[misc]
+        source.command("go")
         for other in others:
-            assert other.hear("joined")["moments"] > 0
+            assert other.expect("joined")["moments"] > 0
         run.go(*others)
         run.end()
-        run.assert_same(run.finish(giver, *others), 1, 2, 3)
-        given = [[body.to for body in bodies] for bodies in sent_together(run, 1, InnerState)]
-        assert [2, 3] in [sorted(each) for each in given], "they were given to one after the other"
+        run.assert_same(run.finish(source, *others), 1, 2, 3)
+        targets = [[body.target for body in bodies] for bodies in sent_together(run, 1, OptimizerState)]
+        assert [2, 3] in [sorted(each) for each in targets], "the state was not sent at one boundary"
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_then_by_fresh_moments(tmp_path):
-    patient = Limits(first_wait_s=5.0, least_wait_s=5.0)
+def test_peer_that_dies_while_sending_state_is_replaced_by_the_next_and_then_by_fresh_moments(tmp_path):
+    patient = Limits(initial_wait_s=5.0, min_wait_s=5.0)
     with Run(tmp_path, endless(limits=patient)) as run:
         peers = dict(zip((1, 2), run.joined(1, 2), strict=True))
         run.go(*peers.values())
         run.until(run.merges(6), "the run is under way")
-        for peer in peers.values():  # whoever is asked gives at its next step, so it is caught before it has given
-            peer.order("hold")
-            peer.hear("held")
+        for peer in peers.values():  # the requested peer sends at its next step, so it is killed before that
+            peer.command("hold")
+            peer.expect("held")
         third = run.start(3)
-        _kill_who_gives_to(run, 3, peers)
+        _kill_source_of(run, 3, peers)
         ((left, last),) = peers.items()
-        last.order("go")
-        assert third.hear("joined")["moments"] > 0
-        assert run.log_lines(third, f"training starts: inner state from learner {left}")
+        last.command("go")
+        assert third.expect("joined")["moments"] > 0
+        assert run.log_lines(third, f"training starts: optimizer state from learner {left}")
 
-        last.order("hold")
-        last.hear("held")
+        last.command("hold")
+        last.expect("held")
         third.kill()
-        run.until(run.learner(3, standing="away"), "the loss is noticed")
+        run.until(run.learner(3, standing="disconnected"), "the loss is noticed")
         fourth = run.start(4)
-        _kill_who_gives_to(run, 4, peers)
-        told = fourth.hear("joined")
-        assert told["moments"] == 0
-        assert told["lr_scale"] < 1.0
-        assert run.log_lines(fourth, "training starts: fresh inner moments")
-        fourth.order("go")
+        _kill_source_of(run, 4, peers)
+        report = fourth.expect("joined")
+        assert report["moments"] == 0
+        assert report["lr_scale"] < 1.0
+        assert run.log_lines(fourth, "training starts: fresh optimizer state")
+        fourth.command("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "it goes on from the published model")
         run.end()
@@ -116,43 +116,45 @@ def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_t
         run.assert_clean()
 
 
-def _kill_who_gives_to(run: Run, number: int, peers: dict[int, Child]) -> None:
-    def asked() -> list[int]:
-        words = f"gives its inner state to learner {number}"
-        return [peer for peer in peers if run.log_lines(run.syncer, f"learner {peer} {words}")]
+def _kill_source_of(run: Run, number: int, peers: dict[int, Child]) -> None:
+    """Kill the peer that must send its optimizer state to this learner, and remove it from `peers`."""
 
-    run.until(lambda _: asked(), "a peer is asked")
-    peers.pop(asked()[0]).kill()
+    def requested() -> list[int]:
+        event = f"sends its optimizer state to learner {number}"
+        return [peer for peer in peers if run.log_lines(run.syncer, f"learner {peer} {event}")]
+
+    run.until(lambda _: requested(), "a peer receives the request")
+    peers.pop(requested()[0]).kill()
 
 
-def test_an_old_process_that_comes_back_after_its_successor_is_told_and_ends(tmp_path):
-    """A learner that was taken for dead is started again while its first process only stood still."""
+def test_old_process_that_reconnects_after_its_successor_is_refused_and_ends(tmp_path):
+    """A learner that was marked as lost is restarted while its first process was only stalled."""
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(3), "the run is under way")
         one.send(signal.SIGSTOP)
-        again = run.start(1)
-        assert again.hear("joined")["incarnation"] == 2
-        again.order("go")
+        restarted = run.start(1)
+        assert restarted.expect("joined")["incarnation"] == 2
+        restarted.command("go")
         one.send(signal.SIGCONT)
         one.expected_to_end = True
-        kind, sentence, threads = one.hear("failed")
-        assert (kind, threads) == ("LearnerRefused", [])
-        assert "incarnation 1 was replaced by 2" in sentence
+        kind, message, threads = one.expect("failed")
+        assert (kind, threads) == ("LearnerRefusedError", [])
+        assert "incarnation 1 was replaced by 2" in message
         run.end()
-        run.assert_same(run.finish(again, two), 1, 2)
+        run.assert_same(run.finish(restarted, two), 1, 2)
 
 
-def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarnation(tmp_path):
-    impatient = Limits(first_wait_s=1.0, backoff_first_s=0.05, backoff_most_s=0.5)
+def test_stalled_learner_is_suspected_and_continues_as_the_same_incarnation(tmp_path):
+    impatient = Limits(initial_wait_s=1.0, initial_backoff_s=0.05, max_backoff_s=0.5)
     with Run(tmp_path, endless(limits=impatient)) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(6), "the run is under way")
         one.send(signal.SIGSTOP)
-        suspect, away = run.learner(1, standing="suspect"), run.learner(1, standing="away")
-        run.until(lambda status: suspect(status) or away(status), "its silence is noticed")
+        is_suspect, is_disconnected = run.learner(1, standing="suspect"), run.learner(1, standing="disconnected")
+        run.until(lambda status: is_suspect(status) or is_disconnected(status), "its silence is noticed")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "the other goes on")
         one.send(signal.SIGCONT)
@@ -165,22 +167,22 @@ def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarn
         run.assert_clean()
 
 
-@pytest.mark.parametrize(("how", "named"), [("signal", "KeyboardInterrupt"), ("order", "ArithmeticError")])
-def test_ctrl_c_and_exceptions_end_a_learner_cleanly_and_the_others_go_on(tmp_path, how, named):
+@pytest.mark.parametrize(("fault", "error"), [("signal", "KeyboardInterrupt"), ("command", "ArithmeticError")])
+def test_ctrl_c_and_exceptions_end_a_learner_cleanly_and_others_continue(tmp_path, fault, error):
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(4), "the run is under way")
         one.expected_to_end = True
-        if how == "signal":
+        if fault == "signal":
             one.send(signal.SIGINT)
         else:
-            one.order("raise")
-        kind, _, threads = one.hear("failed")
-        assert (kind, threads) == (named, [])
+            one.command("raise")
+        kind, _, threads = one.expect("failed")
+        assert (kind, threads) == (error, [])
         assert one.ended() == 0
         left = run.until(run.learner(1, standing="left"), "it has left")
-        assert left["reason"] == f"left: its loop ended with {named}"
+        assert left["reason"] == f"left: its loop ended with {error}"
         merges = run.status()["merges"]
         run.until(run.merges(merges + 4), "the other goes on")
         run.end()
@@ -194,34 +196,36 @@ def test_ctrl_c_while_a_learner_waits_for_its_syncer(tmp_path):
             free = listening.getsockname()[1]
         one = run.start(LearnerSpec(1, join_timeout_s=None), f"127.0.0.1:{free}")
         one.expected_to_end = True
-        run.until(lambda _: run.log_lines(one, "trying again"), "it waits")
+        run.until(lambda _: run.log_lines(one, "cannot reach syncer at"), "it waits")
         one.send(signal.SIGINT)
-        kind, _, threads = one.hear("failed")
+        kind, _, threads = one.expect("failed")
         assert (kind, threads) == ("KeyboardInterrupt", [])
         assert one.ended() == 0
 
 
-def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(tmp_path):
+def test_nan_contribution_is_refused_with_a_reason_and_quarantined_if_repeated(tmp_path):
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(3), "the run is under way")
         one.expected_to_end = True
-        one.order("poison")
-        kind, sentence, _ = one.hear("failed")
-        assert kind == "LearnerRefused"
-        assert sentence.startswith("the syncer refused: quarantined after 3 bad messages, the last: bad values: ")
-        assert "then restart the learner to come back" in sentence
-        shown = run.until(run.learner(1, standing="quarantined"), "it is quarantined")
-        assert shown["strikes"] == 3
-        assert "bad values" in shown["reason"]
-        again = run.start(1)  # restarted, it is welcome
-        assert again.hear("joined")["incarnation"] == 2
-        again.order("go")
+        one.command("poison")
+        kind, message, _ = one.expect("failed")
+        assert kind == "LearnerRefusedError"
+        assert message.startswith(
+            "the syncer refused this learner: quarantined after 3 invalid messages, the last: invalid values: "
+        )
+        assert "then restart the learner to join again" in message
+        status = run.until(run.learner(1, standing="quarantined"), "it is quarantined")
+        assert status["strikes"] == 3
+        assert "invalid values" in status["reason"]
+        restarted = run.start(1)  # a restarted learner is admitted
+        assert restarted.expect("joined")["incarnation"] == 2
+        restarted.command("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "both go on")
         run.end()
-        published = run.finish(again, two)
+        published = run.finish(restarted, two)
         assert all(bool(torch.isfinite(value).all()) for value in published.values())
         run.assert_same(published, 1, 2)
         run.assert_clean()
@@ -232,7 +236,7 @@ def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(t
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_a_syncer_that_is_killed_at_any_moment_goes_on_from_its_directory(tmp_path, seed):
+def test_syncer_killed_at_any_moment_resumes_from_its_directory(tmp_path, seed):
     rng = random.Random(seed)
     numerics = Numerics(up="int8", down="int4") if seed % 2 else Numerics()
     with Run(tmp_path, endless(quorum=1 + seed % 2), numerics) as run:
@@ -242,12 +246,12 @@ def test_a_syncer_that_is_killed_at_any_moment_goes_on_from_its_directory(tmp_pa
         for _ in range(2):
             merges = run.status()["merges"]
             run.until(run.merges(merges + rng.randrange(1, 7)), "the run is under way")
-            for _ in range(rng.randrange(2000)):  # to be somewhere else in the next round
+            for _ in range(rng.randrange(2000)):  # vary the moment within the next round
                 os.stat(tmp_path)
-            shown = run.status()
+            last_status = run.status()
             run.syncer.kill()
             run.start_syncer()
-            for fragment in shown["fragments"]:
+            for fragment in last_status["fragments"]:
                 before[fragment["fragment"]] = fragment["version"]
             after = {each["fragment"]: each["version"] for each in run.status()["fragments"]}
             assert all(after[p] >= version for p, version in before.items()), (before, after)
@@ -264,7 +268,7 @@ def test_a_syncer_that_is_killed_at_any_moment_goes_on_from_its_directory(tmp_pa
     assert all(epochs[3].get(p, 0) >= version for p, version in epochs[2].items())
 
 
-def test_a_syncer_that_is_told_to_stop_says_so_and_can_be_started_again(tmp_path):
+def test_stopped_syncer_logs_it_and_can_be_restarted(tmp_path):
     with Run(tmp_path, endless()) as run:
         (one,) = run.joined(1)
         run.go(one)
@@ -272,48 +276,48 @@ def test_a_syncer_that_is_told_to_stop_says_so_and_can_be_started_again(tmp_path
         merges = run.status()["merges"]
         run.syncer.expected_to_end = True
         run.syncer.send(signal.SIGTERM)
-        assert run.syncer.hear("ended") is False
+        assert run.syncer.expect("ended") is False
         assert run.syncer.ended() == 0
         run.start_syncer()
         assert run.status()["merges"] >= merges
         run.until(run.merges(merges + 3), "merges go on")
         run.end()
         run.assert_same(run.finish(one), 1)
-        assert run.log_lines(one, "the link closed")
+        assert run.log_lines(one, "connection closed: ")
         run.assert_clean()
 
 
-def test_without_a_syncer_steps_go_on_and_no_step_waits(tmp_path):
+def test_steps_continue_without_waiting_while_the_syncer_is_down(tmp_path):
     with Run(tmp_path, endless()) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(4), "the run is under way")
         for learner in (one, two):
-            learner.order("hold")
-            learner.hear("held")
+            learner.command("hold")
+            learner.expect("held")
         run.syncer.kill()
         learners: list[Child] = [one, two]
         for learner in learners:
-            learner.order("train", 300)
+            learner.command("train", 300)
         for learner in learners:
-            told = learner.hear("trained")
-            assert told["link"] in ("dialing", "down")
+            report = learner.expect("trained")
+            assert report["link"] in ("dialing", "down")
             # On a machine with other work many boundaries are interrupted. A wait for the syncer would be in all.
-            assert sorted(told["boundaries_s"])[150] < NEVER_TOO_LONG_S
+            assert sorted(report["boundaries_s"])[150] < NEVER_TOO_LONG_S
             assert run.log_lines(learner, "WARNING cannot reach syncer at 127.0.0.1")
-            learner.order("break")
-            learner.hear("ended")
+            learner.command("break")
+            learner.expect("ended")
 
 
-def test_a_bug_in_the_syncers_core_ends_it_and_another_one_goes_on(tmp_path):
+def test_error_in_the_syncer_core_ends_it_and_a_restarted_one_continues(tmp_path):
     with Run(tmp_path, endless(), planted="failing-core") as run:
         (one,) = run.joined(1)
         run.go(one)
         run.until(run.merges(3), "the run is under way")
         run.syncer.expected_to_end = True
         (tmp_path / "fail").touch()
-        kind, sentence = run.syncer.hear("failed")
-        assert (kind, sentence) == ("RuntimeError", "the syncer has failed: a planted bug in the core")
+        kind, message = run.syncer.expect("failed")
+        assert (kind, message) == ("RuntimeError", "the syncer has failed: an injected bug in the core")
         (tmp_path / "fail").unlink()
         run.syncer.ended()
         run.start_syncer()
@@ -328,58 +332,58 @@ def test_a_bug_in_the_syncers_core_ends_it_and_another_one_goes_on(tmp_path):
 
 
 @contextmanager
-def held_writes(directory: Path) -> Iterator[None]:
-    """Versions are not written until the block ends."""
+def blocked_writes(directory: Path) -> Iterator[None]:
+    """Block writes of versions until the end of the block."""
     hold = directory / "hold"
     os.mkfifo(hold)
     try:
         yield
     finally:
-        held = struck(directory, "write").exists()
+        is_blocked = fault_marker(directory, "write").exists()
         writer = os.open(hold, os.O_RDWR)
         hold.unlink()
-        if held:
+        if is_blocked:
             os.write(writer, b".")
         os.close(writer)
 
 
 def durable_before_published(directory: Path, planted: str) -> None:
-    """While the disk holds a version back, nobody gets it; afterwards everybody does."""
+    """Assert that no learner gets a version while its write is blocked, and that all get it afterwards."""
     with Run(directory, endless(), planted=planted) as run:
         (one,) = run.joined(1)
         run.go(one)
         run.until(run.merges(3), "the run is under way")
-        with held_writes(directory):
-            run.until(lambda _: struck(directory, "write").exists(), "a version is being written")
-            one.order("hold")
-            one.hear("held")
-            one.order("train", 200)
-            one.hear("trained")
+        with blocked_writes(directory):
+            run.until(lambda _: fault_marker(directory, "write").exists(), "a version is being written")
+            one.command("hold")
+            one.expect("held")
+            one.command("train", 200)
+            one.expect("trained")
             status = run.status()
             on_disk = {int(path.parent.name): 0 for path in (directory / "store").rglob("*.safetensors")}
             for path in (directory / "store" / "fragments").rglob("*.safetensors"):
                 p = int(path.parent.name)
                 on_disk[p] = max(on_disk[p], int(path.stem))
-            shown = {each["fragment"]: each["version"] for each in status["fragments"]}
-            assert all(shown[p] <= on_disk[p] for p in shown), f"{shown} is published, {on_disk} is on disk"
+            published = {each["fragment"]: each["version"] for each in status["fragments"]}
+            assert all(published[p] <= on_disk[p] for p in published), f"{published} is published, {on_disk} is on disk"
             arrived: dict[int, int] = {}
-            for body in heard(run, 1, Published, until=status["wall_s"]):
+            for body in received_messages(run, 1, Published, until=status["wall_s"]):
                 arrived[body.fragment] = max(arrived.get(body.fragment, 0), body.version)
             assert all(arrived[p] <= on_disk[p] for p in arrived), f"{arrived} has arrived, {on_disk} is on disk"
-        one.order("go")
+        one.command("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "merges go on")
         run.end()
         run.assert_same(run.finish(one), 1)
 
 
-def test_a_version_is_durable_before_anybody_gets_it(tmp_path):
-    durable_before_published(tmp_path, "held-disk")
+def test_version_is_durable_before_it_is_published(tmp_path):
+    durable_before_published(tmp_path, "blocked-versions")
 
 
-def test_the_test_above_finds_a_syncer_that_publishes_first(tmp_path):
+def test_the_test_above_fails_for_a_syncer_that_publishes_first(tmp_path):
     with pytest.raises(AssertionError, match="on disk"):
-        durable_before_published(tmp_path, "published-first held-disk")
+        durable_before_published(tmp_path, "published-before-durable blocked-versions")
 
 
 @contextmanager
@@ -389,14 +393,14 @@ def disk_of_8_mib(folder: Path) -> Iterator[Callable[[], Callable[[], None]]]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], timeout=300, check=True)
 
     def fill() -> Callable[[], None]:
-        filling = folder / "filling"
-        with open(filling, "wb", buffering=0) as file:
+        filler = folder / "filler"
+        with open(filler, "wb", buffering=0) as file:
             try:
                 while file.write(bytes(65536)):
                     pass
             except OSError:
                 pass
-        return filling.unlink
+        return filler.unlink
 
     try:
         yield fill
@@ -404,58 +408,58 @@ def disk_of_8_mib(folder: Path) -> Iterator[Callable[[], Callable[[], None]]]:
         subprocess.run(["umount", "-l", str(folder)], timeout=300, check=True)
 
 
-def test_a_full_disk_while_the_run_is_founded_is_waited_for(tmp_path):
+def test_learner_waits_while_the_disk_is_full_at_the_start_of_the_run(tmp_path):
     with Run(tmp_path, config(budget_merges=3)) as run:
-        free = limited(run.syncer.pid)
+        free = limit_file_size(run.syncer.pid)
         one = run.start(LearnerSpec(1, "tall"))
-        run.until(lambda _: run.log_lines(one, "the syncer cannot write the model: File too large"), "it is told so")
+        run.until(lambda _: run.log_lines(one, "the syncer cannot write the model: File too large"), "it is logged")
         assert run.status()["founded"] is False
         free()
-        one.hear("joined")
-        one.order("go")
+        one.expect("joined")
+        one.command("go")
         run.assert_same(run.finish(one), 1)
         run.assert_clean()
 
 
-def limited(pid: int) -> Callable[[], None]:
-    """No file of this process may grow beyond 16 KiB: writes fail as on a full disk. Undone by what is returned."""
+def limit_file_size(pid: int) -> Callable[[], None]:
+    """Limit the files of a process to 16 KiB, so that writes fail as on a full disk. Return a function to undo it."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (16 * 1024, hard))
     return lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard)) and None
 
 
-@pytest.mark.parametrize("way", [pytest.param("a full disk", marks=pytest.mark.needs_root), "a limit on files"])
-def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, way):
-    """The model is large enough that no version fits into what is left."""
-    with disk_of_8_mib(tmp_path / "disk") if way == "a full disk" else nullcontext() as fill:
+@pytest.mark.parametrize("limit", [pytest.param("a full disk", marks=pytest.mark.needs_root), "a limit on files"])
+def test_full_disk_is_reported_and_the_run_continues_when_there_is_space(tmp_path, limit):
+    """The model is so large that no version fits on the disk any more."""
+    with disk_of_8_mib(tmp_path / "disk") if limit == "a full disk" else nullcontext() as fill:
         directory = tmp_path / "disk" if fill is not None else tmp_path / "run"
         directory.mkdir(exist_ok=True)
         with Run(directory, endless(fragments=2, every_steps=4)) as run:
             one, two = run.joined(LearnerSpec(1, "tall"), LearnerSpec(2, "tall"))
             run.go(one, two)
             run.until(run.merges(2), "the run is under way")
-            free = fill() if fill is not None else limited(run.syncer.pid)
-            run.until(lambda _: run.log_lines(run.syncer, "could not be made durable"), "the syncer says it")
+            free = fill() if fill is not None else limit_file_size(run.syncer.pid)
+            run.until(lambda _: run.log_lines(run.syncer, "could not be made durable"), "the syncer logs the error")
             merges = run.status()["merges"]
             steps = run.until(run.learner(1), "learner 1 is shown")["step"]
             run.until(
                 lambda status: status["learners"][0]["step"] > steps + 20 or status["merges"] > merges,
                 "learners train on",
             )
-            assert run.status()["merges"] == merges, "something was published that is not on disk"
+            assert run.status()["merges"] == merges, "a version was published that is not on disk"
             free()
             run.until(run.merges(merges + 3), "merges go on when there is space")
             run.end()
             run.assert_same(run.finish(one, two), 1, 2)
-            run.assert_clean()  # what a full disk held back of the tapes was written later
-            if way == "a limit on files":
-                assert run.log_lines(run.syncer, "the tape is written again: nothing of it was lost")
+            run.assert_clean()  # tape entries that did not fit were written later
+            if limit == "a limit on files":
+                assert run.log_lines(run.syncer, "writing to the tape again; no entry was lost")
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Limits of these runs
 
 
-def test_the_quick_limits_differ_from_the_real_ones_only_where_a_test_would_wait():
+def test_quick_limits_differ_from_default_limits_only_in_waiting_times():
     changed = {name for name in Limits.__dataclass_fields__ if getattr(QUICK, name) != getattr(Limits(), name)}
-    assert changed == {"first_wait_s", "backoff_first_s", "backoff_most_s"}
+    assert changed == {"initial_wait_s", "initial_backoff_s", "max_backoff_s"}

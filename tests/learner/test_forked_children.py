@@ -16,7 +16,7 @@ from tests.learner.small_models import work
 
 
 def forking_child(directory: Path, address: str, log: Path, pipe: Connection) -> None:
-    """A learner that forks in the middle of training; its child unwinds the block by SystemExit."""
+    """Run a learner that forks during its training. The child leaves the block by SystemExit."""
     runs._begin(log)
     job = work()
     try:
@@ -42,8 +42,8 @@ def test_forked_child_that_exits_leaves_the_learner_of_its_parent_alone(tmp_path
     with Run(tmp_path, config(budget_merges=60)) as run:
         one = Child("learner 1", tmp_path / "logs" / "learner-1.log", forking_child, (tmp_path, run.address))
         run.children.append(one)
-        assert one.hear("forked") == 3, one.logged()
-        assert one.hear("ended") is True
-        assert run.syncer.hear("ended") is True
-        assert not run.log_lines(run.syncer, "is back on a new link"), "the child has broken the link of its parent"
+        assert one.expect("forked") == 3, one.logged()
+        assert one.expect("ended") is True
+        assert run.syncer.expect("ended") is True
+        assert not run.log_lines(run.syncer, "has reconnected"), "the child closed the connection of its parent"
         run.assert_clean()

@@ -1,4 +1,4 @@
-"""Joining a run: whom a learner waits for, how long, and what it is told."""
+"""Joining a run: waits, timeouts and errors."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.errors import JoinTimeout, LearnerRefused, SyncerUnreachable
+from atoll.errors import JoinTimeoutError, LearnerRefusedError, SyncerUnreachableError
 from atoll.learner.api import Learner
 from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, config
 from tests.learner.small_models import values, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
-def test_nobody_listens_and_the_time_to_join_is_over(caplog):
+def test_join_fails_after_join_timeout_without_a_syncer(caplog):
     job = work()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         free = listening.getsockname()[1]
     learner = Learner(job.model, job.optimizer, f"127.0.0.1:{free}", join_timeout_s=0.7)
-    with caplog.at_level(logging.WARNING), pytest.raises(SyncerUnreachable, match=f"127.0.0.1:{free}"), learner:
+    with caplog.at_level(logging.WARNING), pytest.raises(SyncerUnreachableError, match=f"127.0.0.1:{free}"), learner:
         pass
-    assert "trying again" in caplog.text
+    assert "cannot reach syncer at" in caplog.text
 
 
-def test_a_black_hole_does_not_hold_a_learner_beyond_its_time_to_join():
+def test_join_timeout_holds_for_a_peer_that_never_replies():
     job = work()
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # takes connections, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts connections and never replies
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(SyncerUnreachable), Learner(job.model, job.optimizer, address, join_timeout_s=0.7):
+        with pytest.raises(SyncerUnreachableError), Learner(job.model, job.optimizer, address, join_timeout_s=0.7):
             pass
 
 
-def test_the_link_falls_silent_while_a_learner_joins(tmp_path):
-    """The black hole opens after the number was given, before the link: the join timeout counts all of it."""
+def test_learner_reconnects_when_the_connection_stalls_during_the_join(tmp_path):
+    """The connection stalls between the reply with the number and the hello. The join timeout covers both."""
     job = work()
     with Run(tmp_path) as run, relay_to(run.address) as relay:
         learner = Learner(job.model, job.optimizer, relay.address, learner=1, join_timeout_s=1.5)
-        ask = learner._background.ask_for_number
+        request_number = learner._background.request_number
 
-        def and_then_silence(*args: Any) -> tuple[int, int]:
-            number = ask(*args)
+        def request_number_and_stall(*args: Any) -> tuple[int, int]:
+            number = request_number(*args)
             relay.cut()
             return number
 
-        learner._background.ask_for_number = and_then_silence  # type: ignore[method-assign, assignment]
-        with pytest.raises(JoinTimeout, match="could not join within the time given"), learner:
+        learner._background.request_number = request_number_and_stall  # type: ignore[method-assign, assignment]
+        with pytest.raises(JoinTimeoutError, match="could not join within join_timeout_s"), learner:
             pass
         assert relay.counts().connections > 0
 
 
-def test_a_learner_waits_for_a_syncer_that_is_not_there_yet(tmp_path, caplog):
+def test_learner_waits_for_a_syncer_that_is_not_started_yet(tmp_path, caplog):
     job = work()
     with Run(tmp_path) as run:
         run.syncer.kill()
-        found = threading.Event()
+        has_warned = threading.Event()
 
-        class Tell(logging.Handler):
+        class WarningHandler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
-                found.set()
+                has_warned.set()
 
         log = logging.getLogger("test.waits")
-        log.addHandler(Tell(logging.WARNING))
+        log.addHandler(WarningHandler(logging.WARNING))
         learner = learner_of(run, job, 1, log=log)
 
         def island() -> bool:
@@ -79,19 +79,19 @@ def test_a_learner_waits_for_a_syncer_that_is_not_there_yet(tmp_path, caplog):
 
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(island)
-            assert found.wait(LIMIT_S), "it did not say that it waits"
+            assert has_warned.wait(LIMIT_S), "the learner did not log that it waits"
             run.start_syncer()
             assert ended.result(LIMIT_S)
 
 
-def test_two_founders_at_once(tmp_path):
-    """Large enough that the second one is still sending when the first one's model is the run's."""
+def test_two_learners_upload_the_initial_model_concurrently(tmp_path):
+    """The model is large, so that the others are still uploading when the first upload is complete."""
     with Run(tmp_path, config(budget_merges=3)) as run:
         specs = [LearnerSpec(number, "wide") for number in (1, 2, 3)]
         learners = [run.start(spec) for spec in specs]
         for learner in learners:
-            learner.hear("joined")
-        assert len(run.log_lines(run.syncer, "founded: ")) == 1
+            learner.expect("joined")
+        assert len(run.log_lines(run.syncer, "created the run: ")) == 1
         run.go(*learners)
         published = run.finish(*learners)
         run.assert_same(published, 1, 2, 3)
@@ -106,38 +106,42 @@ def test_a_learner_without_a_number_gets_the_next_free_one(tmp_path):
             assert (learner.id, learner.incarnation) == (2, 1)
 
 
-def test_a_number_that_a_killed_syncer_gave_out_is_not_used_twice(tmp_path):
-    """(1) A learner gets incarnation 1 and opens its tape, (2) it is killed, and so is the syncer, which has not
-    written it down yet, (3) the next one is given incarnation 1 again."""
+def test_number_assigned_by_a_killed_syncer_is_not_reused(tmp_path):
+    """Interleaving:
+
+    1. A learner gets incarnation 1 and opens its tape.
+    2. The learner and the syncer are killed before the syncer has made the admission durable.
+    3. The restarted syncer assigns incarnation 1 again.
+    """
     with Run(tmp_path, config(budget_merges=3)) as run:
-        assert json.loads(run.ask("POST", "/v1/join", b'{"learner": 1}')[1])["incarnation"] == 1
+        assert json.loads(run.request("POST", "/v1/join", b'{"learner": 1}')[1])["incarnation"] == 1
         (tmp_path / "tapes").mkdir()
         (tmp_path / "tapes" / "learner-1-i1.tape").touch()
         run.syncer.kill()
         run.start_syncer()
         one = run.start(1)
-        assert one.hear("joined")["incarnation"] == 2
-        one.order("go")
+        assert one.expect("joined")["incarnation"] == 2
+        one.command("go")
         run.assert_same(run.finish(one), 1)
 
 
-def test_tapes_of_another_run_in_the_directory_are_said(tmp_path):
+def test_tapes_of_another_run_in_the_directory_raise_an_error(tmp_path):
     (tmp_path / "tapes").mkdir()
     for incarnation in range(1, 20):
         (tmp_path / "tapes" / f"learner-1-i{incarnation}.tape").touch()
     with Run(tmp_path) as run:
         job = work()
-        with pytest.raises(LearnerRefused, match="another run directory"), learner_of(run, job, 1):
+        with pytest.raises(LearnerRefusedError, match="another run directory"), learner_of(run, job, 1):
             pass
 
 
-def test_who_comes_after_the_end_has_the_final_model_at_once(tmp_path):
+def test_learner_that_joins_after_the_end_gets_the_final_model(tmp_path):
     with Run(tmp_path) as run:
         learners = run.joined(1)
         run.go(*learners)
         published = run.finish(*learners)
         run.start_syncer()
-        for number in (1, 2):  # one that was there, one that nobody knows
+        for number in (1, 2):  # a known number, and an unknown one
             job = work("plain", seed=7)
             with learner_of(run, job, number) as learner:
                 assert learner.finished
@@ -148,21 +152,21 @@ def test_who_comes_after_the_end_has_the_final_model_at_once(tmp_path):
 
 
 def test_learner_number_started_twice_while_joining_leaves_the_newer_process(tmp_path):
-    """The older process has its number and has not said hello when the newer one joins."""
+    """The newer process joins when the older one has its number and has not sent its hello."""
     job = work()
     with Run(tmp_path) as run:
         older = learner_of(run, job, 1)
-        ask = older._background.ask_for_number
+        request_number = older._background.request_number
         newer: list[Child] = []
 
-        def and_then_another_starts(*args: Any) -> tuple[int, int]:
-            number = ask(*args)
+        def request_number_and_start_another(*args: Any) -> tuple[int, int]:
+            number = request_number(*args)
             newer.append(run.start(1))
-            assert newer[0].hear("joined")["incarnation"] == number[1] + 1
+            assert newer[0].expect("joined")["incarnation"] == number[1] + 1
             return number
 
-        older._background.ask_for_number = and_then_another_starts  # type: ignore[method-assign, assignment]
-        with pytest.raises(LearnerRefused, match="incarnation 1 was replaced by 2"), older:
+        older._background.request_number = request_number_and_start_another  # type: ignore[method-assign, assignment]
+        with pytest.raises(LearnerRefusedError, match="incarnation 1 was replaced by 2"), older:
             pass
         run.go(*newer)
         run.finish(*newer)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from atoll.learner.loop_check import MAX_UNREPORTED, PATIENCE, LoopCheck
+from atoll.learner.loop_check import CALLS_BEFORE_WARNING, MAX_UNREPORTED_STEPS, LoopCheck
 from tests.learner.in_process import learner_of
 from tests.learner.runs import Run, endless
 from tests.learner.small_models import BATCH, Work, work
 
-ENOUGH = 2 * MAX_UNREPORTED
+ENOUGH = 2 * MAX_UNREPORTED_STEPS
 FORGOTTEN = "learner.step() was not called during the last"
 NEVER = "the loop has ended after"
 PER_MICRO_BATCH = "it looks like one call for every micro-batch"
@@ -51,10 +51,10 @@ def test_a_loop_that_forgets_learner_step_is_warned(run, caplog):
     learner = learner_of(run, job, 1)
     hooks = dict(job.optimizer._optimizer_step_post_hooks)
     with learner:
-        for number in range(MAX_UNREPORTED + 1):
+        for number in range(MAX_UNREPORTED_STEPS + 1):
             job.step(number)
     assert warnings(caplog) == [FORGOTTEN, NEVER]
-    assert job.optimizer._optimizer_step_post_hooks == hooks, "what was hooked on entering is removed on leaving"
+    assert job.optimizer._optimizer_step_post_hooks == hooks, "a hook was left at the optimizer"
 
 
 def test_a_short_loop_that_forgets_learner_step_is_warned_at_its_end(run, caplog):
@@ -67,7 +67,7 @@ def test_a_short_loop_that_forgets_learner_step_is_warned_at_its_end(run, caplog
 def test_a_loop_that_calls_learner_step_per_micro_batch_is_warned(run, caplog):
     job = work()
     with learner_of(run, job, 3) as learner:
-        for number in range(8 * PATIENCE):
+        for number in range(8 * CALLS_BEFORE_WARNING):
             learner.step(tokens=BATCH, loss=backward(job, number))
             if number % 2:
                 job.optimizer.step()
@@ -78,7 +78,7 @@ def test_a_loop_that_calls_learner_step_per_micro_batch_is_warned(run, caplog):
 def test_a_loop_that_never_calls_optimizer_step_is_warned(run, caplog):
     job = work()
     with learner_of(run, job, 4) as learner:
-        for number in range(8 * PATIENCE):
+        for number in range(8 * CALLS_BEFORE_WARNING):
             job.optimizer.zero_grad()
             learner.step(tokens=BATCH, loss=backward(job, number))
     assert warnings(caplog) == [UNTRAINED]
@@ -89,7 +89,7 @@ def test_a_correct_loop_that_trains_on_after_the_end_is_not_warned(tmp_path, cap
     with Run(tmp_path) as run, learner_of(run, job, 1) as learner:
         while not learner.finished:
             learner.step(tokens=BATCH, loss=job.step(0))
-        for number in range(MAX_UNREPORTED + 1):
+        for number in range(MAX_UNREPORTED_STEPS + 1):
             job.step(number)
     assert warnings(caplog) == []
 
@@ -99,14 +99,14 @@ def test_a_correct_loop_that_trains_on_after_the_end_is_not_warned(tmp_path, cap
 
 
 class Loop:
-    """Two halves of a model, each with its own optimizer, and the check of a learner that has one of them or both."""
+    """Two halves of a model, each with its own optimizer, and the check of a learner that has one or both of them."""
 
-    def __init__(self, given: Sequence[str] = ("one", "two"), make: Callable[..., Optimizer] = AdamW) -> None:
+    def __init__(self, chosen: Sequence[str] = ("one", "two"), make: Callable[..., Optimizer] = AdamW) -> None:
         self.model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
         self.optimizers = {name: make(half.parameters(), lr=0.1) for name, half in self.model.items()}
         self.one, self.two = self.optimizers["one"], self.optimizers["two"]
-        chosen = [self.optimizers[name] for name in given]
-        self.check = LoopCheck(self.model, chosen, lambda: False, logging.getLogger("test"))
+        passed = [self.optimizers[name] for name in chosen]
+        self.check = LoopCheck(self.model, passed, lambda: False, logging.getLogger("test"))
 
     def backward(self) -> Tensor:
         x = torch.ones(2, 3)
@@ -125,104 +125,104 @@ class Loop:
 
 
 @contextmanager
-def loop(given: Sequence[str] = ("one",), make: Callable[..., Optimizer] = AdamW) -> Iterator[Loop]:
-    made = Loop(given, make)
-    yield made
-    made.check.close(ended_well=True)
+def loop(chosen: Sequence[str] = ("one",), make: Callable[..., Optimizer] = AdamW) -> Iterator[Loop]:
+    script = Loop(chosen, make)
+    yield script
+    script.check.close(ended_well=True)
 
 
 def test_gradient_accumulation_with_one_call_for_each_optimizer_step_is_not_warned(caplog):
-    with loop() as made:
+    with loop() as script:
         for number in range(ENOUGH):
-            made.backward()
+            script.backward()
             if number % 4 == 3:
-                made.one.step()
-                made.report()
+                script.one.step()
+                script.report()
     assert warnings(caplog) == []
 
 
 @pytest.mark.parametrize("accumulated", [2, 3, 8, 100])
 def test_a_call_for_every_micro_batch_is_warned_once(caplog, accumulated):
-    with loop() as made:
+    with loop() as script:
         for number in range(ENOUGH):
-            made.backward()
+            script.backward()
             if number % accumulated == accumulated - 1:
-                made.one.step()
-            made.report()
-    assert warnings(caplog) == [PER_MICRO_BATCH if accumulated < PATIENCE else UNTRAINED]
+                script.one.step()
+            script.report()
+    assert warnings(caplog) == [PER_MICRO_BATCH if accumulated < CALLS_BEFORE_WARNING else UNTRAINED]
 
 
 def test_steps_that_a_gradient_scaler_skips_are_not_warned(caplog):
-    with loop() as made:
+    with loop() as script:
         for number in range(ENOUGH):
-            made.backward()
+            script.backward()
             is_skipped = number < 20 or number % 50 == 0
             if not is_skipped:
-                made.one.step()
-            made.report()
+                script.one.step()
+            script.report()
     assert warnings(caplog) == []
 
 
 def test_a_gradient_scaler_that_skips_every_step_from_some_point_on_is_warned(caplog):
-    with loop() as made:
+    with loop() as script:
         for number in range(ENOUGH):
-            if number < 4 * PATIENCE:
-                made.train("one")
-            made.report()
+            if number < 4 * CALLS_BEFORE_WARNING:
+                script.train("one")
+            script.report()
     assert warnings(caplog) == [UNTRAINED]
 
 
 def test_several_optimizers_that_take_turns_are_not_warned(caplog):
-    with loop(("one", "two")) as made:
+    with loop(("one", "two")) as script:
         for number in range(ENOUGH):
-            made.train("one" if number % 5 else "two")
-            made.report()
+            script.train("one" if number % 5 else "two")
+            script.report()
     assert warnings(caplog) == []
 
 
 def test_a_critic_that_takes_a_hundred_steps_for_one_of_the_generator_is_not_warned(caplog):
-    with loop(("one", "two")) as made:
+    with loop(("one", "two")) as script:
         for _ in range(5):
             for _ in range(100):
-                made.one.step()
-            made.train("two")
-            made.report()
+                script.one.step()
+            script.train("two")
+            script.report()
     assert warnings(caplog) == []
 
 
-def test_an_optimizer_that_the_learner_was_not_given_is_not_warned(caplog):
-    with loop(("one",)) as made:
+def test_steps_of_an_optimizer_unknown_to_the_learner_are_not_warned(caplog):
+    with loop(("one",)) as script:
         for number in range(ENOUGH):
-            made.train("two" if number % 3 else "one")
-            made.report()
+            script.train("two" if number % 3 else "one")
+            script.report()
     assert warnings(caplog) == []
 
 
 def test_parameters_that_a_script_updates_by_hand_are_not_warned(caplog):
-    with loop() as made:
+    with loop() as script:
         for _ in range(ENOUGH):
-            made.backward()
-            for parameter in made.model.parameters():
+            script.backward()
+            for parameter in script.model.parameters():
                 parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
-            made.report()
+            script.report()
     assert warnings(caplog) == []
 
 
 def test_lbfgs_with_many_evaluations_in_one_step_is_not_warned(caplog):
     def closure() -> Tensor:
-        made.one.zero_grad()
-        return made.backward()
+        script.one.zero_grad()
+        return script.backward()
 
-    with loop(make=torch.optim.LBFGS) as made:
-        for _ in range(4 * PATIENCE):
-            made.one.step(closure)  # type: ignore[arg-type]
-            made.report()
+    with loop(make=torch.optim.LBFGS) as script:
+        for _ in range(4 * CALLS_BEFORE_WARNING):
+            script.one.step(closure)  # type: ignore[arg-type]
+            script.report()
     assert warnings(caplog) == []
 
 
 def test_a_wrapper_without_hooks_is_not_warned(caplog):
     class Both(Optimizer):
-        """Has not called Optimizer.__init__."""
+        """Wrapper that does not call Optimizer.__init__."""
 
         def __init__(self, inner: Sequence[Optimizer]) -> None:
             self.inner = inner
@@ -235,7 +235,7 @@ def test_a_wrapper_without_hooks_is_not_warned(caplog):
     model = nn.Linear(2, 2)
     both = Both([SGD([model.weight], lr=0.1), SGD([model.bias], lr=0.1)])
     check = LoopCheck(model, [both], lambda: False, logging.getLogger("test"))
-    for _ in range(4 * PATIENCE):
+    for _ in range(4 * CALLS_BEFORE_WARNING):
         model(torch.ones(1, 2)).sum().backward()
         both.step()
         check.begin_call()
@@ -245,19 +245,19 @@ def test_a_wrapper_without_hooks_is_not_warned(caplog):
 
 
 def test_many_optimizer_steps_for_each_call_are_warned_at_most_once(caplog):
-    with loop() as made:
+    with loop() as script:
         for _ in range(3):
-            for _ in range(2 * MAX_UNREPORTED):
-                made.train("one")
-            made.report()
+            for _ in range(2 * MAX_UNREPORTED_STEPS):
+                script.train("one")
+            script.report()
     assert warnings(caplog) == [FORGOTTEN]
 
 
 def test_a_later_part_of_the_loop_that_forgets_learner_step_is_warned(caplog):
-    with loop() as made:
+    with loop() as script:
         for _ in range(10):
-            made.train("one")
-            made.report()
-        for _ in range(MAX_UNREPORTED):
-            made.train("one")
+            script.train("one")
+            script.report()
+        for _ in range(MAX_UNREPORTED_STEPS):
+            script.train("one")
     assert warnings(caplog) == [FORGOTTEN]

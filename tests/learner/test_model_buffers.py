@@ -1,4 +1,4 @@
-"""Buffers are published as the mean of their values, in f32, and overwritten, by processes and in replay alike."""
+"""Buffers are published as the mean of their values, in f32, and overwritten, in processes and in replay."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll.core.types import Accepted, RoundId
+from atoll.core.types import AcceptedContribution, RoundId
 from atoll.island.fragments import FragmentTensors
-from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values
+from atoll.reference.tape_executor import ReplayLearner, StepInfo, TapeExecutor, initial_values
 from atoll.tape.format import Actor
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.model_view import ModelView
-from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
-from atoll.tensors.row_sharding import share_out
+from atoll.tensors.plan import FragmentPlan, describe_tensors, make_plan
+from atoll.tensors.row_sharding import shard_fragment
 from atoll.tensors.settings import Numerics
 from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.learner.in_process import learner_of
@@ -33,7 +33,7 @@ def variance(model: nn.Module) -> Tensor:
 
 
 def plan_of(fragments: int = 3) -> FragmentPlan:
-    return make_plan(tensors_of(Normed()), fragments, "balanced")
+    return make_plan(describe_tensors(Normed()), fragments, "balanced")
 
 
 def rescale(model: nn.Module, step: int) -> None:
@@ -41,7 +41,7 @@ def rescale(model: nn.Module, step: int) -> None:
     model.scale = 100.0 if step % 5 < 3 else 0.01
 
 
-def trainee(actor: Actor) -> Trainee:
+def trainee(actor: Actor) -> ReplayLearner:
     job = work("normed", actor.learner)
 
     def take_step(info: StepInfo) -> None:
@@ -49,18 +49,18 @@ def trainee(actor: Actor) -> Trainee:
             rescale(job.model, info.step)
         job.step(info.step)
 
-    return Trainee(job.model, job.optimizer, take_step)
+    return ReplayLearner(job.model, job.optimizer, take_step)
 
 
-def executed(numerics: Numerics, adopt: str, overlap: int) -> tuple[Execution, Lockstep]:
+def executed(numerics: Numerics, adopt: str, overlap: int) -> tuple[TapeExecutor, Lockstep]:
     plan = plan_of()
     run = tiny.lockstep_config(plan, learners=2, every=4, overlap_steps=max(1, overlap), adopt=adopt, blend_alpha=0.5)
-    execution = Execution(run, numerics, plan, initial_values(work("normed", 2).model, plan), trainee)
-    return execution, Lockstep(run, tiny.tokens_of(2), execution.apply, overlap=overlap)
+    execution = TapeExecutor(run, numerics, plan, initial_values(work("normed", 2).model, plan), trainee)
+    return execution, Lockstep(run, tiny.tokens_by_learner(2), execution.apply, overlap=overlap)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the rule promises
+# Merged values
 
 
 @pytest.mark.parametrize("name", ["f32", "int4"])
@@ -70,14 +70,14 @@ def test_running_var_is_never_negative(adopt, name):
     for _ in range(40):
         run.step()
         for learner in execution.learners.values():
-            assert bool((variance(learner.trainee.model) > 0.0).all())
+            assert bool((variance(learner.replay.model) > 0.0).all())
     assert run.syncer.state.merges > 20
     for learner in execution.learners.values():
-        assert bool(learner.trainee.model.eval()(torch.ones(4, 8)).isfinite().all())
+        assert bool(learner.replay.model.eval()(torch.ones(4, 8)).isfinite().all())
 
 
 def test_published_buffers_are_the_mean_of_the_contributed_values():
-    """With equal tokens and no overlap the mean of two is the value in the middle, whatever the outer optimizer is."""
+    """Without overlap and with equal tokens, the published value is the mean of two, with every outer optimizer."""
     execution, run = executed(INT4, "carry", overlap=0)
     plan, alone = execution.plan, [work("normed", 1), work("normed", 2)]
     with torch.no_grad():
@@ -96,68 +96,68 @@ def test_published_buffers_are_the_mean_of_the_contributed_values():
         ModelView(job.model, plan).read(p, mean)
     assert torch.allclose(found, (means[0] + means[1]) / 2, rtol=1e-6)
     for learner in execution.learners.values():
-        held = torch.empty(plan.numel(p))
-        learner.view.read(p, held)
-        assert torch.equal(held, found)
+        own = torch.empty(plan.numel(p))
+        learner.view.read(p, own)
+        assert torch.equal(own, found)
 
 
 def test_buffers_are_merged_to_their_mean_in_f32_and_restored_from_the_store():
     plan = plan_of()
     p = len(plan.fragments) - 1
     fragment = SyncerFragment(plan, p, INT4, 0, initial_values(Normed(), plan)[p] + 1e-3)
-    round_id, drawn = RoundId(p, 0, 1, 1), torch.Generator().manual_seed(1)
+    round_id, generator = RoundId(p, 0, 1, 1), torch.Generator().manual_seed(1)
     for learner, tokens in ((1, 100), (2, 70), (3, 9)):
-        data = codec("f32").encode(torch.rand(plan.numel(p), generator=drawn))
-        accepted = Accepted(learner, 1, 2, 2, tokens, 200, 0, float(tokens))
+        data = get_codec("f32").encode(torch.rand(plan.numel(p), generator=generator))
+        accepted = AcceptedContribution(learner, 1, 2, 2, tokens, 200, 0, float(tokens))
         fragment.accumulate(round_id, accepted, data, "f32")
     fragment.merge(round_id, 3, "int4")
-    assert fragment.next is not None
-    assert fragment.next.update is not None
-    assert fragment.next.codec == "f32"
-    assert torch.equal(fragment.next.update.view(torch.float32), fragment.next.value)
-    assert torch.equal(fragment.next.value, fragment.outer.value)
+    assert fragment.merged is not None
+    assert fragment.merged.update is not None
+    assert fragment.merged.codec == "f32"
+    assert torch.equal(fragment.merged.update.view(torch.float32), fragment.merged.value)
+    assert torch.equal(fragment.merged.value, fragment.outer_optimizer.value)
     stored = {name: tensor.clone() for name, tensor in fragment.stored_state(1).items()}
-    assert torch.equal(fragment.restored(1, stored).outer.value, fragment.next.value)
+    assert torch.equal(fragment.restore_copy(1, stored).outer_optimizer.value, fragment.merged.value)
 
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_buffers_are_sent_as_they_are_in_f32(rows):
-    """Whatever codec the core has chosen, and whether a rank sends its own rows or a learner is one process."""
+    """Ignore the codec that the core has chosen, for the rows of a rank and for a learner of one process."""
     job, plan = work("normed", 1), plan_of()
     p = len(plan.fragments) - 1
     view = ModelView(job.model, plan)
-    fragment = FragmentTensors(view, p, codec("bf16"), share=share_out(plan, p, [{}, {}]) if rows else None)
-    anchor = fragment.buffers.take()
+    fragment = FragmentTensors(view, p, get_codec("bf16"), share=shard_fragment(plan, p, [{}, {}]) if rows else None)
+    anchor = fragment.buffers.acquire()
     anchor.tensor.fill_(5.0)
     fragment.anchor = anchor
     job.step(0)
-    copied = fragment.will_copy(RoundId(p, 0, 1, 1), "int4")
+    copied = fragment.prepare_copy(RoundId(p, 0, 1, 1), "int4")
     fragment.copy(copied)
     assert copied.codec.name == "f32"
-    wanted = torch.empty(plan.numel(p))
-    view.read(p, wanted)
+    expected = torch.empty(plan.numel(p))
+    view.read(p, expected)
     if fragment.rows is not None:
-        fragment.rows.encode_strips(fragment.rows.prepare(copied), torch.empty(0), copied.codec)
+        fragment.rows.encode_strips(fragment.rows.prepare_copy(copied), torch.empty(0), copied.codec)
         found = fragment.rows.strips(copied.serial).result().data
     else:
         sent: Future[Tensor] = Future()
-        fragment.encode(copied, Collected(sent))
+        fragment.encode(copied, ContributionBuffer(sent))
         found = sent.result()
-    assert torch.equal(found[: 4 * wanted.numel()].view(torch.float32), wanted)
+    assert torch.equal(found[: 4 * expected.numel()].view(torch.float32), expected)
 
 
-class Collected:
-    """Takes the bytes of a contribution."""
+class ContributionBuffer:
+    """Receiver of the encoded bytes of a contribution."""
 
     size = 0
 
     def __init__(self, sent: Future[Tensor]) -> None:
         self._sent = sent
 
-    def begins(self, data: Tensor) -> None:
+    def set_buffer(self, data: Tensor) -> None:
         self._data = data
 
-    def written(self, places: list[tuple[int, int]]) -> None:
+    def mark_written(self, places: list[tuple[int, int]]) -> None:
         if not self._sent.done():
             self._sent.set_result(self._data)
 

@@ -1,4 +1,4 @@
-"""Optimizer state for a learner that joins: what travels, what is logged, and that a giver that has none trains on."""
+"""Optimizer state for a joining learner: what is sent, what is logged, and that a source without state trains on."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from atoll.core.types import Limits
 from atoll.learner.api import Learner
 from tests.learner.runs import LIMIT_S, Run, endless
 from tests.learner.small_models import BATCH, Work, work
-from tests.syncer.test_snapshots import taken as snapshot_of
-from tests.tensors.own_optimizers import Averaging, Both, Uncloneable, two_optimizers
+from tests.syncer.test_snapshots import take_snapshot as snapshot_of
+from tests.tensors.custom_optimizers import ChainedOptimizers, ScheduleFreeLike, Uncloneable, make_two_optimizers
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
-NEVER = Limits(first_wait_s=20 * LIMIT_S, least_wait_s=20 * LIMIT_S, most_wait_s=20 * LIMIT_S)
-"""A joining learner that waits for the end of its patience does not join in time."""
+NEVER = Limits(initial_wait_s=20 * LIMIT_S, min_wait_s=20 * LIMIT_S, max_wait_s=20 * LIMIT_S)
+"""Timeouts so long that a learner which waits for one of them does not join in time."""
 
 
 class Odd(torch.optim.SGD):
-    """Has state from its first step on that cannot be copied."""
+    """Optimizer whose state cannot be copied after its first step."""
 
     def __init__(self, params: Any, odd: Callable[[], Any], key: Any = "odd") -> None:
         super().__init__(params, lr=0.01)
@@ -45,14 +45,14 @@ ODD: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "out of memory": (lambda params: Odd(params, lambda: torch.zeros(()).expand(2**45)), "RuntimeError: "),
     "no clone": (
         lambda params: Odd(params, lambda: torch.ones(2).as_subclass(Uncloneable)),
-        "odd of first.bias is a Uncloneable; the state of this optimizer cannot travel",
+        "odd of first.bias is a Uncloneable; the state of this optimizer cannot be sent to peers",
     ),
     "keys of two types": (lambda params: Odd(params, lambda: 3, key=7), "TypeError: "),
 }
 
 
 class Island(NamedTuple):
-    """A learner of this process, with optimizers of its own and a log."""
+    """Learner in this process, with its own optimizers and log."""
 
     job: Work
     optimizers: list[Optimizer]
@@ -68,8 +68,8 @@ class Island(NamedTuple):
 
 def island(run: Run, number: int, optimizer: Callable[[nn.Module], Any]) -> Island:
     job = work("plain", number)
-    made = optimizer(job.model)
-    optimizers: list[Optimizer] = made if isinstance(made, list) else [made]
+    created = optimizer(job.model)
+    optimizers: list[Optimizer] = created if isinstance(created, list) else [created]
     lines: list[str] = []
 
     class Lines(logging.Handler):
@@ -78,16 +78,24 @@ def island(run: Run, number: int, optimizer: Callable[[nn.Module], Any]) -> Isla
 
     log = logging.Logger(f"island {number}", logging.DEBUG)
     log.addHandler(Lines())
-    where: dict[str, Any] = {"learner": number, "run_directory": run.directory, "join_timeout_s": LIMIT_S, "log": log}
-    learner = Learner(job.model, made, run.address, run.token, **where)
+    settings: dict[str, Any] = {
+        "learner": number,
+        "run_directory": run.directory,
+        "join_timeout_s": LIMIT_S,
+        "log": log,
+    }
+    learner = Learner(job.model, created, run.address, run.token, **settings)
     return Island(
-        job._replace(optimizer=made if isinstance(made, Optimizer) else Both(*made)), optimizers, learner, lines
+        job._replace(optimizer=created if isinstance(created, Optimizer) else ChainedOptimizers(*created)),
+        optimizers,
+        learner,
+        lines,
     )
 
 
 @contextmanager
 def training(run: Run, *islands: Island) -> Iterator[None]:
-    """They join one after the other and train in threads of their own. Leaving raises what their loops have raised."""
+    """Join these learners one after the other and train each in its own thread. Raise the errors of their loops."""
     done = threading.Event()
 
     def loop(each: Island) -> None:
@@ -114,31 +122,33 @@ def training(run: Run, *islands: Island) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Nothing that a joining learner needs raises in a training loop
+# Sources that cannot send their state
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_givers_that_cannot_copy_their_state_say_so_and_train_on(tmp_path, name):
+def test_sources_that_cannot_copy_their_state_report_it_and_continue(tmp_path, name):
     make, cause = ODD[name]
     with Run(tmp_path, endless(limits=NEVER)) as run:
-        givers = [island(run, number, lambda model: make(model.parameters())) for number in (1, 2)]
-        with training(run, *givers):
+        sources = [island(run, number, lambda model: make(model.parameters())) for number in (1, 2)]
+        with training(run, *sources):
             three = island(run, 3, lambda model: make(model.parameters()))
             with three.learner as joined:
                 assert joined.lr_scale < 1, "fresh moments start with a warm-up"
                 merges = run.status()["merges"]
                 run.until(run.merges(merges + 2), "the others train on")
-        for giver in givers:
-            (line,) = giver.warnings("cannot give inner state to learner 3: ")
+        for source in sources:
+            (line,) = source.warnings("cannot send optimizer state to learner 3: ")
             assert cause in line
-        refused = [f"no inner state from learner {number}: it has none to give: {cause}" for number in (1, 2)]
+        refused = [
+            f"no optimizer state from learner {number}: the peer has no state to provide: {cause}" for number in (1, 2)
+        ]
         assert all(any(words in line for line in three.lines) for words in refused)
-        assert len(three.warnings("no inner state from learner")) == 1, "the second one is a repetition"
+        assert len(three.warnings("no optimizer state from learner")) == 1, "the second warning must be suppressed"
         (started,) = [line for line in three.lines if "training starts" in line]
-        assert "fresh inner moments" in started
+        assert "fresh optimizer state" in started
 
 
-def test_a_part_of_a_snapshot_that_cannot_be_taken_does_not_raise_in_the_loop(tmp_path):
+def test_part_that_cannot_be_copied_does_not_raise_in_the_loop(tmp_path):
     make, cause = ODD["keys of two types"]
     with Run(tmp_path, endless()) as run:
         one = island(run, 1, lambda model: make(model.parameters()))
@@ -150,88 +160,93 @@ def test_a_part_of_a_snapshot_that_cannot_be_taken_does_not_raise_in_the_loop(tm
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What travels, and what is logged
+# State that is sent, and its log lines
 
 
-def test_counters_in_param_groups_go_to_a_learner_that_joins(tmp_path):
+def test_counters_in_param_groups_are_sent_to_a_joining_learner(tmp_path):
     with Run(tmp_path, endless(limits=NEVER)) as run:
-        one = island(run, 1, lambda model: Averaging(model.parameters()))
+        one = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
         with training(run, one):
-            two = island(run, 2, lambda model: Averaging(model.parameters()))
+            two = island(run, 2, lambda model: ScheduleFreeLike(model.parameters()))
             with two.learner as joined:
                 assert joined.lr_scale == 1.0
                 (group,) = two.optimizers[0].param_groups
                 assert group["k"] > 0
                 assert group["weight_sum"] > 0
         (started,) = [line for line in two.lines if "training starts" in line]
-        assert started.endswith("inner state from learner 1: 4 state tensors and 4 counters")
+        assert started.endswith("optimizer state from learner 1: 4 state tensors and 4 counters")
 
 
-def test_counters_in_param_groups_come_back_from_a_part_of_a_snapshot(tmp_path):
+def test_counters_in_param_groups_are_restored_from_a_part(tmp_path):
     with Run(tmp_path, endless()) as run:
-        one = island(run, 1, lambda model: Averaging(model.parameters()))
+        one = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
         with training(run, one):
             number = snapshot_of(run)["snapshot"]
-        again = island(run, 1, lambda model: Averaging(model.parameters()))
-        with again.learner:
-            (group,) = again.optimizers[0].param_groups
+        restarted = island(run, 1, lambda model: ScheduleFreeLike(model.parameters()))
+        with restarted.learner:
+            (group,) = restarted.optimizers[0].param_groups
             assert group["k"] > 0
-        (started,) = [line for line in again.lines if "training starts" in line]
+        (started,) = [line for line in restarted.lines if "training starts" in line]
         assert started.endswith(f"saved in snapshot {number}: 4 state tensors and 4 counters")
 
 
 def test_a_part_with_no_state_of_a_wrapper_is_followed_by_a_warmup(tmp_path):
     with Run(tmp_path, endless()) as run:
-        one = island(run, 1, lambda model: Both(*two_optimizers(model)))
+        one = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
         with training(run, one):
             assert snapshot_of(run)["state"] == "durable"
-        again = island(run, 1, lambda model: Both(*two_optimizers(model)))
-        with again.learner as joined:
+        restarted = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
+        with restarted.learner as joined:
             assert joined.lr_scale < 1
-        assert "pass the list of optimizers" in again.warnings("has no inner state, warming up for")[0]
+        assert "pass the list of optimizers" in restarted.warnings("has no optimizer state, warmup of")[0]
         assert [
-            line for line in again.lines if "saved in snapshot" in line and "0 state tensors and 0 counters" in line
+            line for line in restarted.lines if "saved in snapshot" in line and "0 state tensors and 0 counters" in line
         ]
 
 
-def test_a_list_of_optimizers_gives_all_of_their_state(tmp_path):
+def test_list_of_optimizers_sends_the_state_of_all(tmp_path):
     with Run(tmp_path, endless(limits=NEVER)) as run:
-        one = island(run, 1, two_optimizers)
+        one = island(run, 1, make_two_optimizers)
         with training(run, one):
-            two = island(run, 2, two_optimizers)
+            two = island(run, 2, make_two_optimizers)
             with two.learner:
                 sgd, adamw = two.optimizers
                 assert all("momentum_buffer" in sgd.state[parameter] for parameter in sgd.param_groups[0]["params"])
                 assert all(float(adamw.state[parameter]["step"]) > 0 for parameter in adamw.param_groups[0]["params"])
         (started,) = [line for line in two.lines if "training starts" in line]
-        assert started.endswith("inner state from learner 1: 8 state tensors and 0 counters")
+        assert started.endswith("optimizer state from learner 1: 8 state tensors and 0 counters")
 
 
-def test_a_wrapper_whose_state_cannot_be_found_is_not_reported_as_given(tmp_path):
+def test_wrapper_without_findable_state_is_not_reported_as_sent(tmp_path):
     fix = "pass the list of optimizers"
     with Run(tmp_path, endless(limits=NEVER)) as run:
-        one = island(run, 1, lambda model: Both(*two_optimizers(model)))
+        one = island(run, 1, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
         with training(run, one):
-            two = island(run, 2, lambda model: Both(*two_optimizers(model)))
+            two = island(run, 2, lambda model: ChainedOptimizers(*make_two_optimizers(model)))
             with two.learner as joined:
                 assert joined.lr_scale < 1
-        assert fix in one.warnings("cannot give inner state to learner 2: Both holds no optimizer state")[0]
-        assert fix in two.warnings("no inner state from learner 1: ")[0]
+        assert (
+            fix
+            in one.warnings("cannot send optimizer state to learner 2: ChainedOptimizers holds no optimizer state")[0]
+        )
+        assert fix in two.warnings("no optimizer state from learner 1: ")[0]
         (started,) = [line for line in two.lines if "training starts" in line]
-        assert "fresh inner moments" in started
-        assert "no healthy peer has inner state to give" in started
-        assert not run.log_lines(run.syncer, "inner state from learner 1")
+        assert "fresh optimizer state" in started
+        assert "no healthy learner can send optimizer state" in started
+        assert not run.log_lines(run.syncer, "optimizer state from learner 1")
 
 
-def test_state_that_does_not_fit_is_not_reported_as_taken(tmp_path):
+def test_state_that_does_not_fit_is_not_reported_as_received(tmp_path):
     with Run(tmp_path, endless(limits=NEVER)) as run:
         one = island(run, 1, lambda model: torch.optim.AdamW(model.parameters()))
         with training(run, one):
             two = island(run, 2, lambda model: torch.optim.RMSprop(model.parameters()))
             with two.learner as joined:
                 assert joined.lr_scale < 1
-        assert two.warnings("no inner state from learner 1: the inner state is of AdamW, the optimizer here is RMSprop")
-        assert not run.log_lines(run.syncer, "inner state from learner 1")
+        assert two.warnings(
+            "no optimizer state from learner 1: the optimizer state is of AdamW, the optimizer here is RMSprop"
+        )
+        assert not run.log_lines(run.syncer, "optimizer state from learner 1")
 
 
 def test_an_empty_list_of_optimizers_is_refused():

@@ -1,4 +1,4 @@
-"""`Learner.published()`: inside the published model, afterwards the learner's own, whatever happens in between."""
+"""`Learner.published()`: the model is the published one inside the block and the learner's own afterwards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from atoll.checkpoint.published import assembled, plan_of
-from atoll.core.types import AdoptHow
+from atoll.checkpoint.published_model import assemble_tensors, read_plan
+from atoll.core.types import AdoptMode
 from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.learner import published
 from atoll.learner.api import Learner
-from atoll.store.snapshots import STORE
+from atoll.store.snapshots import STORE_FOLDER
 from atoll.store.tensor_file import read_tensors
 from atoll.tensors.plan import named_tensors
 from tests.island.rank_runs import IslandSpec, RankedIsland, rank_file
@@ -24,20 +24,23 @@ from tests.learner.in_process import learner_of
 from tests.learner.runs import Run, endless, model_file
 from tests.learner.small_models import BATCH, Work, values, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
-def are_published(run: Path, shown: Mapping[str, Tensor]) -> bool:
-    """Every fragment is the newest durable version, or the one before it: an island that stands still may not have
-    adopted the newest, and nobody can have merged two without it. Three are kept."""
-    plan = plan_of(run)
+def are_published(run: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether every fragment is the newest durable version or the one before.
+
+    A paused learner may not have adopted the newest version. A syncer cannot be two versions ahead of the only
+    learner. Three versions are stored.
+    """
+    plan = read_plan(run)
     for p in range(len(plan.fragments)):
-        files = sorted((run / STORE / "fragments" / f"{p:03d}").glob("*.safetensors"))[-2:]
+        files = sorted((run / STORE_FOLDER / "fragments" / f"{p:03d}").glob("*.safetensors"))[-2:]
         assert files, f"no version of fragment {p}"
-        durable = [assembled(plan, [(p, read_tensors(file)[1]["published"])]) for file in files]
+        durable = [assemble_tensors(plan, [(p, read_tensors(file)[1]["published"])]) for file in files]
         pieces = [piece for piece, _, _ in plan.spans(p)]
         is_one = [
-            all(torch.equal(rows(each[piece.tensor], piece), rows(shown[piece.tensor], piece)) for piece in pieces)
+            all(torch.equal(rows(each[piece.tensor], piece), rows(tensors[piece.tensor], piece)) for piece in pieces)
             for each in durable
         ]
         if not any(is_one):
@@ -58,8 +61,8 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def ahead(learner: Learner, job: Work, adopted: int = 9) -> None:
-    """Train until something was adopted and the model is not what is published."""
+def train_ahead(learner: Learner, job: Work, adopted: int = 9) -> None:
+    """Train until this many versions are adopted and the model differs from the published one."""
     number = 0
     while learner.stats().adopted < adopted:
         learner.step(tokens=BATCH, loss=job.step(number))
@@ -68,57 +71,57 @@ def ahead(learner: Learner, job: Work, adopted: int = 9) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("mixed", "float64"), ("plain", "bfloat16")])
-def test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, name, dtype):
+def test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_path, name, dtype):
     job = work(name, 1, dtype)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
-        ahead(learner, job)
+        train_ahead(learner, job)
         own = bits(job.model)
         with learner.published():
             assert are_published(tmp_path, values(job.model))
-            assert not same(own, bits(job.model)), "nothing was trained since: the test shows nothing"
+            assert not same(own, bits(job.model)), "the learner has not trained since its last adoption"
             job.model.train()
             if name == "mixed":
-                job.model(torch.arange(8))  # BatchNorm moves its averages, which travel
+                job.model(torch.arange(8))  # BatchNorm changes its running averages, which are merged
         assert same(own, bits(job.model))
         assert not are_published(tmp_path, values(job.model))
         learner.step(tokens=BATCH, loss=job.step(0))
 
 
-def test_an_exception_inside_is_the_users_and_the_model_is_restored(tmp_path):
+def test_exception_inside_the_block_is_propagated_and_the_model_is_restored(tmp_path):
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
-        ahead(learner, job)
+        train_ahead(learner, job)
         own = bits(job.model)
-        with pytest.raises(ArithmeticError, match="of the evaluation"), learner.published():
-            raise ArithmeticError("a mistake of the evaluation")
+        with pytest.raises(ArithmeticError, match="in the evaluation"), learner.published():
+            raise ArithmeticError("an error in the evaluation")
         assert same(own, bits(job.model))
-        with learner.published():  # and it can be used again
+        with learner.published():  # the block can be entered again
             assert are_published(tmp_path, values(job.model))
 
 
-def test_what_makes_no_sense_inside_is_refused(tmp_path):
+def test_step_and_nested_block_inside_published_are_refused(tmp_path):
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run:
         learner = learner_of(run, job, 1)
         with pytest.raises(ValueError, match="before this learner has joined"), learner.published():
             pass
         with learner:
-            ahead(learner, job)
+            train_ahead(learner, job)
             own = bits(job.model)
             with learner.published():
                 with pytest.raises(ValueError, match=r"published\(\) inside of published\(\)"), learner.published():
                     pass
                 with pytest.raises(ValueError, match=r"step inside of published\(\)"):
                     learner.step(tokens=BATCH)
-                assert are_published(tmp_path, values(job.model)), "a refusal changes nothing"
+                assert are_published(tmp_path, values(job.model)), "the refused calls changed the model"
             assert same(own, bits(job.model))
 
 
-def test_what_is_frozen_after_the_join_keeps_its_own_value_too(tmp_path):
-    """For a while, as some frameworks do: it travels all the same."""
+def test_parameter_frozen_after_the_join_is_restored_too(tmp_path):
+    """Some frameworks freeze parameters for a while. These are still merged."""
     job = work("plain", 1)
     with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
-        ahead(learner, job)
+        train_ahead(learner, job)
         own = bits(job.model)
         job.model.requires_grad_(False)
         with learner.published():
@@ -128,46 +131,46 @@ def test_what_is_frozen_after_the_join_keeps_its_own_value_too(tmp_path):
         learner.step(tokens=BATCH, loss=job.step(0))
 
 
-def _keeps_in_f32(model: nn.Module, *_: object) -> dict[str, Tensor]:
+def _copy_in_f32(model: nn.Module, *_: object) -> dict[str, Tensor]:
     return {name: tensor.detach().float() for name, tensor in named_tensors(model).items()}
 
 
-def _shares_memory(model: nn.Module, *_: object) -> dict[str, Tensor]:
+def _share_memory(model: nn.Module, *_: object) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_tensors(model).items()}
 
 
-@pytest.mark.parametrize("wrong", [_keeps_in_f32, _shares_memory])
-def test_the_tests_above_find_a_copy_that_is_not_exact(monkeypatch, tmp_path, wrong: Callable[..., Any]):
-    monkeypatch.setattr(published, "_copied", wrong)
+@pytest.mark.parametrize("invalid", [_copy_in_f32, _share_memory])
+def test_the_tests_above_fail_for_an_inexact_copy(monkeypatch, tmp_path, invalid: Callable[..., Any]):
+    monkeypatch.setattr(published, "_copy_own_values", invalid)
     with pytest.raises(AssertionError):
-        test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, "mixed", "float64")
+        test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_path, "mixed", "float64")
 
 
-def test_the_tests_above_find_a_fragment_that_is_not_shown(monkeypatch, tmp_path):
+def test_the_tests_above_fail_for_a_fragment_that_is_not_loaded(monkeypatch, tmp_path):
     adopt = FragmentTensors.adopt
 
-    def forgets_one(fragment: FragmentTensors, how: AdoptHow, value: Buffer, *rest: Any) -> None:
+    def skip_fragment_1(fragment: FragmentTensors, mode: AdoptMode, value: Buffer, *rest: Any) -> None:
         if fragment.p != 1 or value is not fragment.adopted:
-            adopt(fragment, how, value, *rest)
+            adopt(fragment, mode, value, *rest)
 
-    monkeypatch.setattr(FragmentTensors, "adopt", forgets_one)
+    monkeypatch.setattr(FragmentTensors, "adopt", skip_fragment_1)
     with pytest.raises(AssertionError):
-        test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, "plain", "bfloat16")
+        test_model_is_published_inside_the_block_and_bitwise_its_own_afterwards(tmp_path, "plain", "bfloat16")
 
 
 @pytest.mark.parametrize("shape", ["fsdp", "ddp"])
-def test_all_ranks_of_an_island_show_the_same_published_model(tmp_path, shape):
+def test_all_ranks_of_an_island_load_the_same_published_model(tmp_path, shape):
     with Run(tmp_path, endless()) as run:
         island = RankedIsland(run, IslandSpec(1, shape))
         island.joined()
-        island.order("go")
+        island.command("go")
         run.until(run.merges(6), "a few merges")
-        island.order("show")
-        assert all(told["restored"] for told in island.hear("shown"))
-        shown = [load_file(path) for path in (model_file(tmp_path, 1), rank_file(tmp_path, 1, 1))]
-        assert same(*shown)
-        assert are_published(tmp_path, shown[0])
-        island.order("go")
+        island.command("show")
+        assert all(report["restored"] for report in island.expect("shown"))
+        tensors = [load_file(path) for path in (model_file(tmp_path, 1), rank_file(tmp_path, 1, 1))]
+        assert same(*tensors)
+        assert are_published(tmp_path, tensors[0])
+        island.command("go")
         run.until(run.merges(run.status()["merges"] + 3), "it trains on")
         run.end()
         island.finished(tmp_path)

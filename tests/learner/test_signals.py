@@ -1,4 +1,4 @@
-"""Interrupts reach the program's own handlers, at once or after the block that holds them back."""
+"""Signals reach the handlers of the program at once, or after the block that defers them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from types import FrameType
 
 import pytest
 
-from atoll.learner.preemption import Interrupts
+from atoll.learner.preemption import DeferredSignals
 
 
 @pytest.fixture
-def heard() -> Iterator[list[int]]:
-    """What the program's handler of SIGTERM has heard."""
-    came: list[int] = []
+def received() -> Iterator[list[int]]:
+    """Signals that the SIGTERM handler of the program has received."""
+    numbers: list[int] = []
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+    def handle(number: int, frame: FrameType | None) -> None:
+        numbers.append(number)
 
-    before = signal.signal(signal.SIGTERM, hear)
-    yield came
+    before = signal.signal(signal.SIGTERM, handle)
+    yield numbers
     signal.signal(signal.SIGTERM, before)
 
 
-def test_held_back_inside_of_the_block_and_in_no_other_place(heard):
+def test_signals_are_deferred_only_inside_the_block(received):
     program = signal.getsignal(signal.SIGTERM)
-    interrupts = Interrupts()
-    interrupts.listen()
+    interrupts = DeferredSignals()
+    interrupts.install()
     signal.raise_signal(signal.SIGTERM)
-    assert heard == [signal.SIGTERM], "outside of the block it is heard at once"
+    assert received == [signal.SIGTERM], "outside of the block it is received at once"
     with interrupts:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        assert len(heard) == 1
-    assert len(heard) == 3
-    interrupts.forget()
+        assert len(received) == 1
+    assert len(received) == 3
+    interrupts.uninstall()
     assert signal.getsignal(signal.SIGTERM) is program
     signal.raise_signal(signal.SIGTERM)
-    assert len(heard) == 4
+    assert len(received) == 4
 
 
-def test_a_block_of_another_thread_holds_nothing_back(heard):
-    """The background handles events too, while the main thread may be anywhere."""
-    interrupts = Interrupts()
-    interrupts.listen()
+def test_block_of_another_thread_defers_no_signal(received):
+    """The background thread also handles events, while the main thread executes any code."""
+    interrupts = DeferredSignals()
+    interrupts.install()
     inside, done = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -59,58 +59,58 @@ def test_a_block_of_another_thread_holds_nothing_back(heard):
     try:
         assert inside.wait(300)
         signal.raise_signal(signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
     finally:
         done.set()
         thread.join()
-        interrupts.forget()
+        interrupts.uninstall()
 
 
-def test_a_handler_that_the_program_sets_meanwhile_stays(heard):
-    interrupts = Interrupts()
-    interrupts.listen()
+def test_handler_that_the_program_sets_meanwhile_is_not_replaced(received):
+    interrupts = DeferredSignals()
+    interrupts.install()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    interrupts.forget()
+    interrupts.uninstall()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    assert heard == []
+    assert received == []
 
 
-def test_two_learners_in_one_process_leave_in_any_order(heard):
-    first, second = Interrupts(), Interrupts()
-    first.listen()
-    second.listen()
-    first.forget()
+def test_two_learners_in_one_process_leave_in_any_order(received):
+    first, second = DeferredSignals(), DeferredSignals()
+    first.install()
+    second.install()
+    first.uninstall()
     with second:
         signal.raise_signal(signal.SIGTERM)
-        assert heard == []
-    assert heard == [signal.SIGTERM]
-    second.forget()
+        assert received == []
+    assert received == [signal.SIGTERM]
+    second.uninstall()
     signal.raise_signal(signal.SIGTERM)
-    assert len(heard) == 2, "one that has left passes on what it hears"
+    assert len(received) == 2, "a learner that has left forwards its signals"
 
 
-def test_a_notice_is_heard_with_and_without_a_handler_of_the_program(heard):
+def test_notice_is_received_with_and_without_a_handler_of_the_program(received):
     for program in (signal.getsignal(signal.SIGTERM), signal.SIG_DFL, signal.SIG_IGN):
         signal.signal(signal.SIGTERM, program)
-        heard.clear()
+        received.clear()
         notices: list[str] = []
-        interrupts = Interrupts()
-        interrupts.listen()
-        assert interrupts.heed(partial(notices.append, "notice"))
+        interrupts = DeferredSignals()
+        interrupts.install()
+        assert interrupts.handle_sigterm(partial(notices.append, "notice"))
         signal.raise_signal(signal.SIGTERM)
         assert notices == ["notice"]
-        assert heard == ([signal.SIGTERM] if callable(program) else [])
+        assert received == ([signal.SIGTERM] if callable(program) else [])
         with interrupts:
             signal.raise_signal(signal.SIGTERM)
             assert len(notices) == 1
         assert len(notices) == 2
-        interrupts.forget()
+        interrupts.uninstall()
         assert signal.getsignal(signal.SIGTERM) is program
 
 
-def test_another_thread_heeds_nothing():
+def test_other_thread_handles_no_signal():
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(Interrupts().heed(lambda: None)))
+    thread = threading.Thread(target=lambda: found.append(DeferredSignals().handle_sigterm(lambda: None)))
     thread.start()
     thread.join(300)
     assert found == [False]

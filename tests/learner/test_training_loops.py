@@ -1,4 +1,4 @@
-"""One training loop in README, pages, docstrings and examples: it checks `finished` before each step, and it runs."""
+"""The training loop of README, docs, docstrings and examples checks `finished` before each step, and it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tests.learner.runs import Run, config, endless
 from tests.learner.small_models import Work, values, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -36,11 +36,11 @@ SOURCES = [
     "src/atoll/integrations/data.py",
     "src/atoll/learner/api.py",
 ]
-"""Files with a loop around `with ...Learner(...) as learner:`. The tutorial shows that of examples/with_atoll.py."""
+"""Files with a loop inside of `with ...Learner(...) as learner:`. The tutorial quotes examples/with_atoll.py."""
 
 
 def codes(path: Path) -> Iterator[str]:
-    """Yield the Python code that readers copy: blocks of a page, a whole example, indented code of docstrings."""
+    """Yield the Python code that users copy: code blocks of a page, an example file, indented code of docstrings."""
     text = path.read_text(encoding="utf-8")
     if "Learner(" not in text:
         return
@@ -65,7 +65,7 @@ def loops(code: str) -> list[ast.While | ast.For]:
 
 
 def mistakes(code: str) -> list[str]:
-    """Return what is wrong with the loops of this code."""
+    """Return the mistakes in the loops of this code."""
     found = []
     for loop in loops(code):
         if not isinstance(loop, ast.While) or ast.unparse(loop.test) != "not learner.finished":
@@ -77,9 +77,11 @@ def mistakes(code: str) -> list[str]:
 
 def test_every_page_example_and_docstring_checks_finished_before_the_step():
     paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py"), *ROOT.rglob("src/atoll/**/*.py")]
-    shown = {str(path.relative_to(ROOT)): [code for code in codes(path) if loops(code)] for path in paths}
-    assert sorted(path for path, found in shown.items() if found) == SOURCES
-    assert [f"{path}, {wrong}" for path, found in shown.items() for code in found for wrong in mistakes(code)] == []
+    codes_by_path = {str(path.relative_to(ROOT)): [code for code in codes(path) if loops(code)] for path in paths}
+    assert sorted(path for path, found in codes_by_path.items() if found) == SOURCES
+    assert [
+        f"{path}, {invalid}" for path, found in codes_by_path.items() for code in found for invalid in mistakes(code)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -90,12 +92,12 @@ def test_every_page_example_and_docstring_checks_finished_before_the_step():
         "while True:\n  learner.step(tokens=1)\n  if learner.finished:\n   break",
     ],
 )
-def test_a_planted_loop_that_checks_finished_late_or_never_is_noticed(planted):
+def test_planted_loop_that_checks_finished_late_or_never_is_found(planted):
     assert mistakes(f"with atoll.Learner(model, optimizer) as learner:\n {planted}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The loop of the README, as it is written there
+# The loop of the README, executed without changes
 
 
 class Script:
@@ -121,9 +123,9 @@ class Script:
 
     def main(self) -> None:
         (code,) = [code for code in codes(ROOT / "README.md") if loops(code)]
-        given = 'syncer="head:7400", keys="keys/far"'
-        assert given in code
-        code = code.replace(given, f'syncer="{self._run.address}", join_timeout_s=60.0')
+        arguments = 'syncer="head:7400", keys="keys/far"'
+        assert arguments in code
+        code = code.replace(arguments, f'syncer="{self._run.address}", join_timeout_s=60.0')
         names: dict[str, Any] = {
             "model": self.job.model,
             "optimizer": self.job.optimizer,
@@ -133,41 +135,41 @@ class Script:
         exec(code, names)
         self.learner = names["learner"]
 
-    def assert_holds(self, published: dict[str, Tensor]) -> None:
+    def assert_published(self, published: dict[str, Tensor]) -> None:
         for name, value in values(self.job.model).items():
             assert torch.equal(value, published[name]), name
 
 
-def test_the_loop_of_the_readme_trains_over_epochs_to_the_end_and_holds_the_published_model(tmp_path):
+def test_the_loop_of_the_readme_trains_over_epochs_and_ends_with_the_published_model(tmp_path):
     with Run(tmp_path, config()) as run:
         script = Script(run, 1)
         script.main()
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         assert run.syncer.ended() == 0
         assert script.learner.finished
         assert script.steps > 3
         published = load_file(tmp_path / "published.safetensors")
-        script.assert_holds(published)
+        script.assert_published(published)
 
         run.start_syncer()
         late = Script(run, 2)
         late.main()
         assert late.learner.finished
         assert late.steps == 0, "the run was over when it joined: the final model must not be trained further"
-        late.assert_holds(published)
+        late.assert_published(published)
 
 
 def test_the_loop_of_the_readme_ends_when_the_learner_is_drained(tmp_path):
     with Run(tmp_path, endless()) as run:
         script = Script(run, 1)
-        asked = []
+        requested = []
 
         def drain() -> None:
             if script.steps == 5:
-                body = json.dumps({"what": "drain", "value": 1, "who": "test"}).encode()
-                asked.append(run.ask("POST", "/v1/control", body)[0])
+                body = json.dumps({"kind": "drain", "value": 1, "requested_by": "test"}).encode()
+                requested.append(run.request("POST", "/v1/control", body)[0])
 
         script.on_step = drain  # type: ignore[method-assign]
         script.main()
-        assert asked == [200]
+        assert requested == [200]
         assert (script.learner.finished, script.learner.drained) == (True, True)

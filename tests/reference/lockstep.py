@@ -1,8 +1,8 @@
-"""Worlds without faults that make tape entries for an `Execution`: lockstep, and learners that each keep their pace.
+"""Worlds without faults that make tape entries for a `TapeExecutor`: learners in lockstep or with different speeds.
 
-`Lockstep` is the synchronous limit of the protocol. All learners step together, messages take no time, and a learner
-stands at its step boundary until nothing is left to do there. With `overlap` a published version arrives so many steps
-after its copy was made, which is Streaming DiLoCo; without, it is DiLoCo.
+`Lockstep` is the synchronous limit of the protocol. All learners step together, messages have no latency, and a learner
+stays at its step boundary until it has nothing left to do there. With `overlap` a published version arrives that many
+steps after its copy was made, which is Streaming DiLoCo. Without overlap it is DiLoCo.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import torch
 from torch import Tensor
 
 from atoll.core.protocol import Envelope, FinishRequested, MessageArrived, Published, StepTaken
-from atoll.core.states import Mode
+from atoll.core.states import LearnerMode
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import LearnerId, Limits, RunConfig
-from atoll.reference.executor import Execution, LearnerTensors
-from atoll.sim.draws import LinkDraw, SwarmPlan
-from atoll.sim.driver import Conn, Driver, Links, SimProcess, SimStore
+from atoll.reference.tape_executor import LearnerTensors, TapeExecutor
+from atoll.sim.driver import SimConnection, SimDriver, SimLinks, SimProcess, SimStore
+from atoll.sim.scenarios import LinkConditions, SwarmScenario
 from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Entry
 
-PATIENT = Limits(first_wait_s=1e9, least_wait_s=1e9, most_wait_s=1e9)
-"""Of a lockstep run, in which nobody is ever late."""
+PATIENT_LIMITS = Limits(initial_wait_s=1e9, min_wait_s=1e9, max_wait_s=1e9)
+"""Limits of a lockstep run, in which no learner is ever late."""
 
 
-class LateVersions(Links):
-    """Messages take no time, and published versions `overlap` steps."""
+class LateVersions(SimLinks):
+    """Links without latency, except that published versions take `overlap` steps."""
 
-    def __init__(self, driver: Driver, overlap: int) -> None:
+    def __init__(self, driver: SimDriver, overlap: int) -> None:
         super().__init__(driver, 0.0, 0.0)
         self.overlap = overlap
 
-    def carry(self, conn: Conn, to: SimProcess, envelope: Envelope) -> None:
-        late = self.overlap if type(envelope.body) is Published and self.engine.now else 0
-        self.engine.at(self.engine.now + late, self.driver.deliver, to, MessageArrived(envelope))
+    def transmit(self, conn: SimConnection, to: SimProcess, envelope: Envelope) -> None:
+        latency = self.overlap if type(envelope.body) is Published and self.engine.now else 0
+        self.engine.schedule(self.engine.now + latency, self.driver.deliver, to, MessageArrived(envelope))
 
 
 class Lockstep:
-    """Cores that take every step together. One step is one second of their time."""
+    """Cores that take every step together. One step is one second of simulated time."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Lockstep:
         syncer: type[SyncerCore] = SyncerCore,
     ) -> None:
         self.steps = 0
-        self._waited = 0  # seconds for versions that were on their way when the last step was taken
+        self._waited = 0  # seconds added by finish() for versions that are still in flight
         self.tokens = dict(tokens)
-        self.driver = driver = Driver(config, syncer)
+        self.driver = driver = SimDriver(config, syncer)
         self._links = LateVersions(driver, overlap)
         SimStore(driver, 0.0, 0.0)
         driver.on_entry.append(on_entry)
@@ -63,41 +63,41 @@ class Lockstep:
             driver.start_learner(i)
         self._deliver()
         for i, proc in driver.learners.items():
-            assert proc.core.state.mode is Mode.TRAINING, (
+            assert proc.core.state.mode is LearnerMode.TRAINING, (
                 f"learner {i} is {proc.core.state.mode.value}: {proc.core.state.reason}"
             )
 
     def step(self) -> None:
-        """Every learner takes one inner step, and stands at its boundary until nothing is left to do."""
+        """Take one inner step of every learner, and settle everything at its boundary."""
         self.steps += 1
         self._deliver()
         for i, proc in self.driver.learners.items():
             if proc.core.training:
-                self.driver.run(proc, StepTaken(1, self.tokens[i], 1.0))
+                self.driver.handle_event(proc, StepTaken(1, self.tokens[i], 1.0))
         self._settle()
 
-    def finish(self, most_steps: int = 100) -> None:
-        """The last merges. A fragment that was merged at the last step needs one more step to be merged again."""
+    def finish(self, max_steps: int = 100) -> None:
+        """Make the last merges. A fragment that was merged at the last step needs one more step."""
         self._waited, self._links.overlap = self._links.overlap, 0
         self._deliver()
         assert self.driver.syncer is not None
-        self.driver.run(self.driver.syncer, FinishRequested())
+        self.driver.handle_event(self.driver.syncer, FinishRequested())
         self._settle()
-        for _ in range(most_steps):
-            if all(proc.core.state.mode is Mode.STOPPED for proc in self.driver.learners.values()):
+        for _ in range(max_steps):
+            if all(proc.core.state.mode is LearnerMode.STOPPED for proc in self.driver.learners.values()):
                 return
             self.step()
         raise AssertionError(f"the run does not end: {self.syncer.view()}")
 
     def _settle(self) -> None:
-        """Steps of zero length: pulls are answered and versions adopted at the boundary at which everybody stands."""
+        """Handle pulls and adopt versions at the common step boundary, by steps of zero length."""
         self._deliver()
         busy = True
         while busy:
             busy = False
             for proc in self.driver.learners.values():
                 if (proc.core.state.pulls or proc.core.state.arrivals) and proc.core.training:
-                    busy = bool(self.driver.run(proc, StepTaken(0, 0, 0.0))) or busy
+                    busy = bool(self.driver.handle_event(proc, StepTaken(0, 0, 0.0))) or busy
             self._deliver()
 
     def _deliver(self) -> None:
@@ -107,10 +107,10 @@ class Lockstep:
 
 
 class Paced(SwarmWorld):
-    """Learners that never wait, on links that never fail. Times are in steps of a learner of speed 1."""
+    """World of learners with different speeds, on links that never fail. Times are in steps of a learner of speed 1."""
 
     @staticmethod
-    def drawn(
+    def make_scenario(
         config: RunConfig,
         tokens: Mapping[LearnerId, int],
         speeds: Mapping[LearnerId, float],
@@ -118,46 +118,52 @@ class Paced(SwarmWorld):
         delay: float = 0.02,
         bulk: float = 0.5,
         merge: float = 0.1,
-    ) -> SwarmPlan:
-        """`delay` of a message, `bulk` more for a fragment (up to), `merge` for the merge and for the disk (up to)."""
+    ) -> SwarmScenario:
+        """Return a scenario with random start times.
+
+        Args:
+            delay: latency of a message.
+            bulk: maximum additional time of a fragment.
+            merge: maximum time of a merge, and of a write to disk.
+        """
         rng = Random(seed)
-        return SwarmPlan(
+        return SwarmScenario(
             seed=seed,
             config=config,
             step_times_s={i: 1.0 / speeds[i] for i in tokens},
-            tokens=dict(tokens),
-            links={i: LinkDraw(delay, bulk, 0.0, 0.0) for i in tokens},
-            starts_s={i: rng.random() for i in tokens},  # their boundaries do not fall together
+            tokens_per_step=dict(tokens),
+            links={i: LinkConditions(delay, bulk, 0.0, 0.0) for i in tokens},
+            start_times_s={i: rng.random() for i in tokens},  # step boundaries at different times
             faults=(),
-            faulty_s=0.0,
+            fault_phase_s=0.0,
             merge_s=merge,
             disk_s=merge,
         )
 
     def run(self) -> None:
-        """Until every learner has stopped, which needs a budget."""
+        """Run until every learner has stopped. This needs a budget."""
         if self.config.budget_tokens is None and self.config.budget_merges is None:
-            raise ValueError("a run without a budget never ends: give budget_tokens or budget_merges")
+            raise ValueError("a run without a budget never ends; give budget_tokens or budget_merges")
         self.links.heal()
         self.store.heal()
         self.start()
         self.engine.run_until(math.inf, self._have_stopped)
-        self.watch.finish()
+        self.checkers.finish()
 
     def _have_stopped(self) -> bool:
-        running = [proc.core.state.mode is Mode.STOPPED for proc in self.driver.learners.values()]
-        return len(running) == len(self.plan.starts_s) and all(running)
+        stopped = [proc.core.state.mode is LearnerMode.STOPPED for proc in self.driver.learners.values()]
+        return len(stopped) == len(self.scenario.start_times_s) and all(stopped)
 
 
-def mean_of_learners(execution: Execution) -> list[Tensor]:
-    """The mean of the models of all learners, each in its newest incarnation, as they stand."""
-    newest: dict[LearnerId, LearnerTensors] = {}
-    for actor, learner in sorted(execution.learners.items()):
+def mean_of_learners(executor: TapeExecutor) -> list[Tensor]:
+    """Return the mean of the current models of all learners, by fragment."""
+    newest: dict[LearnerId, LearnerTensors] = {}  # newest incarnation of each learner
+    for actor, learner in sorted(executor.learners.items()):
         newest[actor.learner] = learner
-    found: list[Tensor] = []
-    for p in range(len(execution.plan.fragments)):
-        values = [torch.empty(execution.plan.numel(p)) for _ in newest]
+    means: list[Tensor] = []
+    for p in range(len(executor.plan.fragments)):
+        values = [torch.empty(executor.plan.numel(p)) for _ in newest]
         for value, learner in zip(values, newest.values(), strict=True):
             learner.view.read(p, value)
-        found.append(torch.stack(values).mean(0))
-    return found
+        means.append(torch.stack(values).mean(0))
+    return means

@@ -1,4 +1,4 @@
-"""The baselines against references that are written out here, and as jobs of real processes."""
+"""Tests of the baselines, as jobs of real processes, against reference implementations in this file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from atoll.checkpoint.model_file import model_digest
 from atoll.dashboard.terminal import LiveView
 from atoll.reference.baselines import ring_bytes
-from atoll.reference.children import JobFailed
+from atoll.reference.child_processes import JobFailedError
 from atoll.reference.data import Sampler
 from atoll.reference.job import start_job
 from atoll.reference.loop import model_config, read_metrics
-from atoll.reference.models import build, clip_, inner_optimizer, schedule, set_lr
+from atoll.reference.models import build_model, clip_gradients, inner_optimizer, lr_factor, set_lr
 from atoll.reference.saved_models import load_model
 from atoll.tensors.settings import Numerics
-from tests.reference.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
+from tests.reference.small_jobs import find_processes, load_corpus, silent_view, small_settings, small_text
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +28,21 @@ def text(tmp_path_factory):
     return small_text(tmp_path_factory.mktemp("data") / "text")
 
 
-def trained(settings, run):
+def train(settings, run):
     view, _ = silent_view()
-    report = start_job(settings, run, view, corpus_of(settings))
+    report = start_job(settings, run, view, load_corpus(settings))
     return report, load_model(run)[1]
 
 
 class Reference:
-    """The learners of a lockstep method in one process, written out without any of the trainer's loop."""
+    """Learners of a lockstep method in one process, implemented without the loop of the reference trainer."""
 
     def __init__(self, settings):
         self.settings = settings
         config = model_config(settings)
-        corpus = corpus_of(settings)
+        corpus = load_corpus(settings)
         count = settings.learners
-        self.models = [build(config, settings.seed) for _ in range(count)]
+        self.models = [build_model(config, settings.seed) for _ in range(count)]
         self.optimizers = [
             inner_optimizer(model, settings.inner, settings.lr, settings.beta2, settings.weight_decay)
             for model in self.models
@@ -52,9 +52,9 @@ class Reference:
 
     def step(self, step, mean_gradients=False):
         for optimizer in self.optimizers:
-            set_lr(optimizer, self.settings.lr * schedule((step + 1) / self.total, self.settings.warmup))
-        for place, model in enumerate(self.models):
-            begin = (step * len(self.models) + place) * self.settings.batch
+            set_lr(optimizer, self.settings.lr * lr_factor((step + 1) / self.total, self.settings.warmup))
+        for i, model in enumerate(self.models):
+            begin = (step * len(self.models) + i) * self.settings.batch
             model.zero_grad()
             model(*self.sampler.batch(range(begin, begin + self.settings.batch))).backward()
         if mean_gradients:
@@ -63,7 +63,7 @@ class Reference:
                 for parameter in same:
                     parameter.grad = mean.clone()
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
-            clip_(model.parameters(), self.settings.clip)
+            clip_gradients(model.parameters(), self.settings.clip)
             optimizer.step()
 
 
@@ -72,9 +72,9 @@ def assert_same(model, reference, atol=2e-5):
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-4, msg=f"{name} differs")
 
 
-def test_single_is_the_plain_loop(text, tmp_path):
+def test_single_equals_plain_training(text, tmp_path):
     settings = small_settings(text, method="single", learners=1)
-    report, model = trained(settings, tmp_path / "run")
+    report, model = train(settings, tmp_path / "run")
     reference = Reference(settings)
     for step in range(reference.total):
         reference.step(step)
@@ -84,9 +84,9 @@ def test_single_is_the_plain_loop(text, tmp_path):
     assert report.tokens.trained == settings.tokens
 
 
-def test_ddp_is_one_step_on_the_batches_of_all(text, tmp_path):
+def test_ddp_steps_on_the_mean_gradient_of_all_batches(text, tmp_path):
     settings = small_settings(text, method="ddp")
-    report, model = trained(settings, tmp_path / "run")
+    report, model = train(settings, tmp_path / "run")
     reference = Reference(settings)
     for step in range(reference.total):
         reference.step(step, mean_gradients=True)
@@ -96,11 +96,11 @@ def test_ddp_is_one_step_on_the_batches_of_all(text, tmp_path):
     assert report.bytes.up == 2 * reference.total * ring_bytes(report.parameters, 2)
 
 
-def test_diloco_averages_deltas_every_h_steps_and_steps_the_anchor(text, tmp_path):
+def test_diloco_applies_the_outer_step_to_the_mean_delta_every_h_steps(text, tmp_path):
     settings = small_settings(
         text, method="diloco", numerics=Numerics(outer_lr=0.7, outer_momentum=0.9), tokens=2 * 2 * 16 * 20
     )
-    report, model = trained(settings, tmp_path / "run")
+    report, model = train(settings, tmp_path / "run")
     reference = Reference(settings)
     anchor = [p.detach().clone() for p in reference.models[0].parameters()]
     momentum = [torch.zeros_like(a) for a in anchor]
@@ -116,30 +116,30 @@ def test_diloco_averages_deltas_every_h_steps_and_steps_the_anchor(text, tmp_pat
                 for each in theta:
                     each.copy_(a)
     assert_same(model, reference.models[0])
-    assert report.rounds == 3  # after 8 and 16 steps, and what was left at 20
+    assert report.rounds == 3  # after 8 and 16 steps, and at the end after 20
 
 
 @pytest.mark.long
-def test_streaming_exchanges_fragment_by_fragment_and_adopts_later(text, tmp_path):
+def test_streaming_exchanges_one_fragment_at_a_time_and_adopts_it_later(text, tmp_path):
     settings = small_settings(text, method="streaming", adopt="blend", overlap_steps=2)
-    first, model = trained(settings, tmp_path / "run")
-    again, _ = trained(settings, tmp_path / "again")
+    first, model = train(settings, tmp_path / "run")
+    again, _ = train(settings, tmp_path / "again")
     assert first.final_digest == again.final_digest == model_digest(model)
     assert first.eval_loss < first.eval_loss_before
     # 40 steps, fragments at offsets 2, 4, 6 and 8 every 8 steps, the last round of each at the end
     assert first.rounds == 4 * 5 + 3
-    assert first.bytes.up < 0.2 * trained(replace(settings, method="ddp"), tmp_path / "ddp")[0].bytes.up
+    assert first.bytes.up < 0.2 * train(replace(settings, method="ddp"), tmp_path / "ddp")[0].bytes.up
 
 
-def test_what_a_process_could_not_do_is_told(text, tmp_path):
+def test_error_of_a_process_is_in_the_error_of_the_job(text, tmp_path):
     settings = small_settings(text, method="ddp", inner="nonsense")
-    with pytest.raises(JobFailed, match=r"ends with: learner \d: inner optimizer 'nonsense' is not known"):
-        trained(settings, tmp_path / "run")
+    with pytest.raises(JobFailedError, match=r"ends with: learner \d: inner optimizer 'nonsense' is unknown"):
+        train(settings, tmp_path / "run")
 
 
-def test_steps_are_paced_by_speed_and_the_fast_wait_for_the_slow(text, tmp_path):
+def test_fast_learner_waits_for_the_straggler_in_paced_ddp(text, tmp_path):
     paced = small_settings(text, method="ddp", step_time_s=0.08, speeds=(1.0, 0.5), tokens=2 * 2 * 16 * 10)
-    report, _ = trained(paced, tmp_path / "run")
+    report, _ = train(paced, tmp_path / "run")
     assert report.paced is not None
     assert report.wall_s >= 10 * 0.16
     fast, slow = report.islands
@@ -148,7 +148,7 @@ def test_steps_are_paced_by_speed_and_the_fast_wait_for_the_slow(text, tmp_path)
 
 
 class KillOne(LiveView):
-    """A view that kills a process of the run once both of them train."""
+    """View that kills a process of the run once both processes train."""
 
     def __init__(self, run):
         super().__init__(io.StringIO())
@@ -157,16 +157,16 @@ class KillOne(LiveView):
 
     def show(self, shown, bands=None, now=None):
         if all(each["state"] == "training" for each in shown["islands"]) and not self.killed:
-            self.killed = processes_of(self.run)[:1]
+            self.killed = find_processes(self.run)[:1]
             os.kill(self.killed[0], signal.SIGKILL)
 
 
-def test_one_dead_process_ends_a_baseline_and_leaves_none_behind(text, tmp_path):
+def test_baseline_fails_and_stops_all_processes_when_one_is_killed(text, tmp_path):
     run = tmp_path / "run"
     settings = small_settings(text, method="ddp", tokens=2 * 2 * 16 * 100_000)
     view = KillOne(run)
-    with pytest.raises(JobFailed, match="and ddp cannot go on without it"):
-        start_job(settings, run, view, corpus_of(settings))
-    assert view.killed, "the fault must have fired"
-    assert processes_of(run) == []
+    with pytest.raises(JobFailedError, match="and ddp cannot continue without it"):
+        start_job(settings, run, view, load_corpus(settings))
+    assert view.killed, "no process was killed"
+    assert find_processes(run) == []
     assert read_metrics(run, 1)

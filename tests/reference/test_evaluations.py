@@ -1,4 +1,4 @@
-"""Evaluations of the published model during the run, on a store that the test writes."""
+"""Tests of the periodic evaluation of the published model, on a store that the test writes."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import pytest
 import torch
 
 from atoll.core.protocol import ManifestRecord
-from atoll.reference.evaluation import Evaluations, held_out_loss
+from atoll.reference.evaluation import PeriodicEvaluation, held_out_loss
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.loop import METRICS, model_config
-from atoll.reference.models import build
+from atoll.reference.loop import METRICS_FOLDER, model_config
+from atoll.reference.models import build_model
 from atoll.reference.saved_models import published_model
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Store
-from atoll.tensors.plan import make_plan, tensors_of
-from tests.reference.small_jobs import corpus_of, small_settings, small_text
-from tests.store.store_samples import version
+from atoll.tensors.plan import describe_tensors, make_plan
+from tests.reference.small_jobs import load_corpus, small_settings, small_text
+from tests.store.store_samples import make_version
 
 FRAGMENTS = 2
 
 
 class StoredRun:
-    """A run of which the test publishes every version."""
+    """Run whose versions are published by the test."""
 
     def __init__(self, root: Path) -> None:
         self.directory = root / "run"
-        (self.directory / METRICS).mkdir(parents=True)
+        (self.directory / METRICS_FOLDER).mkdir(parents=True)
         self.settings: JobSettings = small_settings(small_text(root / "text", documents=8))
-        self.corpus = corpus_of(self.settings)
-        self.evaluations = Evaluations(self.settings, self.directory, self.corpus)
-        self._plan = make_plan(tensors_of(build(model_config(self.settings), 1)), FRAGMENTS, "balanced")
+        self.corpus = load_corpus(self.settings)
+        self.evaluations = PeriodicEvaluation(self.settings, self.directory, self.corpus)
+        self._plan = make_plan(describe_tensors(build_model(model_config(self.settings), 1)), FRAGMENTS, "balanced")
         self.store = Store.open(self.directory / "store")
         self.store.write_settings(RunSettings(plan=self._plan).to_json())
         for p in range(FRAGMENTS):
@@ -45,7 +45,7 @@ class StoredRun:
 
     def publish(self, number: int) -> None:
         for p in range(FRAGMENTS):
-            self.store.write(version(p, number), self._values(p, number))
+            self.store.write(make_version(p, number), self._values(p, number))
 
     def _values(self, p: int, number: int) -> dict[str, torch.Tensor]:
         return {"published": 0.1 * torch.randn(self._plan.numel(p), generator=torch.Generator().manual_seed(number))}
@@ -55,7 +55,7 @@ class StoredRun:
         return held_out_loss(model, self.corpus, model.config.context, self.settings.eval_tokens).loss
 
     def points(self) -> list[dict[str, Any]]:
-        path = self.directory / METRICS / "eval.jsonl"
+        path = self.directory / METRICS_FOLDER / "eval.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -63,47 +63,47 @@ class StoredRun:
 def run(tmp_path):
     stored = StoredRun(tmp_path)
     yield stored
-    stored.evaluations.end()
+    stored.evaluations.join()
     stored.store.close()
 
 
-def test_evaluation_is_stamped_with_the_moment_and_the_versions_that_were_read(run):
+def test_evaluation_has_time_and_versions_of_the_model_that_was_read(run):
     """Versions are published while the evaluation waits for run.json, a FIFO, before it can read the model."""
-    founded = run.directory / "store" / "run.json"
-    regular = founded.rename(run.directory / "run.json")
-    os.mkfifo(founded)
-    run.evaluations.look(0.5)
-    with open(founded, "wb") as pipe:  # returns when the evaluation has opened the other end
+    settings = run.directory / "store" / "run.json"
+    regular = settings.rename(run.directory / "run.json")
+    os.mkfifo(settings)
+    run.evaluations.start_if_due(0.5)
+    with open(settings, "wb") as pipe:  # returns when the evaluation has opened the other end
         run.publish(2)
         published_at = time.time()
         content = regular.read_bytes()
-        regular.replace(founded)
+        regular.replace(settings)
         pipe.write(content)
-    run.evaluations.end()
+    run.evaluations.join()
     (point,) = run.points()
     assert point["loss"] == run.loss()
-    assert point["at"] >= published_at, "a later model is shown at an earlier moment"
+    assert point["at"] >= published_at, "the time of the evaluation is before the model was published"
     assert point["versions"] == [2, 2]
 
 
-def test_evaluations_are_made_once_for_every_tenth_of_the_run(run):
-    """Tenths that passed between two looks are left out."""
+def test_evaluation_runs_once_per_tenth_of_the_run(run):
+    """Tenths that passed between two polls are skipped."""
     for number, progress in enumerate((0.05, 0.12, 0.15, 0.48, 0.49, 1.0), start=2):
         run.publish(number)
-        run.evaluations.look(progress)
-        run.evaluations.end()
+        run.evaluations.start_if_due(progress)
+        run.evaluations.join()
     assert [point["versions"] for point in run.points()] == [[3, 3], [5, 5]]
 
 
-def test_model_of_a_finished_run_is_no_point_on_the_way(run):
+def test_final_model_is_not_a_point_of_the_periodic_evaluation(run):
     run.store.write(ManifestRecord((1, 1), 2, 100))
-    run.evaluations.look(0.5)
-    run.evaluations.end()
+    run.evaluations.start_if_due(0.5)
+    run.evaluations.join()
     assert run.points() == []
 
 
-def test_evaluation_without_a_store_is_left_out(run):
+def test_evaluation_without_a_store_is_skipped(run):
     shutil.rmtree(run.directory / "store")
-    run.evaluations.look(0.9)
-    run.evaluations.end()
+    run.evaluations.start_if_due(0.9)
+    run.evaluations.join()
     assert run.points() == []

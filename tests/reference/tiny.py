@@ -1,4 +1,4 @@
-"""A model, data and runs so small that a test trains them in milliseconds."""
+"""Model, data and runs that are small enough to be trained in milliseconds."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.types import RunConfig
-from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values
-from atoll.reference.models import GPT, GPTConfig, build, inner_optimizer
+from atoll.reference.models import GPT, GPTConfig, build_model, inner_optimizer
+from atoll.reference.tape_executor import ReplayLearner, StepInfo, TapeExecutor, initial_values
 from atoll.tape.format import Actor
-from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
+from atoll.tensors.plan import FragmentPlan, describe_tensors, make_plan
 from atoll.tensors.settings import Numerics
-from tests.reference.lockstep import PATIENT
+from tests.reference.lockstep import PATIENT_LIMITS
 
 SHAPE = GPTConfig(layers=2, heads=2, width=16, context=8, vocabulary=32)
 LR = 1e-2
 TOKENS = 16
 
 EXACT = Numerics(merge="average", outer="nesterov", outer_lr=0.7, outer_momentum=0.9, up="f32", down="f32")
-"""Nothing is rounded on its way."""
+"""Numerics without rounding in transit."""
 
 
 def batch(learner: int, step: int) -> tuple[Tensor, Tensor]:
-    """The data of a learner: any numbers, the same each time."""
+    """Return the random batch of a learner's step, the same in every call."""
     generator = torch.Generator().manual_seed(1000 * learner + step)
     window = torch.randint(0, SHAPE.vocabulary, (2, SHAPE.context + 1), generator=generator)
     return window[:, :-1], window[:, 1:]
 
 
 def new_model() -> GPT:
-    return build(SHAPE, seed=7)
+    return build_model(SHAPE, seed=7)
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -40,7 +40,7 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, learner: int, step: int) -> float:
-    """`step` counts from 0."""
+    """Take one inner step and return its loss. `step` counts from 0."""
     x, y = batch(learner, step)
     loss: Tensor = model(x, y)
     loss.backward()
@@ -49,44 +49,50 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, learner: int,
     return loss.item()
 
 
-def trainee(actor: Actor, data_of: Callable[[int], int] = lambda learner: learner) -> Trainee:
+def make_learner(actor: Actor, data_source: Callable[[int], int] = lambda learner: learner) -> ReplayLearner:
+    """Make a learner that trains on the data of learner `data_source(number)`."""
     model = new_model()
     optimizer = new_optimizer(model)
 
     def take_step(info: StepInfo) -> float:
-        return train_step(model, optimizer, data_of(actor.learner), info.step)
+        return train_step(model, optimizer, data_source(actor.learner), info.step)
 
-    return Trainee(model, optimizer, take_step)
-
-
-def tiny_plan(fragments: int, how: str = "balanced") -> FragmentPlan:
-    return make_plan(tensors_of(new_model()), fragments, how)
+    return ReplayLearner(model, optimizer, take_step)
 
 
-def lockstep_config(plan: FragmentPlan, learners: int, every: int, **more: Any) -> RunConfig:
+def tiny_plan(fragments: int, method: str = "balanced") -> FragmentPlan:
+    return make_plan(describe_tensors(new_model()), fragments, method)
+
+
+def lockstep_config(plan: FragmentPlan, learners: int, every: int, **changes: Any) -> RunConfig:
     fragments = len(plan.fragments)
     return RunConfig(
-        fragments=fragments, every_steps=every, quorum=learners, rounds_in_flight=fragments, limits=PATIENT, **more
+        fragments=fragments,
+        every_steps=every,
+        quorum=learners,
+        rounds_in_flight=fragments,
+        limits=PATIENT_LIMITS,
+        **changes,
     )
 
 
-def execute(
+def make_executor(
     config: RunConfig,
     numerics: Numerics,
     plan: FragmentPlan,
-    kind: type[Execution] = Execution,
-    make: Callable[[Actor], Trainee] = trainee,
-    **more: Any,
-) -> Execution:
-    return kind(config, numerics, plan, initial_values(new_model(), plan), make, **more)
+    executor_type: type[TapeExecutor] = TapeExecutor,
+    make: Callable[[Actor], ReplayLearner] = make_learner,
+    **options: Any,
+) -> TapeExecutor:
+    return executor_type(config, numerics, plan, initial_values(new_model(), plan), make, **options)
 
 
-def tokens_of(learners: int) -> Mapping[int, int]:
+def tokens_by_learner(learners: int) -> Mapping[int, int]:
     return dict.fromkeys(range(1, learners + 1), TOKENS)
 
 
 def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Equal to the last bit, signs of zeros included."""
+    """Return whether all tensors are equal bit by bit, including the sign of zeros."""
     return ours.keys() == theirs.keys() and all(
         torch.equal(ours[n].view(torch.int32), theirs[n].view(torch.int32)) for n in ours
     )

@@ -1,4 +1,4 @@
-"""What links must carry: the published table, the inverse of the model, and what it says of runs here."""
+"""Bandwidth model: the published table, inverse functions, and predictions of benchmark runs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from atoll.sim.bandwidth import (
     UTILISATIONS,
     WIRE_BITS,
     ExchangePattern,
-    Load,
+    Workload,
     all_reduce_factor,
     data_parallel,
     decoupled,
     diloco,
-    period_steps,
-    rate_for,
-    rate_that_keeps,
+    effective_period_steps,
+    min_rate_for_period,
+    required_rate,
     step_time_s,
     streaming,
     utilisation,
 )
 from atoll.sim.published import PUBLISHED_RATE_PARAMS, PUBLISHED_RATE_STEP_S, PUBLISHED_RATES_GBIT_S
 from atoll.tensors.codecs import CODECS
-from benchmarks.predictions import predict
+from benchmarks.predictions import predict_steps
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/plan.md"
 CELLS = [
@@ -40,10 +40,10 @@ CELLS = [
 ]
 
 
-def ours_gbit_s(sites: int, name: str, share: float) -> float:
-    load = Load(PUBLISHED_RATE_PARAMS, sites, PUBLISHED_RATE_STEP_S)
+def required_gbit_s(sites: int, name: str, share: float) -> float:
+    load = Workload(PUBLISHED_RATE_PARAMS, sites, PUBLISHED_RATE_STEP_S)
     exchange = data_parallel(sites) if name == "data-parallel" else decoupled(name.removeprefix("decoupled-"))
-    return rate_for(exchange, load, share) / 1e9
+    return required_rate(exchange, load, share) / 1e9
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -51,18 +51,18 @@ def ours_gbit_s(sites: int, name: str, share: float) -> float:
 
 
 @pytest.mark.parametrize(("sites", "name", "share", "published"), CELLS)
-def test_every_published_cell_is_met_within_three_percent(sites, name, share, published):
+def test_model_matches_published_rates_within_three_percent(sites, name, share, published):
     assert len(CELLS) == 18
-    assert ours_gbit_s(sites, name, share) == pytest.approx(published, rel=0.03)  # wanted: 10 %
+    assert required_gbit_s(sites, name, share) == pytest.approx(published, rel=0.03)  # required: 10 %
 
 
-def test_the_headline_of_the_published_table():
-    """198 Gbit/s against 0.84: 236 times less at 95 % and 8 sites."""
-    ratio = ours_gbit_s(8, "data-parallel", 0.95) / ours_gbit_s(8, "decoupled-int4", 0.95)
+def test_model_matches_published_ratio_at_95_percent():
+    """At 95 % and 8 sites: 198 Gbit/s and 0.84 Gbit/s, a factor of 236."""
+    ratio = required_gbit_s(8, "data-parallel", 0.95) / required_gbit_s(8, "decoupled-int4", 0.95)
     assert ratio == pytest.approx(236, rel=0.04)
 
 
-def test_the_page_shows_what_the_model_says():
+def test_docs_table_matches_model():
     text = PAGE.read_text(encoding="utf-8")
     rows = re.findall(
         r"^\| (\d) \| ([\w-]+) \| (\d+) % \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+) \|$", text, re.MULTILINE
@@ -70,22 +70,22 @@ def test_the_page_shows_what_the_model_says():
     shown = {(int(sites), name, int(share) / 100): tuple(map(float, rest)) for sites, name, share, *rest in rows}
     assert shown.keys() == {cell[:3] for cell in CELLS}
     for sites, name, share, published in CELLS:
-        told_published, told_ours, told_percent = shown[sites, name, share]
-        ours = ours_gbit_s(sites, name, share)
-        assert told_published == published
-        assert told_ours == float(f"{ours:.3g}")
-        assert told_percent == pytest.approx(100 * (ours / published - 1), abs=0.051)
+        shown_published, shown_ours, shown_percent = shown[sites, name, share]
+        ours = required_gbit_s(sites, name, share)
+        assert shown_published == published
+        assert shown_ours == float(f"{ours:.3g}")
+        assert shown_percent == pytest.approx(100 * (ours / published - 1), abs=0.051)
     worst = max(abs(percent) for _, _, percent in shown.values())
     assert f"The worst of the 18 cells is off by {worst:.1f} %" in text
 
 
-def test_the_published_decoupled_rates_do_not_carry_their_own_schedule():
-    """Why the page says so: at 95 % less is sent in a step than the fragment of that step."""
+def test_published_decoupled_rates_are_below_rate_for_period():
+    """At the published rate for 95 % a step sends less than one fragment."""
     fragment_gbit = PUBLISHED_RATE_PARAMS * 16 / 24 / 1e9
     assert PUBLISHED_RATES_GBIT_S[2, "decoupled-bf16"][0.95] * PUBLISHED_RATE_STEP_S / 0.95 < 0.62 * fragment_gbit
-    load = Load(PUBLISHED_RATE_PARAMS, 2, PUBLISHED_RATE_STEP_S)
-    assert rate_that_keeps("bf16", load, 24) == pytest.approx(fragment_gbit * 1e9)
-    assert 40 < period_steps("bf16", load, 24, 1.9e9) < 44
+    load = Workload(PUBLISHED_RATE_PARAMS, 2, PUBLISHED_RATE_STEP_S)
+    assert min_rate_for_period("bf16", load, 24) == pytest.approx(fragment_gbit * 1e9)
+    assert 40 < effective_period_steps("bf16", load, 24, 1.9e9) < 44
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -93,14 +93,14 @@ def test_the_published_decoupled_rates_do_not_carry_their_own_schedule():
 
 EXCHANGES = st.builds(
     ExchangePattern,
-    bits=st.sampled_from((4.0, 16.0, 32.0)),
+    bits_per_number=st.sampled_from((4.0, 16.0, 32.0)),
     share=st.floats(0.01, 1.0),
     every_steps=st.floats(0.2, 500.0),
     hidden_steps=st.floats(0.0, 10.0),
-    turns=st.floats(0.0, 20.0),
+    sequential_delays=st.floats(0.0, 20.0),
 )
 LOADS = st.builds(
-    Load,
+    Workload,
     params=st.floats(1e5, 1e12),
     sites=st.integers(2, 64),
     step_s=st.floats(0.01, 100.0),
@@ -111,133 +111,139 @@ SHARES = st.floats(0.01, 0.999)
 
 
 @given(EXCHANGES, LOADS, SHARES)
-def test_rate_and_utilisation_are_inverse(exchange, load, share):
-    rate = rate_for(exchange, load, share)
-    if math.isinf(rate):  # delays alone forbid it, at any rate
+def test_required_rate_is_inverse_of_utilisation(exchange, load, share):
+    rate = required_rate(exchange, load, share)
+    if math.isinf(rate):  # no rate is enough because of the delays
         assert utilisation(exchange, load, 1e30) <= share * (1 + 1e-9)
     else:
         assert utilisation(exchange, load, rate) == pytest.approx(share, rel=1e-6)
 
 
 @given(EXCHANGES, LOADS, st.floats(1e3, 1e13), st.floats(1.0, 100.0))
-def test_more_rate_is_never_less_utilisation(exchange, load, rate, more):
+def test_utilisation_increases_with_rate(exchange, load, rate, more):
     assert utilisation(exchange, load, rate) <= utilisation(exchange, load, rate * more) * (1 + 1e-12)
     assert 0.0 < utilisation(exchange, load, rate) <= 1.0
 
 
 @given(EXCHANGES, LOADS, SHARES, SHARES)
-def test_more_utilisation_never_needs_less_rate(exchange, load, one, other):
+def test_required_rate_increases_with_target(exchange, load, one, other):
     low, high = sorted((one, other))
-    assert rate_for(exchange, load, low) <= rate_for(exchange, load, high) * (1 + 1e-12)
+    assert required_rate(exchange, load, low) <= required_rate(exchange, load, high) * (1 + 1e-12)
 
 
 @given(EXCHANGES, LOADS, st.floats(1e3, 1e13))
-def test_a_link_never_carries_more_than_its_rate(exchange, load, rate):
+def test_traffic_never_exceeds_link_rate(exchange, load, rate):
     step_s = step_time_s(exchange, load, rate)
-    assert load.params * exchange.bits_per_step * load.factor / step_s <= rate * (1 + 1e-9)
+    assert load.params * exchange.bits_per_step * load.traffic_factor / step_s <= rate * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("method", [data_parallel(4), diloco(4), streaming(4), decoupled("int4")])
-def test_rates_scale_with_size_and_inversely_with_step_time(method):
-    load = Load(1e9, 4, 1.0)
+def test_required_rate_scales_with_params_and_step_rate(method):
+    load = Workload(1e9, 4, 1.0)
     for share in UTILISATIONS:
-        assert rate_for(method, replace(load, params=3e9), share) == pytest.approx(3 * rate_for(method, load, share))
-        assert rate_for(method, replace(load, step_s=2.0), share) == pytest.approx(rate_for(method, load, share) / 2)
+        assert required_rate(method, replace(load, params=3e9), share) == pytest.approx(
+            3 * required_rate(method, load, share)
+        )
+        assert required_rate(method, replace(load, step_s=2.0), share) == pytest.approx(
+            required_rate(method, load, share) / 2
+        )
 
 
-def test_delay_costs_rate_until_no_rate_is_enough():
-    near, far, too_far = (Load(1e9, 4, 1.0, delay_s=delay) for delay in (0.0, 0.1, 0.2))
+def test_required_rate_increases_with_delay_to_infinity():
+    low, medium, high = (Workload(1e9, 4, 1.0, delay_s=delay) for delay in (0.0, 0.1, 0.2))
     dp = data_parallel(4)
-    assert rate_for(dp, near, 0.95) < rate_for(dp, far, 0.95) < math.inf
-    assert rate_for(dp, too_far, 0.95) == math.inf
-    assert rate_for(decoupled("bf16"), too_far, 0.95) < math.inf
+    assert required_rate(dp, low, 0.95) < required_rate(dp, medium, 0.95) < math.inf
+    assert required_rate(dp, high, 0.95) == math.inf
+    assert required_rate(decoupled("bf16"), high, 0.95) < math.inf
 
 
-def test_diloco_hides_nothing_and_streaming_needs_a_steady_link():
-    load = Load(1e9, 2, 1.0)
-    assert rate_for(diloco(2), load, 0.5) == pytest.approx(16e9 / 24)
-    assert rate_for(streaming(2), load, 0.95) == pytest.approx(0.95 * 16e9 / 24)
+def test_required_rates_of_diloco_and_streaming():
+    load = Workload(1e9, 2, 1.0)
+    assert required_rate(diloco(2), load, 0.5) == pytest.approx(16e9 / 24)
+    assert required_rate(streaming(2), load, 0.95) == pytest.approx(0.95 * 16e9 / 24)
 
 
-def test_a_star_sends_the_model_once_each_way():
-    load = Load(1e9, 8, 1.0)
-    ratio = rate_that_keeps("bf16", load, 24) / rate_that_keeps("bf16", replace(load, star=True), 24)
+def test_star_needs_one_model_per_period():
+    load = Workload(1e9, 8, 1.0)
+    ratio = min_rate_for_period("bf16", load, 24) / min_rate_for_period("bf16", replace(load, star=True), 24)
     assert ratio == pytest.approx(all_reduce_factor(8))
 
 
-def test_wire_bits_are_those_of_the_codecs():
+def test_wire_bits_match_codecs():
     numel = 1 << 20
-    assert {codec.name: 8 * codec.size(numel) / numel for codec in CODECS} == WIRE_BITS
+    assert {codec.name: 8 * codec.encoded_size(numel) / numel for codec in CODECS} == WIRE_BITS
     assert list(CODEC_BITS) == list(WIRE_BITS)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Runs here
+# Predictions of runs
 
-THIN = Load(params=10e6, sites=4, step_s=0.5, delay_s=0.02)
+SLOW_LINKS = Workload(params=10e6, sites=4, step_s=0.5, delay_s=0.02)
 
 
-def test_a_paced_step_hides_what_fits_beside_its_work():
+def test_paced_ddp_step_overlaps_exchange():
     sending_s = 10e6 * 32 * 1.5 / 2e9 + 6 * 0.02
-    assert predict("ddp", THIN, 2e9, work_s=0.5 - sending_s).step_s == pytest.approx(0.5)
-    assert predict("ddp", THIN, 2e9, work_s=0.5).step_s == pytest.approx(0.5 + sending_s)
+    assert predict_steps("ddp", SLOW_LINKS, 2e9, work_s=0.5 - sending_s).step_s == pytest.approx(0.5)
+    assert predict_steps("ddp", SLOW_LINKS, 2e9, work_s=0.5).step_s == pytest.approx(0.5 + sending_s)
 
 
-def test_thin_links_stretch_h_and_no_step():
-    fast, slow = (predict("decoupled", THIN, rate, codec="int4", every_steps=24) for rate in (1e9, 1e6))
+def test_slow_link_increases_period_not_step_time():
+    fast, slow = (predict_steps("decoupled", SLOW_LINKS, rate, codec="int4", every_steps=24) for rate in (1e9, 1e6))
     assert (fast.step_s, slow.step_s, slow.utilisation) == (0.5, 0.5, 1.0)
     assert fast.period_steps == 24
     assert slow.period_steps == pytest.approx(10e6 * 4.25 * 1.5 / (1e6 * 0.5))
     assert slow.sent_bit_s == pytest.approx(1e6)
-    assert predict("decoupled", THIN, 0.0).period_steps == math.inf
+    assert predict_steps("decoupled", SLOW_LINKS, 0.0).period_steps == math.inf
 
 
-def test_a_link_on_which_gradients_take_twenty_steps_is_twenty_times_slower():
+def test_ddp_is_twenty_times_slower_if_gradients_take_twenty_steps():
     rate = 10e6 * 32 * 1.5 / (20 * 0.5)
-    ratio = predict("ddp", THIN, rate, work_s=0.1).step_s / predict("decoupled", THIN, rate).step_s
+    ratio = (
+        predict_steps("ddp", SLOW_LINKS, rate, work_s=0.1).step_s / predict_steps("decoupled", SLOW_LINKS, rate).step_s
+    )
     assert 19 < ratio < 21
 
 
-def test_barriers_cost_what_they_send():
+def test_predicted_steps_of_diloco_and_streaming():
     rate = 48e6
     sending_s = 10e6 * 32 * 1.5 / rate
-    assert predict("diloco", THIN, rate).step_s == pytest.approx(0.5 + (sending_s + 6 * 0.02) / 24)
-    assert predict("streaming", THIN, rate).step_s == pytest.approx(0.5)
-    assert predict("streaming", THIN, rate / 10).step_s == pytest.approx(10 * sending_s / 24)
-    assert predict("streaming", THIN, rate / 10).sent_bit_s == pytest.approx(rate / 10)
+    assert predict_steps("diloco", SLOW_LINKS, rate).step_s == pytest.approx(0.5 + (sending_s + 6 * 0.02) / 24)
+    assert predict_steps("streaming", SLOW_LINKS, rate).step_s == pytest.approx(0.5)
+    assert predict_steps("streaming", SLOW_LINKS, rate / 10).step_s == pytest.approx(10 * sending_s / 24)
+    assert predict_steps("streaming", SLOW_LINKS, rate / 10).sent_bit_s == pytest.approx(rate / 10)
 
 
 @pytest.mark.parametrize(
-    ("ask", "sentence"),
+    ("call", "message"),
     [
-        (lambda: Load(1e9, 1, 1.0), "sites is 1; nothing travels with one site"),
-        (lambda: Load(1e9, 2, 0.0), "give seconds above 0"),
-        (lambda: rate_for(data_parallel(2), THIN, 1.0), "give a share above 0 and below 1"),
-        (lambda: step_time_s(data_parallel(2), THIN, -1.0), "the rate is -1 bit/s"),
-        (lambda: period_steps("bf16", THIN, 24, -1.0), "the rate is -1 bit/s"),
-        (lambda: decoupled("int3"), "no codec 'int3'; give one of f32, bf16, int8, int4"),
+        (lambda: Workload(1e9, 1, 1.0), "sites is 1; a single site has nothing to exchange"),
+        (lambda: Workload(1e9, 2, 0.0), "give seconds above 0"),
+        (lambda: required_rate(data_parallel(2), SLOW_LINKS, 1.0), "give a share above 0 and below 1"),
+        (lambda: step_time_s(data_parallel(2), SLOW_LINKS, -1.0), "the rate is -1 bit/s"),
+        (lambda: effective_period_steps("bf16", SLOW_LINKS, 24, -1.0), "the rate is -1 bit/s"),
+        (lambda: decoupled("int3"), "unknown codec 'int3'; give one of f32, bf16, int8, int4"),
         (lambda: streaming(2, tau_steps=0), "tau is 0"),
         (lambda: streaming(2, fragments=0), "at least 1 fragment"),
-        (lambda: predict("async", THIN, 1e9), "no method 'async'"),
+        (lambda: predict_steps("async", SLOW_LINKS, 1e9), "no method 'async'"),
     ],
 )
-def test_what_cannot_be_is_refused(ask, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        ask()
+def test_invalid_input_raises_with_remedy(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
 
 
-def test_planning_needs_no_torch():
+def test_plan_imports_without_torch():
     script = "import sys; sys.modules['torch'] = None; import atoll.sim.plan, atoll.sim.bandwidth"
     subprocess.run([sys.executable, "-c", script], timeout=300, check=True)
 
 
-def test_the_last_gradients_are_never_hidden():
-    """Above the utilisation at which one of 56 messages alone takes the time that is allowed, it decides the rate."""
-    load = Load(params=5e9, sites=2, step_s=1.0)
+def test_last_gradient_message_never_overlaps():
+    """At high utilisation the last of 56 messages alone determines the rate."""
+    load = Workload(params=5e9, sites=2, step_s=1.0)
     dp = data_parallel(2)
-    rate = rate_for(dp, load, 0.99)
+    rate = required_rate(dp, load, 0.99)
     assert rate == pytest.approx(5e9 * 16 / 56 / (1 / 0.99 - 1))
     assert utilisation(dp, load, rate) == pytest.approx(0.99)
     as_one_flow = ExchangePattern(16.0, 1.0, 1.0, 2 / 3)
-    assert rate > 1.15 * rate_for(as_one_flow, load, 0.99)
-    assert rate_for(dp, load, 0.9) < 1.03 * rate_for(as_one_flow, load, 0.9)
+    assert rate > 1.15 * required_rate(as_one_flow, load, 0.99)
+    assert required_rate(dp, load, 0.9) < 1.03 * required_rate(as_one_flow, load, 0.9)

@@ -1,13 +1,15 @@
-"""Kills a syncer's store in the middle of writes and looks at what the next one finds. Run as a process of its own.
+"""Kill a process in the middle of writes to its store, and report what the next process restores. Run as a program:
 
     python -m tests.store.store_kills lines KIND STORE FOLDER
     python -m tests.store.store_kills anywhere COUNT STORE FOLDER
     python -m tests.store.store_kills race COUNT STORE FOLDER
 
-`lines`: one write is repeated in forked processes; the first is killed at its first line of the store's code, the
-second at its second, until one comes through. `anywhere`: processes write version after version and are killed from
-outside, wherever they are. One line of JSON per kill says what was found. `race`: nobody is killed; processes take over
-from each other at the same moment, and write.
+- `lines` repeats one write in forked processes. Process n is killed at line n of the store's code, until one process
+  completes the write.
+- `anywhere` lets processes write version after version, and kills them at random moments.
+- `race` kills no process. Several processes take over the store at the same moment, and write.
+
+Each kill, or race, prints one line of JSON with the restored state.
 """
 
 from __future__ import annotations
@@ -27,34 +29,50 @@ import torch
 
 from atoll import files
 from atoll.store import tensor_file, version_store
-from atoll.store.version_store import Fenced, InUse, Store, StoreDamaged, complete_snapshots, snapshot_record
-from tests.store.store_samples import FRAGMENTS, InPlace, founded, members, same, snapshot, tensors, version
+from atoll.store.version_store import (
+    FencedError,
+    Store,
+    StoreDamagedError,
+    StoreInUseError,
+    list_complete_snapshots,
+    read_snapshot_record,
+)
+from tests.store.store_samples import (
+    FRAGMENTS,
+    InPlaceStore,
+    create_store,
+    has_sample_tensors,
+    make_members,
+    make_snapshot,
+    make_tensors,
+    make_version,
+)
 
-STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace}
-NUMEL = 2**15  # a file is written in several pieces, whatever its size
+STORES: dict[str, type[Store]] = {"Store": Store, "InPlaceStore": InPlaceStore}
+NUMEL = 2**15  # files are written in several pieces, whatever their size
 CODE = {files.__file__, tensor_file.__file__, version_store.__file__, str(Path(__file__).with_name("store_samples.py"))}
 
 
 def write_version(kind: type[Store], folder: Path) -> None:
     with kind.open(folder) as opened:
-        under_the_knife()
-        opened.write(version(1, 3), tensors(3, NUMEL))
+        start_kill_countdown()
+        opened.write(make_version(1, 3), make_tensors(3, NUMEL))
 
 
 def write_members(kind: type[Store], folder: Path) -> None:
     with kind.open(folder) as opened:
-        under_the_knife()
-        opened.write(members(2))
+        start_kill_countdown()
+        opened.write(make_members(2))
 
 
 def write_snapshot(kind: type[Store], folder: Path) -> None:
     with kind.open(folder) as opened:
-        under_the_knife()
-        opened.write(snapshot(1, 2, 2))
+        start_kill_countdown()
+        opened.write(make_snapshot(1, 2, 2))
 
 
-def open_it(kind: type[Store], folder: Path) -> None:
-    under_the_knife()
+def open_store(kind: type[Store], folder: Path) -> None:
+    start_kill_countdown()
     kind.open(folder).close()
 
 
@@ -62,85 +80,85 @@ KINDS: dict[str, Callable[[type[Store], Path], None]] = {
     "version": write_version,
     "members": write_members,
     "snapshot": write_snapshot,
-    "open": open_it,
+    "open": open_store,
 }
 
-left = 0  # lines until this process dies
+lines_until_kill = 0  # lines of traced code until this process kills itself
 
 
-def under_the_knife() -> None:
-    sys.settrace(on_call)
+def start_kill_countdown() -> None:
+    sys.settrace(trace_call)
 
 
-def on_call(frame: FrameType, event: str, arg: Any) -> Any:
-    return on_line if frame.f_code.co_filename in CODE else None
+def trace_call(frame: FrameType, event: str, arg: Any) -> Any:
+    return trace_line if frame.f_code.co_filename in CODE else None
 
 
-def on_line(frame: FrameType, event: str, arg: Any) -> Any:
-    global left
+def trace_line(frame: FrameType, event: str, arg: Any) -> Any:
+    global lines_until_kill
     if event == "line":
-        left -= 1
-        if left == 0:
+        lines_until_kill -= 1
+        if lines_until_kill == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-    return on_line
+    return trace_line
 
 
-def forked(action: Callable[[], int | None]) -> int:
-    """The process id of a copy of this process that does this and nothing else."""
+def fork_child(action: Callable[[], int | None]) -> int:
+    """Fork a process that runs `action` and exits. Return its process id."""
     child = os.fork()
     if child == 0:
-        leave(action)
+        run_and_exit(action)
     return child
 
 
-def leave(action: Callable[[], int | None]) -> NoReturn:
+def run_and_exit(action: Callable[[], int | None]) -> NoReturn:
     try:
         code = action() or 0
         sys.settrace(None)
-    except BaseException as wrong:
-        print(f"the child failed: {wrong!r}", file=sys.stderr, flush=True)
+    except BaseException as error:
+        print(f"the child failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(2)
     os._exit(code)
 
 
-def found(folder: Path, any_epoch: bool = False) -> dict[str, Any]:
-    """What the next syncer finds. The samples know only records of epoch 1."""
+def reopen_and_report(folder: Path, any_epoch: bool = False) -> dict[str, Any]:
+    """Return what the next syncer restores. Sample records have epoch 1, unless `any_epoch` is set."""
     try:
         with Store.open(folder) as opened:
             versions = {}
             for fragment in range(FRAGMENTS):
-                number, record, values = opened.newest(fragment)
+                number, record, values = opened.read_newest(fragment)
                 epoch = record.round.epoch if any_epoch and record is not None else 1
-                assert record == (version(fragment, number, epoch) if number else None)
-                versions[fragment] = number if same(values, number, NUMEL) else "other values"
-            restored = opened.restored()
+                assert record == (make_version(fragment, number, epoch) if number else None)
+                versions[fragment] = number if has_sample_tensors(values, number, NUMEL) else "other values"
+            restored = opened.read_restored()
             assert restored.members is not None
             return {
                 "versions": list(versions.values()),
                 "members": restored.members.serial,
-                "settings": opened.settings(),
+                "settings": opened.read_settings(),
                 "snapshots": [
-                    list(snapshot_record(folder, number).versions)  # type: ignore[union-attr]
-                    for number in complete_snapshots(folder)
+                    list(read_snapshot_record(folder, number).versions)  # type: ignore[union-attr]
+                    for number in list_complete_snapshots(folder)
                 ],
                 "epoch": opened.epoch,
-                "left over": sorted(str(path.relative_to(folder)) for path in folder.rglob(".*")),
+                "leftovers": sorted(str(path.relative_to(folder)) for path in folder.rglob(".*")),
             }
-    except StoreDamaged as wrong:
-        return {"damaged": str(wrong.path.relative_to(folder)), "why": str(wrong)}
+    except StoreDamagedError as error:
+        return {"damaged": str(error.path.relative_to(folder)), "cause": str(error)}
 
 
-def kill_at_every_line(what: str, kind: type[Store], folder: Path) -> None:
-    global left
-    founded(folder / "before", 2, NUMEL).close()
+def kill_at_every_line(action: str, kind: type[Store], folder: Path) -> None:
+    global lines_until_kill
+    create_store(folder / "before", 2, NUMEL).close()
     here = folder / "run"
     for line in range(1, 10_000):
-        left = line
+        lines_until_kill = line
         shutil.rmtree(here, ignore_errors=True)
         shutil.copytree(folder / "before", here)
-        _, status = os.waitpid(forked(lambda: KINDS[what](kind, here)), 0)
+        _, status = os.waitpid(fork_child(lambda: KINDS[action](kind, here)), 0)
         assert status in (0, signal.SIGKILL), status
-        print(json.dumps({"line": line, "killed": status == signal.SIGKILL} | found(here)), flush=True)
+        print(json.dumps({"line": line, "killed": status == signal.SIGKILL} | reopen_and_report(here)), flush=True)
         if status == 0:
             return
 
@@ -149,28 +167,28 @@ def kill_anywhere(count: int, kind: type[Store], folder: Path) -> None:
     rng = random.Random(0)
     for number in range(count):
         here = folder / f"run{number}"
-        founded(here, 0, NUMEL).close()
-        told, tell = os.pipe()
+        create_store(here, 0, NUMEL).close()
+        progress, report = os.pipe()
 
-        def write_on(here: Path = here, tell: int = tell) -> None:
+        def write_versions(here: Path = here, report: int = report) -> None:
             with kind.open(here) as opened:
                 for number in range(1, 1000):
-                    opened.write(version(0, number), tensors(number, NUMEL))
-                    os.write(tell, b".")
+                    opened.write(make_version(0, number), make_tensors(number, NUMEL))
+                    os.write(report, b".")
 
-        child = forked(write_on)
-        os.close(tell)
+        child = fork_child(write_versions)
+        os.close(report)
         durable_versions = 0
         for _ in range(rng.randrange(1, 6)):
-            durable_versions += len(os.read(told, 1))
-        for _ in range(rng.randrange(3000)):  # until the child is somewhere in its next write
+            durable_versions += len(os.read(progress, 1))
+        for _ in range(rng.randrange(3000)):  # let the child continue into its next write
             os.stat(here)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        durable_versions += len(os.read(told, 1000))
-        os.close(told)
-        row = {"killed": status == signal.SIGKILL, "told": durable_versions, "unfinished": len([*here.rglob(".*")])}
-        print(json.dumps(row | found(here)), flush=True)
+        durable_versions += len(os.read(progress, 1000))
+        os.close(progress)
+        row = {"killed": status == signal.SIGKILL, "durable": durable_versions, "unfinished": len([*here.rglob(".*")])}
+        print(json.dumps(row | reopen_and_report(here)), flush=True)
         shutil.rmtree(here)
 
 
@@ -180,40 +198,42 @@ RACERS = 6
 def race(count: int, kind: type[Store], folder: Path) -> None:
     for number in range(count):
         here = folder / f"race{number}"
-        founded(here, 1, NUMEL).close()
-        go, start = os.pipe()
-        go_on, restart = os.pipe()
-        told, tell = os.pipe()
+        create_store(here, 1, NUMEL).close()
+        started, start = os.pipe()
+        write_allowed, allow_write = os.pipe()
+        progress, report = os.pipe()
 
-        def take_and_write(here: Path = here, go: int = go, go_on: int = go_on, tell: int = tell) -> int:
-            os.read(go, 1)
+        def take_over_and_write(
+            here: Path = here, started: int = started, write_allowed: int = write_allowed, report: int = report
+        ) -> int:
+            os.read(started, 1)
             try:
-                store = kind.open(here, take_over=True)
-            except (Fenced, InUse):
+                store = kind.open(here, is_takeover=True)
+            except (FencedError, StoreInUseError):
                 return 1
             finally:
-                os.write(tell, b".")
-            os.read(go_on, 1)
+                os.write(report, b".")
+            os.read(write_allowed, 1)
             try:
-                store.write(version(0, 2, store.epoch), tensors(2, NUMEL))
-            except (Fenced, ValueError):
+                store.write(make_version(0, 2, store.epoch), make_tensors(2, NUMEL))
+            except (FencedError, ValueError):
                 return 1
             return 0
 
-        children = [forked(take_and_write) for _ in range(RACERS)]
+        children = [fork_child(take_over_and_write) for _ in range(RACERS)]
         os.write(start, b"." * RACERS)
         for _ in children:
-            os.read(told, 1)
-        os.write(restart, b"." * RACERS)
+            os.read(progress, 1)
+        os.write(allow_write, b"." * RACERS)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        for pipe in (go, start, go_on, restart, told, tell):
+        for pipe in (started, start, write_allowed, allow_write, progress, report):
             os.close(pipe)
         row: dict[str, Any] = {"codes": codes}
-        print(json.dumps(row | found(here, any_epoch=True)), flush=True)
+        print(json.dumps(row | reopen_and_report(here, any_epoch=True)), flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a forked process has none of the others
+    torch.set_num_threads(1)  # a forked process lacks the other threads
     mode, argument, store_name, folder_name = sys.argv[1:]
     if mode == "lines":
         kill_at_every_line(argument, STORES[store_name], Path(folder_name))

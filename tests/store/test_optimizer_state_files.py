@@ -1,4 +1,4 @@
-"""Inner state between islands in files: the same bits as in memory, and neither end holds all of it."""
+"""Optimizer state in files: the same bits as in memory, and no process has all of it in memory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torch.distributed.fsdp import fully_shard
 
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
-from atoll.island.optimizer_state_io import cut_for, receive_tensors, send_tensors
+from atoll.island.optimizer_state_io import cut_for_rank, receive_tensors, send_tensors
 from atoll.island.stats import LearnerStatus
-from atoll.island.topology import meet
-from atoll.store.optimizer_state_files import StateFile, packed
+from atoll.island.topology import rendezvous
+from atoll.store.optimizer_state_files import StateFile, pack_to_file
 from atoll.tensors import optimizer_state
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.plan import describe_tensors, make_plan
 from tests.learner.runs import LIMIT_S, Child, _begin
 from tests.learner.small_models import work
 
 LAYERS, SIDE = 12, 768
 LAYER_BYTES = SIDE * SIDE * 4
 STATE_BYTES = 2 * LAYERS * LAYER_BYTES
-"""Two moments of every layer: 54 MiB, of which each of two ranks holds half."""
+"""Two moments of each layer: 54 MiB, half of it at each of two ranks."""
 
 SLACK_BYTES = 6 * LAYER_BYTES
 
@@ -44,45 +44,45 @@ def trained(model: str = "mixed") -> Any:
     return job
 
 
-def test_what_is_packed_in_a_file_is_what_is_packed_in_memory(tmp_path):
+def test_state_packed_to_a_file_equals_state_packed_in_memory(tmp_path):
     job = trained()
-    taken = optimizer_state.take(job.optimizer, job.model)
-    file = packed(taken, tmp_path)
-    assert file._handle is not None, "it has a file"
-    assert [*tmp_path.iterdir()] == [], "it has no name that somebody would have to remove"
-    ours, theirs = optimizer_state.read(file.view), optimizer_state.read(optimizer_state.pack_taken(taken))
-    assert ours[0] == theirs[0]
-    assert ours[1].keys() == theirs[1].keys()
-    about, lazily = file.read()
-    assert (about, {*lazily}, len(lazily)) == (theirs[0], {*theirs[1]}, len(theirs[1]))
-    for number, tensor in theirs[1].items():
-        assert torch.equal(ours[1][number], tensor)
-        assert torch.equal(lazily[number], tensor)
+    copied = optimizer_state.copy_state(job.optimizer, job.model)
+    file = pack_to_file(copied, tmp_path)
+    assert file._handle is not None, "the state must be in a file"
+    assert [*tmp_path.iterdir()] == [], "the file has no name, so it need not be removed"
+    from_file, from_memory = (optimizer_state.read(data) for data in (file.view, optimizer_state.pack_copy(copied)))
+    assert from_file[0] == from_memory[0]
+    assert from_file[1].keys() == from_memory[1].keys()
+    metadata, lazy = file.read()
+    assert (metadata, {*lazy}, len(lazy)) == (from_memory[0], {*from_memory[1]}, len(from_memory[1]))
+    for number, tensor in from_memory[1].items():
+        assert torch.equal(from_file[1][number], tensor)
+        assert torch.equal(lazy[number], tensor)
     with pytest.raises(KeyError):
-        lazily["no such"]
+        lazy["missing"]
 
 
-def test_without_room_on_disk_it_is_held_in_memory(tmp_path):
+def test_state_is_packed_in_memory_if_the_folder_is_missing(tmp_path):
     job = trained()
-    file = packed(optimizer_state.take(job.optimizer, job.model), tmp_path / "is not there")
-    assert file._handle is None, "it has no file"
+    file = pack_to_file(optimizer_state.copy_state(job.optimizer, job.model), tmp_path / "missing")
+    assert file._handle is None, "the state must be in memory"
     assert file.read()[0]["optimizer"] == "AdamW"
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\xff" * 64, b"cut short", (40).to_bytes(8, "little") + b"{" * 40])
-def test_a_file_of_a_hostile_peer_is_a_value_error(tmp_path, data):
+def test_invalid_file_of_a_peer_raises_value_error(tmp_path, data):
     file = StateFile(len(data), tmp_path)
     file.view[:] = data
-    with pytest.raises(ValueError, match="the inner state"):
+    with pytest.raises(ValueError, match="the optimizer state"):
         file.read()
 
 
-def test_a_file_whose_header_says_more_than_there_is_a_value_error(tmp_path):
+def test_truncated_file_raises_value_error(tmp_path):
     job = trained()
-    whole = optimizer_state.pack_taken(optimizer_state.take(job.optimizer, job.model))
-    file = StateFile(len(whole) - 100, tmp_path)
-    file.view[:] = whole[:-100]
-    with pytest.raises(ValueError, match="no safetensors file of ours"):
+    packed = optimizer_state.pack_copy(optimizer_state.copy_state(job.optimizer, job.model))
+    file = StateFile(len(packed) - 100, tmp_path)
+    file.view[:] = packed[:-100]
+    with pytest.raises(ValueError, match="not a safetensors file written by Atoll"):
         file.read()
 
 
@@ -91,11 +91,11 @@ def test_a_file_whose_header_says_more_than_there_is_a_value_error(tmp_path):
 
 
 def island_child(directory: Path, rank: int, log: Path, pipe: Connection) -> None:
-    """An island that gives its inner state and takes it again. Its leader may hold its own half, and little more."""
+    """Run one rank of an island that sends, saves and loads its optimizer state. The leader measures its memory."""
     _begin(log)
     try:
-        meeting = f"file://{directory}/meeting"
-        dist.init_process_group("gloo", meeting, timedelta(seconds=LIMIT_S), rank=rank, world_size=2)
+        init_method = f"file://{directory}/rendezvous"
+        dist.init_process_group("gloo", init_method, timedelta(seconds=LIMIT_S), rank=rank, world_size=2)
         model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -103,95 +103,98 @@ def island_child(directory: Path, rank: int, log: Path, pipe: Connection) -> Non
             parameter.grad = torch.full_like(parameter, number + 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        ranks = meet(model)
+        ranks = rendezvous(model)
         assert ranks is not None
         if rank == 0:
             leader = Leader(ranks, model, SimpleNamespace(), logging.getLogger())
-            pipe.send(("told", _lead(leader, model, optimizer, directory)))
+            pipe.send(("result", _measure_peaks(leader, model, optimizer, directory)))
         else:
-            unused = SimpleNamespace()  # no rank sends or fetches rows of its own here
+            unused = SimpleNamespace()  # ranks do not upload or download rows here
             follower = Follower(ranks, model, optimizer, LearnerStatus(), unused, lambda: 0, logging.getLogger())
-            follower._plan, follower._generation = make_plan(tensors_of(model), 2, "balanced"), 1
+            follower._plan, follower._generation = make_plan(describe_tensors(model), 2, "balanced"), 1
             for _ in range(4):
-                follower._on_give()
+                follower._on_copy_state()
             follower._thread.start()
             tensors = receive_tensors(ranks.control[0])
             moments = [tensor for tensor in tensors.values() if tensor.dim()]
             assert {tuple(tensor.shape) for tensor in moments} == {(SIDE // 2, SIDE)}
-            pipe.send(("told", len(moments)))
-        pipe.recv()  # until it is killed: the other rank may need it
-    except BaseException as wrong:
+            pipe.send(("result", len(moments)))
+        pipe.recv()  # until it is killed: the other rank may still need this process
+    except BaseException as error:
         traceback.print_exc()
-        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+        pipe.send(("failed", type(error).__name__, str(error)))
 
 
-def _lead(leader: Leader, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, int]:
-    """How many bytes it held more, at most, while it did what."""
-    boundary = leader.boundary(model, optimizer, [], 0.0)
-    more = {}
-    leader.parcel = 1
-    packed(boundary.take_inner(), directory)  # a rehearsal: libraries take memory for themselves when first called
+def _measure_peaks(
+    leader: Leader, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path
+) -> dict[str, int]:
+    """Return the peak of additional memory during each operation of the leader, in bytes."""
+    boundary = leader.make_boundary(model, optimizer, [], 0.0)
+    peaks = {}
+    leader.staged_count = 1
+    pack_to_file(boundary.take_optimizer_state(), directory)  # warm-up: libraries allocate memory at their first call
 
-    leader.parcel = 2
-    taken = boundary.take_inner()  # as all below kept to the end: what is free again would be used unseen
-    with Peak() as peak:
-        given = packed(taken, directory)
-    more["gives from a file"] = peak.more
+    leader.staged_count = 2
+    # Results stay referenced to the end: reuse of freed memory would not be measured.
+    copied = boundary.take_optimizer_state()
+    with PeakMemory() as peak:
+        file = pack_to_file(copied, directory)
+    peaks["send from file"] = peak.added_bytes
 
-    with Peak() as peak:
-        about, tensors = given.read()
-        prepared = optimizer_state.prepare(about, tensors, optimizer, model)
-        send_tensors(leader.ranks.control[0], cut_for(leader.ranks, 1, about, tensors))
-    more["takes from a file"] = peak.more
-    for parameter, held in prepared.made.items():
+    with PeakMemory() as peak:
+        metadata, tensors = file.read()
+        prepared = optimizer_state.prepare(metadata, tensors, optimizer, model)
+        send_tensors(leader.ranks.control[0], cut_for_rank(leader.ranks, 1, metadata, tensors))
+    peaks["load from file"] = peak.added_bytes
+    for parameter, state in prepared.state.items():
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(held[key].to_local(), optimizer.state[parameter][key].to_local())
+            assert torch.equal(state[key].to_local(), optimizer.state[parameter][key].to_local())
 
-    leader.parcel = 3
-    saved = boundary.take_inner()
-    with Peak() as peak:
-        assert saved.spread is not None
-        notes = saved.spread(saved, directory)
-    more["saves"] = peak.more
+    leader.staged_count = 3
+    saved = boundary.take_optimizer_state()
+    with PeakMemory() as peak:
+        assert saved.write_shards is not None
+        notes = saved.write_shards(saved, directory)
+    peaks["save"] = peak.added_bytes
     assert notes is not None
     assert all(sum(file["bytes"] for file in note["files"].values()) > STATE_BYTES // 2 for note in notes)
 
-    leader.parcel = 4
-    again = boundary.take_inner()
-    with Peak() as peak:
-        data = optimizer_state.pack_taken(again)
-    more["gives from memory"] = peak.more
-    with Peak() as peak:
+    leader.staged_count = 4
+    second_copy = boundary.take_optimizer_state()
+    with PeakMemory() as peak:
+        data = optimizer_state.pack_copy(second_copy)
+    peaks["send from memory"] = peak.added_bytes
+    with PeakMemory() as peak:
         in_memory = optimizer_state.read(memoryview(data))
-        also = optimizer_state.prepare(*in_memory, optimizer, model)
-    more["takes from memory"] = peak.more
-    assert taken.tensors
-    assert also.made
-    return more
+        second_prepared = optimizer_state.prepare(*in_memory, optimizer, model)
+    peaks["load from memory"] = peak.added_bytes
+    assert copied.tensors
+    assert second_prepared.state
+    return peaks
 
 
-class Peak:
-    """Memory of this process that is no file's, looked at again and again."""
+class PeakMemory:
+    """Samples the anonymous memory of this process and records the peak."""
 
-    def __enter__(self) -> Peak:
-        self._before = self._most = _anonymous_bytes()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._look)
+    def __enter__(self) -> PeakMemory:
+        self._before = self._max = _anonymous_bytes()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
         self._thread.start()
         return self
 
-    def _look(self) -> None:
-        while not self._ends.wait(0.001):
-            self._most = max(self._most, _anonymous_bytes())
+    def _sample(self) -> None:
+        while not self._stopped.wait(0.001):
+            self._max = max(self._max, _anonymous_bytes())
 
     def __exit__(self, *_: object) -> None:
-        self._ends.set()
+        self._stopped.set()
         self._thread.join()
-        self._most = max(self._most, _anonymous_bytes())
+        self._max = max(self._max, _anonymous_bytes())
 
     @property
-    def more(self) -> int:
-        return self._most - self._before
+    def added_bytes(self) -> int:
+        return self._max - self._before
 
 
 def _anonymous_bytes() -> int:
@@ -199,18 +202,20 @@ def _anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_no_rank_holds_the_inner_state_of_its_island_when_it_is_given_taken_or_saved(tmp_path):
-    """A leader needs no more than a few tensors, and its own half of what it takes. The ways by memory show that the
-    measure sees what is held."""
+def test_leader_never_has_the_whole_optimizer_state_in_memory(tmp_path):
+    """Send and save need memory for a few tensors, load also for the leader's own half.
+
+    Sending and loading in memory must exceed the limits, otherwise the measurement misses memory.
+    """
     ranks = [Child(f"rank {rank}", tmp_path / f"{rank}.log", island_child, (tmp_path, rank)) for rank in (0, 1)]
     try:
-        more = ranks[0].hear("told", 2 * LIMIT_S)
-        assert ranks[1].hear("told", 2 * LIMIT_S) == 2 * LAYERS
-        assert more["gives from a file"] < SLACK_BYTES, more
-        assert more["saves"] < SLACK_BYTES, more
-        assert more["takes from a file"] < STATE_BYTES // 2 + SLACK_BYTES, more
-        assert more["gives from memory"] > STATE_BYTES, more
-        assert more["takes from memory"] > STATE_BYTES, more
+        peaks = ranks[0].expect("result", 2 * LIMIT_S)
+        assert ranks[1].expect("result", 2 * LIMIT_S) == 2 * LAYERS
+        assert peaks["send from file"] < SLACK_BYTES, peaks
+        assert peaks["save"] < SLACK_BYTES, peaks
+        assert peaks["load from file"] < STATE_BYTES // 2 + SLACK_BYTES, peaks
+        assert peaks["send from memory"] > STATE_BYTES, peaks
+        assert peaks["load from memory"] > STATE_BYTES, peaks
     finally:
         for rank in ranks:
             rank.process.kill()

@@ -1,4 +1,4 @@
-"""A learner that is written by hand: it says whatever somebody wants to say, in the right bytes or in wrong ones."""
+"""Learner client for tests that sends any message, in valid or invalid bytes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import aiohttp
 import torch
 from torch import Tensor
 
-from atoll.core.protocol import Body, Contribution, Envelope, Hello, InnerState, Pull, Welcome
-from atoll.core.types import NOTHING
+from atoll.core.protocol import Body, Contribution, Envelope, Hello, OptimizerState, Pull, Welcome
+from atoll.core.types import NO_VERSION
 from atoll.store.run_settings import RunSettings
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.plan import FragmentPlan
-from atoll.transport.wire import CODEC_NUMBERS, Kind, decode_message, encode_message, frame_head
+from atoll.transport.wire import CODEC_NUMBERS, FrameKind, decode_message, encode_frame_head, encode_message
 
-ENOUGH_S = 30.0
-"""Of every single wait."""
+WAIT_TIMEOUT_S = 30.0
+"""Timeout of each wait."""
 
 
 class ScriptedLearner:
-    """`async with`. `plan`: of the model of the run."""
+    """Learner client with one link. Use it with `async with`. `plan` is the plan of the run."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class ScriptedLearner:
         self.http: aiohttp.ClientSession
         self.socket: aiohttp.ClientWebSocketResponse
 
-    def connections(self) -> aiohttp.ClientSession:
+    def open_session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True)
         return aiohttp.ClientSession(self._base, headers=self._headers, connector=connector)
 
     async def __aenter__(self) -> Self:
-        self.http = self.connections()
+        self.http = self.open_session()
         try:
             self.socket = await self.http.ws_connect("/v1/link", max_msg_size=2**26)
         except BaseException:
@@ -67,21 +67,21 @@ class ScriptedLearner:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.socket.close()
-        await self.let_go()
+        await self.close_session()
 
     @asynccontextmanager
-    async def unlinked(self) -> AsyncIterator[Self]:
-        """For requests alone."""
-        self.http = self.connections()
+    async def without_link(self) -> AsyncIterator[Self]:
+        """Open a session for HTTP requests, without a link."""
+        self.http = self.open_session()
         try:
             yield self
         finally:
-            await self.let_go()
+            await self.close_session()
 
-    async def let_go(self) -> None:
+    async def close_session(self) -> None:
         await self.http.close()
 
     def envelope(self, body: Body) -> Envelope:
@@ -89,22 +89,22 @@ class ScriptedLearner:
         return Envelope(self.learner, self.incarnation, self.session, self.epoch, self.tick, 0, 0, body)
 
     def hello(self, **other: Any) -> Hello:
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "run_id": self.settings.config.run_id,
             "fingerprint": self.plan.fingerprint(),
-            "received": (NOTHING,) * len(self.plan.fragments),
+            "received": (NO_VERSION,) * len(self.plan.fragments),
             "step": 0,
             "trained": 0,
             "training": False,
         }
-        return Hello(**(known | other))
+        return Hello(**(fields | other))
 
-    async def say(self, body: Body) -> None:
+    async def send(self, body: Body) -> None:
         await self.socket.send_bytes(encode_message(self.envelope(body)))
 
-    async def hear(self, *kinds: type) -> Any:
-        """The next message of one of these kinds; None when the syncer closes first."""
-        async with asyncio.timeout(ENOUGH_S):
+    async def receive(self, *kinds: type) -> Any:
+        """Return the next message of one of these kinds, or None if the syncer closes the link first."""
+        async with asyncio.timeout(WAIT_TIMEOUT_S):
             while True:
                 message = await self.socket.receive()
                 if message.type is not aiohttp.WSMsgType.BINARY:
@@ -116,14 +116,14 @@ class ScriptedLearner:
                     return envelope.body
 
     async def join(self, **hello: Any) -> Welcome:
-        await self.say(self.hello(**hello))
-        welcome = await self.hear(Welcome)
+        await self.send(self.hello(**hello))
+        welcome = await self.receive(Welcome)
         assert isinstance(welcome, Welcome)
         return welcome
 
-    async def closed(self) -> tuple[int, str]:
-        """The code and the sentence with which the syncer closes the link."""
-        async with asyncio.timeout(ENOUGH_S):
+    async def wait_closed(self) -> tuple[int, str]:
+        """Wait until the syncer closes the link, and return the code and the reason."""
+        async with asyncio.timeout(WAIT_TIMEOUT_S):
             while True:
                 message = await self.socket.receive()
                 if message.type is aiohttp.WSMsgType.CLOSE:
@@ -134,7 +134,7 @@ class ScriptedLearner:
     # ------------------------------------------------------------------------------------------ bulk
 
     def contribution(self, pull: Pull, step: int, **other: Any) -> Contribution:
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "round": pull.round,
             "copied_at": step,
             "steps": 1,
@@ -142,21 +142,21 @@ class ScriptedLearner:
             "trained": 16 * step,
             "dropped": 0,
         }
-        return Contribution(**(known | other))
+        return Contribution(**(fields | other))
 
     def values(self, fragment: int, fill: float = 0.001) -> Tensor:
-        return codec(self.numerics.ups[0]).encode(torch.full((self.plan.numel(fragment),), fill))
+        return get_codec(self.numerics.upload_codecs[0]).encode(torch.full((self.plan.numel(fragment),), fill))
 
-    def frame(self, body: Contribution | InnerState, payload: Tensor | bytes, **other: Any) -> bytes:
-        """A whole frame. `other`: kind or codec, where they are to be wrong."""
+    def frame(self, body: Contribution | OptimizerState, payload: Tensor | bytes, **other: Any) -> bytes:
+        """Encode a frame. `other`: an invalid kind or codec."""
         header = encode_message(self.envelope(body))
         is_contribution = isinstance(body, Contribution)
-        kind = other.get("kind", Kind.CONTRIBUTION if is_contribution else Kind.INNER_STATE)
-        number = other.get("codec", CODEC_NUMBERS[self.numerics.ups[0]] if is_contribution else 0)
+        kind = other.get("kind", FrameKind.CONTRIBUTION if is_contribution else FrameKind.OPTIMIZER_STATE)
+        number = other.get("codec", CODEC_NUMBERS[self.numerics.upload_codecs[0]] if is_contribution else 0)
         raw = payload if isinstance(payload, bytes) else payload.numpy().tobytes()
-        return frame_head(kind, number, header, raw) + header + raw
+        return encode_frame_head(kind, number, header, raw) + header + raw
 
     async def put(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
-        async with asyncio.timeout(ENOUGH_S), self.http.put(path, data=data) as answer:
-            text = await answer.read()
-            return answer.status, json.loads(text) if text else {}
+        async with asyncio.timeout(WAIT_TIMEOUT_S), self.http.put(path, data=data) as response:
+            text = await response.read()
+            return response.status, json.loads(text) if text else {}

@@ -1,4 +1,4 @@
-"""Wrong bytes cost their sender a request or a link, with a sentence, and nobody else anything. Each is counted."""
+"""Invalid bytes are refused with a message and counted. They close the connection of their sender and no other."""
 
 from __future__ import annotations
 
@@ -14,73 +14,84 @@ import pytest
 import torch
 from msgspec import structs
 
-from atoll.core.protocol import Contribution, FetchTime, InnerState, Leave, Ping, Pong, Pull, Ready, Refuse, Report
+from atoll.core.protocol import (
+    Contribution,
+    DownloadTime,
+    Left,
+    OptimizerState,
+    Ping,
+    Pong,
+    Pull,
+    Ready,
+    Refuse,
+    Report,
+)
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.settings import Numerics
-from atoll.transport.wire import CODEC_NUMBERS, Kind, encode_message, frame_head
+from atoll.transport.wire import CODEC_NUMBERS, WIRE_VERSION, FrameKind, encode_frame_head, encode_message
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, endless
-from tests.syncer.stranger import Stranger
+from tests.syncer.raw_learner import RawLearner
 
-READY = Ready(Reason("moments-kept"))
+READY = Ready(Reason("state-kept"))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One run for all of it: a learner trains from the first test to the last, and must not notice any of them."""
+    """Start one run for all tests. A learner trains all the time, and no test may affect it."""
     with Run(tmp_path_factory.mktemp("hostile"), endless(fragments=2, every_steps=2)) as run:
         (good,) = run.joined(LearnerSpec(1, pace_s=0.005))
         run.go(good)
-        run.until(run.merges(2), "the run is under way")
+        run.until(run.merges(2), "the run trains")
         yield run
         run.end()
         run.assert_same(run.finish(good), 1)
-        assert run.log_lines(good, "the link closed") == []
+        assert run.log_lines(good, "connection closed: ") == []
         assert run.log_lines(run.syncer, " ERROR ") == []
         assert run.log_lines(run.syncer, "never retrieved") == []
-        run.verdict()  # as far as the tapes go: strangers leave none
+        run.verdict()  # for the tapes that exist: clients write none
 
 
 @pytest.fixture(autouse=True)
-def nobody_else_is_hurt(run: Run) -> Iterator[None]:
+def learner_is_unaffected(run: Run) -> Iterator[None]:
     before = run.status()
     yield
-    run.until(run.merges(before["merges"] + 2), "the run goes on")
+    run.until(run.merges(before["merges"] + 2), "the run continues")
     one = run.until(run.learner(1), "learner 1 is shown")
     assert (one["standing"], one["link"], one["incarnation"]) == ("live", "up", 1)
 
 
-def counted(run: Run, code: str) -> int:
+def refused_count(run: Run, code: str) -> int:
     return int(run.status()["refused"].get(code, 0))
 
 
-def with_stranger(
-    run: Run, learner: int, test: Callable[[Stranger], Awaitable[Any]], incarnation: int | None = None
+def with_raw_learner(
+    run: Run, learner: int, test: Callable[[RawLearner], Awaitable[Any]], incarnation: int | None = None
 ) -> Any:
-    """The test as a coroutine, with a learner that was joined by hand."""
+    """Run a test coroutine with a raw client that has the number of this learner."""
     if incarnation is None:
-        _, body = run.ask("POST", "/v1/join", json.dumps({"learner": learner}).encode())
+        _, body = run.request("POST", "/v1/join", json.dumps({"learner": learner}).encode())
         incarnation = json.loads(body)["incarnation"]
 
-    async def told() -> Any:
-        async with Stranger(run, learner, incarnation) as stranger:
-            return await test(stranger)
+    async def run_test() -> Any:
+        async with RawLearner(run, learner, incarnation) as client:
+            return await test(client)
 
-    return asyncio.run(told())
+    return asyncio.run(run_test())
 
 
-async def trains(stranger: Stranger) -> Pull:
-    """Joined, one step taken, and asked for a contribution."""
-    await stranger.join()
-    await stranger.say(READY)
+async def join_and_train(client: RawLearner) -> Pull:
+    """Join, train one step, and wait for a pull."""
+    await client.join()
+    await client.send(READY)
     step = 0
     while True:
         step += 1
-        stranger.step = step  # type: ignore[attr-defined]
-        await stranger.say(Report(step, 16 * step, 0.01))
-        await stranger.say(Ping(step))
-        found = await stranger.hear(Pull, Pong)
+        client.step = step  # type: ignore[attr-defined]
+        await client.send(Report(step, 16 * step, 0.01))
+        await client.send(Ping(step))
+        found = await client.receive(Pull, Pong)
         if isinstance(found, Pull):
             return found
 
@@ -88,49 +99,56 @@ async def trains(stranger: Stranger) -> Pull:
 # --------------------------------------------------------------------------------------------------------------------
 # Requests
 
-FINE = b'ATLL\x03["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
+PING = b'ATLL\x04["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
 
 
-def head(kind: int = 1, codec: int = 1, header: int = 0, payload: int = 0, magic: bytes = b"ATLF", version: int = 3):
+def head(
+    kind: int = 1,
+    codec: int = 1,
+    header: int = 0,
+    payload: int = 0,
+    magic: bytes = b"ATLF",
+    version: int = WIRE_VERSION,
+):
     return struct.pack("<4sBBBBIQ", magic, version, kind, codec, 0, header, payload) + bytes(16)
 
 
-WRONG_BODIES = {
+INVALID_BODIES = {
     "not Atoll": (b"GET me something, and make it long enough for a whole head", "magic"),
     "nothing": (b"", "truncated"),
     "half a head": (head()[:20], "truncated"),
     "another version": (head(version=9), "version"),
     "no such kind": (head(kind=77), "kind"),
-    "a model": (frame_head(Kind.MODEL, 0, b"{}", b"") + b"{}", "kind"),
+    "a model": (encode_frame_head(FrameKind.MODEL, 0, b"{}", b"") + b"{}", "kind"),
     "no such codec": (head(codec=200), "codec"),
     "a header of 4 GiB": (head(header=2**32 - 1), "size"),
     "a payload of 16 EiB": (head(payload=2**64 - 1), "size"),
     "a header that is no message": (head(header=2) + b"{}", "magic"),
     "a header that is cut": (head(header=10) + b"ATLL", "truncated"),
-    "a message that is none": (head(header=6) + b"ATLL\x03{", "json"),
-    "another message": (head(header=len(FINE)) + FINE, "type"),
+    "a message that is none": (head(header=6) + b"ATLL\x04{", "json"),
+    "another message": (head(header=len(PING)) + PING, "type"),
 }
 
 
 @pytest.mark.parametrize("path", ["/v1/contribution", "/v1/state"])
-@pytest.mark.parametrize("name", WRONG_BODIES)
-def test_a_frame_that_is_wrong_is_refused_with_its_code(run, path, name):
-    body, code = WRONG_BODIES[name]
+@pytest.mark.parametrize("name", INVALID_BODIES)
+def test_invalid_frame_is_refused_with_its_code(run, path, name):
+    body, code = INVALID_BODIES[name]
     if path == "/v1/state" and body[:4] == b"ATLF" and body[5] == 1:  # the same, as the kind that belongs there
         body = body[:5] + b"\x03" + (body[6:7] if code == "codec" else b"\x00") + body[7:]
-    before = counted(run, code)
-    status, answer = run.ask("PUT", path, body)
-    told = json.loads(answer)
-    assert (status, told["code"]) == (400, code), told
-    assert len(told["error"]) > 10
-    assert counted(run, code) == before + 1
+    before = refused_count(run, code)
+    status, answer = run.request("PUT", path, body)
+    reply = json.loads(answer)
+    assert (status, reply["code"]) == (400, code), reply
+    assert len(reply["error"]) > 10
+    assert refused_count(run, code) == before + 1
 
 
-def test_a_frame_of_a_link_that_is_closed_is_refused_and_no_offence(run):
+def test_frame_of_closed_link_is_refused_without_strike(run):
     before = run.status()["refused"]
-    stranger = Stranger(run, 50)
+    client = RawLearner(run, 50)
     body = Contribution(RoundId(0, 0, 1, 1), 1, 1, 16, 16, 0)
-    status, answer = run.ask("PUT", "/v1/contribution", stranger.frame(body, stranger.values(0)))
+    status, answer = run.request("PUT", "/v1/contribution", client.frame(body, client.values(0)))
     assert status == 409
     assert b"closed" in answer
     assert run.status()["refused"] == before
@@ -152,20 +170,20 @@ WRONG_PATHS = [
 
 
 @pytest.mark.parametrize(("method", "path", "code"), WRONG_PATHS, ids=lambda value: str(value)[:30])
-def test_a_path_that_leads_nowhere(run, method, path, code):
-    assert run.ask(method, path)[0] == code
+def test_unknown_path_is_not_found(run, method, path, code):
+    assert run.request(method, path)[0] == code
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"no JSON", b"[]", b'{"learner": 0}', b'{"learner": true}', b'{"learner": "1"}', b'{"learner": 1e9}']
 )
-def test_a_join_that_is_wrong(run, body):
-    status, answer = run.ask("POST", "/v1/join", body)
+def test_invalid_join_is_refused(run, body):
+    status, answer = run.request("POST", "/v1/join", body)
     assert status == 400
     assert json.loads(answer)["code"] in ("json", "type")
 
 
-def test_bytes_that_are_no_http_cost_their_connection_only(run):
+def test_bytes_that_are_not_http_close_only_their_connection(run):
     host, _, port = run.address.rpartition(":")
     for data in (
         b"\x00\x01\x02\x03\r\n\r\n",
@@ -179,19 +197,19 @@ def test_bytes_that_are_no_http_cost_their_connection_only(run):
             assert answer == b"" or b" 400 " in answer.split(b"\r\n")[0], answer
 
 
-def test_an_upload_that_breaks_off_is_forgotten(run):
+def test_interrupted_upload_is_dropped(run):
     host, _, port = run.address.rpartition(":")
     for _ in range(3):
         with socket.create_connection((host, int(port)), timeout=LIMIT_S) as raw:
-            raw.sendall(b"PUT /v1/contribution HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nATLF\x03")
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not a farewell
+            raw.sendall(b"PUT /v1/contribution HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nATLF\x04")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Models
 
 OTHER_MODEL = {
-    "no plan": (b"[]", 400, "a fragment plan is an object"),
+    "no plan": (b"[]", 400, "a fragment plan must be an object"),
     "no JSON": (b"{", 400, "bad JSON"),
     "a plan with a hole": (
         b'{"how":"balanced","tensors":[["a",[4],"float32","weight",""]],"fragments":[[[0,0,3]]]}',
@@ -217,77 +235,77 @@ OTHER_MODEL = {
 
 
 @pytest.mark.parametrize("name", OTHER_MODEL)
-def test_another_model_is_refused(run, name):
-    plan, status, sentence = OTHER_MODEL[name]
-    code, answer = run.ask("PUT", "/v1/model", frame_head(Kind.MODEL, 0, b"{}", plan) + b"{}" + plan)
+def test_upload_of_another_model_is_refused(run, name):
+    plan, status, message = OTHER_MODEL[name]
+    code, answer = run.request("PUT", "/v1/model", encode_frame_head(FrameKind.MODEL, 0, b"{}", plan) + b"{}" + plan)
     assert code == status, answer
-    assert sentence in json.loads(answer)["error"]
+    assert message in json.loads(answer)["error"]
 
 
-def test_the_model_of_the_run_may_be_offered_again(run):
-    plan = json.dumps(Stranger(run, 50).plan.to_json()).encode()
-    code, answer = run.ask("PUT", "/v1/model", frame_head(Kind.MODEL, 0, b"{}", plan) + b"{}" + plan)
+def test_repeated_upload_of_same_model_is_accepted(run):
+    plan = json.dumps(RawLearner(run, 50).plan.to_json()).encode()
+    code, answer = run.request("PUT", "/v1/model", encode_frame_head(FrameKind.MODEL, 0, b"{}", plan) + b"{}" + plan)
     assert (code, json.loads(answer)) == (200, {"founded": False})
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Links
 
-WRONG_MESSAGES = {
+INVALID_MESSAGES = {
     "not Atoll": (b"HELO me", "magic"),
     "another version": (b"ATLL\x01[]", "version"),
-    "no JSON": (b"ATLL\x03[", "json"),
-    "no envelope": (b'ATLL\x03["Ping",1]', "type"),
-    "not a number": (b'ATLL\x03["Envelope",1,1,1,0,7,3,0,["Report",1,1,NaN]]', "json"),
-    "a number of 65 bits": (b'ATLL\x03["Envelope",1,1,1,0,7,3,0,["Ping",%d]]' % 2**64, "json"),
-    "a syncer's word": (b'ATLL\x03["Envelope",1,1,1,0,7,3,0,["Pong",1]]', "type"),
-    "no hello first": (FINE, "type"),
-    "too long": (b"ATLL\x03" + b" " * (4 * 2**20), "size"),
+    "no JSON": (b"ATLL\x04[", "json"),
+    "no envelope": (b'ATLL\x04["Ping",1]', "type"),
+    "not a number": (b'ATLL\x04["Envelope",1,1,1,0,7,3,0,["Report",1,1,NaN]]', "json"),
+    "a number of 65 bits": (b'ATLL\x04["Envelope",1,1,1,0,7,3,0,["Ping",%d]]' % 2**64, "json"),
+    "a message of a syncer": (b'ATLL\x04["Envelope",1,1,1,0,7,3,0,["Pong",1]]', "type"),
+    "no hello first": (PING, "type"),
+    "too long": (b"ATLL\x04" + b" " * (4 * 2**20), "size"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG_MESSAGES)
-def test_a_message_that_is_wrong_closes_its_link_with_a_sentence(run, name):
-    data, code = WRONG_MESSAGES[name]
-    before = counted(run, code)
+@pytest.mark.parametrize("name", INVALID_MESSAGES)
+def test_invalid_message_closes_its_link_with_message(run, name):
+    data, code = INVALID_MESSAGES[name]
+    before = refused_count(run, code)
 
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        with contextlib.suppress(ConnectionError):  # what is too long is not read to its end
-            await stranger.socket.send_bytes(data)
-        return await stranger.closed()
+    async def test(client: RawLearner) -> tuple[int, str]:
+        with contextlib.suppress(ConnectionError):  # a message that is too long is not read to its end
+            await client.socket.send_bytes(data)
+        return await client.wait_closed()
 
-    closing, sentence = with_stranger(run, 50, test)
-    assert name == "too long" or (closing == 1008 and sentence)
-    assert counted(run, code) == before + 1
+    closing, message = with_raw_learner(run, 50, test)
+    assert name == "too long" or (closing == 1008 and message)
+    assert refused_count(run, code) == before + 1
 
 
-def test_the_voice_of_another_on_a_link_closes_it(run):
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.join()
-        stranger.learner = 1
-        await stranger.say(Leave("I am learner 1, believe me"))
-        return await stranger.closed()
+def test_message_of_another_learner_closes_the_link(run):
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.join()
+        client.learner = 1
+        await client.send(Left("I am learner 1, believe me"))
+        return await client.wait_closed()
 
-    closing, sentence = with_stranger(run, 51, test)
+    closing, message = with_raw_learner(run, 51, test)
     assert closing == 1008
-    assert sentence == "this link belongs to learner 51, the message says 1"
+    assert message == "this link belongs to learner 51, the message says 1"
 
 
 @pytest.mark.parametrize("body", ["contribution", "state"])
-def test_values_do_not_travel_on_the_link(run, body):
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.join()
+def test_values_are_refused_on_the_link(run, body):
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.join()
         from atoll.core.types import RoundId
 
-        await stranger.say(
+        await client.send(
             Contribution(RoundId(0, 0, 1, 1), 1, 1, 1, 1, 0)
             if body == "contribution"
-            else InnerState(52, 1, 1, 1, (0, 0))
+            else OptimizerState(52, 1, 1, 1, (0, 0))
         )
-        return await stranger.closed()
+        return await client.wait_closed()
 
-    closing, sentence = with_stranger(run, 52, test)
-    assert (closing, "travels beside its values" in sentence) == (1008, True)
+    closing, message = with_raw_learner(run, 52, test)
+    assert (closing, "needs a frame with its values" in message) == (1008, True)
 
 
 @pytest.mark.parametrize(
@@ -296,31 +314,31 @@ def test_values_do_not_travel_on_the_link(run, body):
         ({"run_id": "another"}, "refused-run"),
         ({"fingerprint": ("first.bias 99 float32 weight",)}, "refused-fingerprint"),
         ({"received": (0,)}, "refused-fingerprint"),
-        ({"trained": 10**15}, "refused-wild"),
-        ({"step": -1}, "refused-wild"),
+        ({"trained": 10**15}, "refused-implausible"),
+        ({"step": -1}, "refused-implausible"),
     ],
 )
-def test_a_hello_that_is_refused_is_told_why_counted_and_closed(run, hello, code):
-    before = counted(run, code)
+def test_refused_hello_gets_reason_is_counted_and_closed(run, hello, code):
+    before = refused_count(run, code)
 
-    async def test(stranger: Stranger) -> Refuse:
-        await stranger.say(stranger.hello(**hello))
-        refuse: Refuse = await stranger.hear(Refuse)
-        assert (await stranger.closed())[0] == 1001
+    async def test(client: RawLearner) -> Refuse:
+        await client.send(client.hello(**hello))
+        refuse: Refuse = await client.receive(Refuse)
+        assert (await client.wait_closed())[0] == 1001
         return refuse
 
-    refuse = with_stranger(run, 53, test)
+    refuse = with_raw_learner(run, 53, test)
     assert (refuse.reason.code, refuse.final) == (code, True)
-    assert counted(run, code) == before + 1
+    assert refused_count(run, code) == before + 1
 
 
-def test_an_old_incarnation_does_not_disturb_the_new_one(run):
-    async def test(stranger: Stranger) -> Refuse:
-        await stranger.say(stranger.hello())
-        found: Refuse = await stranger.hear(Refuse)
+def test_old_incarnation_does_not_affect_new_one(run):
+    async def test(client: RawLearner) -> Refuse:
+        await client.send(client.hello())
+        found: Refuse = await client.receive(Refuse)
         return found
 
-    refuse = with_stranger(run, 1, test, incarnation=0)
+    refuse = with_raw_learner(run, 1, test, incarnation=0)
     assert refuse.reason.code == "refused-incarnation"
 
 
@@ -328,27 +346,27 @@ def test_an_old_incarnation_does_not_disturb_the_new_one(run):
     "text",
     ["no JSON", "[]", '{"loss": NaN}', '{"loss": "' + "x" * 5000 + '"}'],
 )
-def test_figures_that_are_none_close_the_link(run, text):
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.join()
-        await stranger.socket.send_str(text)
-        return await stranger.closed()
+def test_invalid_metrics_close_the_link(run, text):
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.join()
+        await client.socket.send_str(text)
+        return await client.wait_closed()
 
-    assert with_stranger(run, 54, test)[0] == 1008
+    assert with_raw_learner(run, 54, test)[0] == 1008
 
 
-def test_figures_are_numbers_and_nothing_else_is_shown(run):
-    async def test(stranger: Stranger) -> Any:
-        await stranger.join()
-        figures = {"loss": 1.5, "tokens_per_s": {"a": 1}, "step_s": "fast", "goodput": None, "standing": "king"}
-        await stranger.socket.send_str(json.dumps(figures)[:-1] + ', "boundary_s": 1e999}')
-        await stranger.say(Ping(1))
-        await stranger.hear(Pong)
+def test_status_shows_only_numeric_metrics(run):
+    async def test(client: RawLearner) -> Any:
+        await client.join()
+        metrics = {"loss": 1.5, "tokens_per_s": {"a": 1}, "step_s": "fast", "goodput": None, "standing": "king"}
+        await client.socket.send_str(json.dumps(metrics)[:-1] + ', "boundary_s": 1e999}')
+        await client.send(Ping(1))
+        await client.receive(Pong)
         found = run.learner(55)(run.status())
         assert found is not None
         return found
 
-    shown = with_stranger(run, 55, test)
+    shown = with_raw_learner(run, 55, test)
     assert (shown["loss"], shown["goodput"], shown["standing"]) == (1.5, None, "joining")
     assert not {"tokens_per_s", "step_s", "boundary_s"} & shown.keys()
 
@@ -357,177 +375,177 @@ def test_figures_are_numbers_and_nothing_else_is_shown(run):
 # Contributions
 
 
-@pytest.mark.parametrize("wrong", ["short", "long", "codec", "fragment", "digest", "trailing", "says its own problem"])
-def test_a_contribution_with_wrong_bytes_is_refused_and_the_next_one_is_taken(run, wrong):
-    code = {"short": "size", "long": "size", "fragment": "type", "says its own problem": "type"}.get(wrong, wrong)
-    before = counted(run, code)
+@pytest.mark.parametrize("defect", ["short", "long", "codec", "fragment", "digest", "trailing", "reports a problem"])
+def test_damaged_contribution_is_refused_and_next_one_is_accepted(run, defect):
+    code = {"short": "size", "long": "size", "fragment": "type", "reports a problem": "type"}.get(defect, defect)
+    before = refused_count(run, code)
 
-    async def test(stranger: Stranger) -> None:
-        pull = await trains(stranger)
-        step = stranger.step  # type: ignore[attr-defined]
-        body = stranger.contribution(pull, step)
-        data = stranger.values(pull.round.fragment)
-        if wrong == "short":
-            frame = stranger.frame(body, data[:-1])
-        elif wrong == "long":
-            frame = stranger.frame(body, torch.cat([data, data]))
-        elif wrong == "codec":
-            frame = stranger.frame(body, data, codec=0)
-        elif wrong == "fragment":
-            frame = stranger.frame(structs.replace(body, round=structs.replace(pull.round, fragment=99)), data)
-        elif wrong == "digest":
-            good = stranger.frame(body, data)
+    async def test(client: RawLearner) -> None:
+        pull = await join_and_train(client)
+        step = client.step  # type: ignore[attr-defined]
+        body = client.contribution(pull, step)
+        data = client.values(pull.round.fragment)
+        if defect == "short":
+            frame = client.frame(body, data[:-1])
+        elif defect == "long":
+            frame = client.frame(body, torch.cat([data, data]))
+        elif defect == "codec":
+            frame = client.frame(body, data, codec=0)
+        elif defect == "fragment":
+            frame = client.frame(structs.replace(body, round=structs.replace(pull.round, fragment=99)), data)
+        elif defect == "digest":
+            good = client.frame(body, data)
             frame = good[:-1] + bytes([good[-1] ^ 1])
-        elif wrong == "trailing":
-            frame = stranger.frame(body, data) + b"more"
+        elif defect == "trailing":
+            frame = client.frame(body, data) + b"more"
         else:
-            frame = stranger.frame(structs.replace(body, problem="mine is bad"), data)
-        status, told = await stranger.put("/v1/contribution", frame)
-        assert (status, told["code"]) == (400, code), told
-        status, _ = await stranger.put("/v1/contribution", stranger.frame(body, data))
+            frame = client.frame(structs.replace(body, problem="not finite"), data)
+        status, reply = await client.put("/v1/contribution", frame)
+        assert (status, reply["code"]) == (400, code), reply
+        status, _ = await client.put("/v1/contribution", client.frame(body, data))
         assert status == 204
-        await stranger.say(Leave("done"))
+        await client.send(Left("done"))
 
-    with_stranger(run, 60, test)
-    assert counted(run, code) == before + 1
+    with_raw_learner(run, 60, test)
+    assert refused_count(run, code) == before + 1
 
 
-def put_in(run: Run, learner: int, name: str, said: str | None = None) -> tuple[int, dict[str, Any]]:
-    """A contribution in one codec whose head names the same or another one."""
+def put_in_codec(run: Run, learner: int, name: str, head_codec: str | None = None) -> tuple[int, dict[str, Any]]:
+    """Upload a contribution in one codec. Its frame head names `head_codec`, if given."""
 
-    async def test(stranger: Stranger) -> tuple[int, dict[str, Any]]:
-        pull = await trains(stranger)
-        values = codec(name).encode(torch.full((stranger.plan.numel(pull.round.fragment),), 0.001))
-        body = stranger.contribution(pull, stranger.step)  # type: ignore[attr-defined]
-        frame = stranger.frame(body, values, codec=CODEC_NUMBERS[said or name])
-        answer = await stranger.put("/v1/contribution", frame)
-        await stranger.say(Leave("done"))
+    async def test(client: RawLearner) -> tuple[int, dict[str, Any]]:
+        pull = await join_and_train(client)
+        values = get_codec(name).encode(torch.full((client.plan.numel(pull.round.fragment),), 0.001))
+        body = client.contribution(pull, client.step)  # type: ignore[attr-defined]
+        frame = client.frame(body, values, codec=CODEC_NUMBERS[head_codec or name])
+        answer = await client.put("/v1/contribution", frame)
+        await client.send(Left("done"))
         return answer
 
-    return with_stranger(run, learner, test)  # type: ignore[no-any-return]
+    return with_raw_learner(run, learner, test)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_where_learners_choose_each_of_their_codecs_is_taken(run, name):
+def test_learner_may_choose_any_allowed_codec(run, name):
     assert run.settings.numerics.up == "auto"
-    assert put_in(run, 62, name) == (204, {})
+    assert put_in_codec(run, 62, name) == (204, {})
 
 
-def test_and_no_other_one_nor_one_whose_size_is_not_that_of_its_name(run):
-    status, told = put_in(run, 63, "f32")
-    assert (status, told["code"]) == (400, "codec")
-    assert told["error"] == "codec 0, the run's contributions are bf16 or int8 or int4"
-    for name, said in (("int8", "bf16"), ("bf16", "int4"), ("int4", "int8")):
-        status, told = put_in(run, 63, name, said)
-        assert (status, told["code"]) == (400, "size"), (name, said, told)
+def test_other_codec_or_size_is_refused(run):
+    status, reply = put_in_codec(run, 63, "f32")
+    assert (status, reply["code"]) == (400, "codec")
+    assert reply["error"] == "codec 0, the run's contributions are bf16 or int8 or int4"
+    for name, head_codec in (("int8", "bf16"), ("bf16", "int4"), ("int4", "int8")):
+        status, reply = put_in_codec(run, 63, name, head_codec)
+        assert (status, reply["code"]) == (400, "size"), (name, head_codec, reply)
 
 
-async def says_how_long_it_fetches(stranger: Stranger) -> tuple[int, str]:
-    """Asked for by nobody where the run names the codec of updates, and never more than its word where it does not."""
-    await stranger.join()
-    await stranger.say(FetchTime(1e6))
-    await stranger.say(Leave("done"))
-    return await stranger.closed()
+async def send_download_time(client: RawLearner) -> tuple[int, str]:
+    """Only runs with an automatic codec of updates accept `DownloadTime`."""
+    await client.join()
+    await client.send(DownloadTime(1e6))
+    await client.send(Left("done"))
+    return await client.wait_closed()
 
 
-def test_where_the_run_names_a_codec_there_is_no_choice(tmp_path):
+def test_fixed_codec_is_the_only_accepted_one(tmp_path):
     with Run(tmp_path, endless(), Numerics(up="int8", down="int8")) as fixed:
         fixed.joined(1)
-        assert put_in(fixed, 9, "int8") == (204, {})
-        assert with_stranger(fixed, 8, says_how_long_it_fetches)[0] == 1008
+        assert put_in_codec(fixed, 9, "int8") == (204, {})
+        assert with_raw_learner(fixed, 8, send_download_time)[0] == 1008
         for number, name in enumerate(("f32", "bf16", "int4")):
-            status, told = put_in(fixed, 10 + number, name)
-            assert (status, told["code"]) == (400, "codec")
-            assert told["error"].endswith("the run's contributions are int8")
+            status, reply = put_in_codec(fixed, 10 + number, name)
+            assert (status, reply["code"]) == (400, "codec")
+            assert reply["error"].endswith("the run's contributions are int8")
 
 
 @pytest.mark.parametrize("fill", [float("nan"), float("inf"), 3e38])
-def test_values_that_are_not_finite_are_refused_with_a_reason_and_quarantined_when_they_repeat(run, fill):
-    async def test(stranger: Stranger) -> Refuse:
-        await stranger.join()
-        await stranger.say(READY)
+def test_nonfinite_values_are_refused_and_repeated_ones_quarantined(run, fill):
+    async def test(client: RawLearner) -> Refuse:
+        await client.join()
+        await client.send(READY)
         step = 0
-        with contextlib.suppress(ConnectionError):  # the syncer hangs up
-            while not stranger.socket.closed:
+        with contextlib.suppress(ConnectionError):  # the syncer closes the link
+            while not client.socket.closed:
                 step += 1
-                await stranger.say(Report(step, 16 * step, 0.01))
-                await stranger.say(Ping(step))
-                found = await stranger.hear(Pull, Pong)
+                await client.send(Report(step, 16 * step, 0.01))
+                await client.send(Ping(step))
+                found = await client.receive(Pull, Pong)
                 if isinstance(found, Pull):
-                    values = stranger.values(found.round.fragment, fill)
-                    await stranger.put("/v1/contribution", stranger.frame(stranger.contribution(found, step), values))
-        async with Stranger(run, stranger.learner, stranger.incarnation, session=2) as again:
-            again.epoch = stranger.epoch
-            await again.say(again.hello(step=step, trained=16 * step, training=True))
-            refuse: Refuse = await again.hear(Refuse)
+                    values = client.values(found.round.fragment, fill)
+                    await client.put("/v1/contribution", client.frame(client.contribution(found, step), values))
+        async with RawLearner(run, client.learner, client.incarnation, session=2) as again:
+            again.epoch = client.epoch
+            await again.send(again.hello(step=step, trained=16 * step, training=True))
+            refuse: Refuse = await again.receive(Refuse)
             return refuse
 
-    refuse = with_stranger(run, 61, test)
+    refuse = with_raw_learner(run, 61, test)
     assert refuse.reason.code == "refused-quarantined"
     shown = run.learner(61)(run.status())
     assert shown is not None
     assert (shown["standing"], shown["strikes"]) == ("quarantined", 3)
-    assert "bad values" in shown["reason"]
+    assert "invalid values" in shown["reason"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Inner state
+# Optimizer state
 
 
-def test_two_peers_that_give_to_the_same_learner_at_once_do_not_hurt_each_other(run):
-    """Both bodies are half-way at the same time, the second one shorter than the first."""
+def test_two_sources_of_optimizer_state_for_one_learner_do_not_interfere(run):
+    """Both uploads are in progress at the same time, and the second one is shorter."""
 
-    async def test(stranger: Stranger) -> None:
-        await stranger.join()
+    async def test(client: RawLearner) -> None:
+        await client.join()
 
-        async def halves(frame: bytes, first: asyncio.Event, second: asyncio.Event) -> Any:
+        async def upload_in_halves(frame: bytes, first: asyncio.Event, second: asyncio.Event) -> Any:
             async def body() -> Any:
                 yield frame[: len(frame) // 2]
                 first.set()
                 await second.wait()
                 yield frame[len(frame) // 2 :]
 
-            async with stranger.http.put("/v1/state", data=body()) as answer:
+            async with client.http.put("/v1/state", data=body()) as answer:
                 return answer.status
 
-        state = InnerState(stranger.learner, 99, 7, 1, (0, 0))
-        large, small = stranger.frame(state, b"a" * 3_000_000), stranger.frame(state, b"b" * 1000)
+        state = OptimizerState(client.learner, 99, 7, 1, (0, 0))
+        large, small = client.frame(state, b"a" * 3_000_000), client.frame(state, b"b" * 1000)
         one_half, other_half = asyncio.Event(), asyncio.Event()
-        one = asyncio.create_task(halves(large, one_half, other_half))
+        one = asyncio.create_task(upload_in_halves(large, one_half, other_half))
         await one_half.wait()
-        other = asyncio.create_task(halves(small, other_half, one_half))
+        other = asyncio.create_task(upload_in_halves(small, other_half, one_half))
         async with asyncio.timeout(LIMIT_S):
             assert await other == 204
             assert await one == 204
-        async with stranger.http.get("/v1/state/99/7") as answer:
+        async with client.http.get("/v1/state/99/7") as answer:
             assert answer.status == 200
             assert len(await answer.read()) in (len(large), len(small))
-        await stranger.say(Leave("done"))
+        await client.send(Left("done"))
 
-    with_stranger(run, 70, test)
-
-
-def test_inner_state_beyond_every_optimizer_is_refused_before_memory_is_taken(run):
-    async def test(stranger: Stranger) -> tuple[int, dict[str, Any]]:
-        await stranger.join()
-        header = encode_message(stranger.envelope(InnerState(stranger.learner, 99, 7, 1, (0, 0))))
-        frame = struct.pack("<4sBBBBIQ", b"ATLF", 3, 3, 0, 0, len(header), 2**39) + bytes(16) + header
-        return await stranger.put("/v1/state", frame)
-
-    status, told = with_stranger(run, 71, test)
-    assert (status, told["code"]) == (400, "size")
-    assert "the limit is" in told["error"]
+    with_raw_learner(run, 70, test)
 
 
-def test_a_model_that_is_not_finite_founds_nothing(tmp_path):
+def test_too_large_optimizer_state_is_refused_before_allocation(run):
+    async def test(client: RawLearner) -> tuple[int, dict[str, Any]]:
+        await client.join()
+        header = encode_message(client.envelope(OptimizerState(client.learner, 99, 7, 1, (0, 0))))
+        frame = struct.pack("<4sBBBBIQ", b"ATLF", WIRE_VERSION, 3, 0, 0, len(header), 2**39) + bytes(16) + header
+        return await client.put("/v1/state", frame)
+
+    status, reply = with_raw_learner(run, 71, test)
+    assert (status, reply["code"]) == (400, "size")
+    assert "the limit is" in reply["error"]
+
+
+def test_nonfinite_model_creates_no_run(tmp_path):
     with Run(tmp_path) as empty:
-        stranger = Stranger(empty, 1)
-        plan = json.dumps(stranger.plan.to_json()).encode()
-        body = frame_head(Kind.MODEL, 0, b"{}", plan) + b"{}" + plan
-        for p in range(len(stranger.plan.fragments)):
-            values = torch.full((stranger.plan.numel(p),), float("nan")).numpy().tobytes()
+        client = RawLearner(empty, 1)
+        plan = json.dumps(client.plan.to_json()).encode()
+        body = encode_frame_head(FrameKind.MODEL, 0, b"{}", plan) + b"{}" + plan
+        for p in range(len(client.plan.fragments)):
+            values = torch.full((client.plan.numel(p),), float("nan")).numpy().tobytes()
             header = b'{"fragment":%d}' % p
-            body += frame_head(Kind.MODEL, 0, header, values) + header + values
-        code, answer = empty.ask("PUT", "/v1/model", body)
+            body += encode_frame_head(FrameKind.MODEL, 0, header, values) + header + values
+        code, answer = empty.request("PUT", "/v1/model", body)
         assert (code, "not finite" in json.loads(answer)["error"]) == (400, True)
         assert empty.status()["founded"] is False

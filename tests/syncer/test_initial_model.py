@@ -1,4 +1,4 @@
-"""A run that is founded with a checkpoint: every learner starts from it, whatever it was initialised with."""
+"""A run created from a checkpoint: every learner starts from it, and its own initial weights are ignored."""
 
 from __future__ import annotations
 
@@ -6,60 +6,60 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atoll.errors import LearnerRefused
-from atoll.syncer.initial_model import INIT, warm_values
-from atoll.tensors.plan import make_plan, named_tensors, tensors_of
+from atoll.errors import LearnerRefusedError
+from atoll.syncer.initial_model import INIT_FILE, load_initial_values
+from atoll.tensors.plan import describe_tensors, make_plan, named_tensors
 from tests.learner.in_process import learner_of
 from tests.learner.runs import Run
 from tests.learner.small_models import Work, values, work
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
-def checkpoint_of(job: Work, **changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The model of a job with other values, as a file has it. A change is another tensor, or none at all."""
-    drawn = torch.Generator().manual_seed(99)
+def make_checkpoint(job: Work, **changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint with other values. `changes` replaces tensors, or removes them (None)."""
+    generator = torch.Generator().manual_seed(99)
     found = {
-        name: (torch.rand(tensor.shape, generator=drawn) + 0.5).to(tensor.dtype)
+        name: (torch.rand(tensor.shape, generator=generator) + 0.5).to(tensor.dtype)
         for name, tensor in named_tensors(job.model).items()
     }
     return {name: value for name, value in (found | changes).items() if value is not None}
 
 
 @pytest.mark.parametrize(("name", "shards"), [("plain", 0), ("mixed", 0), ("plain", 2)])
-def test_every_learner_starts_with_the_values_of_the_checkpoint(tmp_path, name, shards):
-    given = checkpoint_of(work(name))
-    save_file(given, tmp_path / INIT)
-    travels = [tensor.name for tensor in tensors_of(work(name).model) if tensor.travels]
+def test_every_learner_starts_from_checkpoint(tmp_path, name, shards):
+    checkpoint = make_checkpoint(work(name))
+    save_file(checkpoint, tmp_path / INIT_FILE)
+    synced = [tensor.name for tensor in describe_tensors(work(name).model) if tensor.is_synced]
     first, second = work(name, seed=1), work(name, seed=2)
     with Run(tmp_path, shards=shards) as run, learner_of(run, first, 1), learner_of(run, second, 2):
         for job in (first, second):
-            held = named_tensors(job.model)
-            assert all(torch.equal(held[tensor], given[tensor]) for tensor in travels)
+            tensors = named_tensors(job.model)
+            assert all(torch.equal(tensors[tensor], checkpoint[tensor]) for tensor in synced)
 
 
-def test_a_frozen_tensor_of_the_checkpoint_is_left_alone(tmp_path):
+def test_frozen_tensor_of_checkpoint_is_ignored(tmp_path):
     job = work("mixed", seed=1)
     before = values(job.model)["frozen.weight"].clone()
-    save_file(checkpoint_of(job), tmp_path / INIT)
+    save_file(make_checkpoint(job), tmp_path / INIT_FILE)
     with Run(tmp_path) as run, learner_of(run, job, 1):
         assert torch.equal(values(job.model)["frozen.weight"], before)
 
 
-def test_buffers_of_a_frozen_module_may_be_in_the_checkpoint_and_are_left_alone(tmp_path):
-    """They are not in the plan, and a checkpoint of the whole model has them."""
+def test_buffers_of_frozen_module_in_checkpoint_are_ignored(tmp_path):
+    """The plan does not have these buffers, and a checkpoint of the full model does."""
     job = work("mixed", seed=1)
     job.model.get_submodule("norm").requires_grad_(False)
-    given = checkpoint_of(job)
-    save_file(given, tmp_path / INIT)
+    checkpoint = make_checkpoint(job)
+    save_file(checkpoint, tmp_path / INIT_FILE)
     with Run(tmp_path) as run, learner_of(run, job, 1):
-        held = named_tensors(job.model)
-        assert torch.equal(held["embedding.weight"], given["embedding.weight"])
-        assert torch.equal(held["norm.running_var"], torch.ones(12))
-    plan = make_plan(tensors_of(job.model), 2, "balanced")
-    save_file(given | {"norms.running_var": torch.ones(12)}, tmp_path / INIT)
+        tensors = named_tensors(job.model)
+        assert torch.equal(tensors["embedding.weight"], checkpoint["embedding.weight"])
+        assert torch.equal(tensors["norm.running_var"], torch.ones(12))
+    plan = make_plan(describe_tensors(job.model), 2, "balanced")
+    save_file(checkpoint | {"norms.running_var": torch.ones(12)}, tmp_path / INIT_FILE)
     with pytest.raises(ValueError, match=r"it has 'norms\.running_var'"):
-        warm_values(tmp_path, plan)
+        load_initial_values(tmp_path, plan)
 
 
 @pytest.mark.parametrize(
@@ -72,18 +72,18 @@ def test_buffers_of_a_frozen_module_may_be_in_the_checkpoint_and_are_left_alone(
         ({"first.bias": torch.full((24,), torch.inf)}, "holds values that are not finite"),
     ],
 )
-def test_a_checkpoint_of_another_model_founds_nothing(tmp_path, changes, sentence):
+def test_make_checkpoint_another_model_creates_no_run(tmp_path, changes, sentence):
     job = work()
-    save_file(checkpoint_of(job, **changes), tmp_path / INIT)
+    save_file(make_checkpoint(job, **changes), tmp_path / INIT_FILE)
     with Run(tmp_path) as run:
-        with pytest.raises(LearnerRefused, match=sentence), learner_of(run, job, 1):
+        with pytest.raises(LearnerRefusedError, match=sentence), learner_of(run, job, 1):
             pass
         assert not (tmp_path / "store/run.json").exists()
 
 
-def test_a_damaged_checkpoint_is_said(tmp_path):
-    plan = make_plan(tensors_of(work().model), 2, "balanced")
-    assert warm_values(tmp_path, plan) is None
-    (tmp_path / INIT).write_bytes(b"\x10\0\0\0\0\0\0\0no json at all..")
+def test_damaged_checkpoint_is_reported(tmp_path):
+    plan = make_plan(describe_tensors(work().model), 2, "balanced")
+    assert load_initial_values(tmp_path, plan) is None
+    (tmp_path / INIT_FILE).write_bytes(b"\x10\0\0\0\0\0\0\0this is not JSON")
     with pytest.raises(ValueError, match="is damaged"):
-        warm_values(tmp_path, plan)
+        load_initial_values(tmp_path, plan)

@@ -1,4 +1,4 @@
-"""The syncer as a process, and the parts it is made of: what is served, what waits, what is held, what is kept."""
+"""The syncer process and its parts: served versions, send queues, the memory gate, the optimizer state spool."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.core.protocol import Delivered, Envelope, Pong, Published, Resync
-from atoll.core.types import Accepted, Limits, RoundId
+from atoll.core.protocol import Envelope, Pong, PublishAck, Published, Resync
+from atoll.core.types import AcceptedContribution, Limits, RoundId
 from atoll.store.run_settings import RunSettings
 from atoll.syncer import http_api
 from atoll.syncer.fragment_endpoints import MemoryGate
-from atoll.syncer.http_api import Spool
+from atoll.syncer.http_api import StateSpool
 from atoll.syncer.main import serve_syncer
 from atoll.syncer.process import SyncerLink
-from atoll.tensors.codecs import codec
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.codecs import get_codec
+from atoll.tensors.plan import describe_tensors, make_plan
 from atoll.tensors.settings import Numerics
-from atoll.tensors.syncer_fragment import MAX_OLD_VERSIONS, SyncerFragment
-from atoll.transport.websocket import MAX_WAITING, WebSocketConnection
-from atoll.transport.wire import Kind, decode_message, frame_head
+from atoll.tensors.syncer_fragment import MAX_PINNED_VERSIONS, SyncerFragment
+from atoll.transport.websocket import MAX_QUEUED_MESSAGES, WebSocketConnection
+from atoll.transport.wire import FrameKind, decode_message, encode_frame_head
 from tests.learner.runs import LIMIT_S, Run, config, endless
-from tests.syncer.stranger import Stranger
+from tests.syncer.raw_learner import RawLearner
 
 # --------------------------------------------------------------------------------------------------------------------
 # The process
 
 
-def test_before_a_model_came_the_syncer_says_that_it_waits_for_one(tmp_path):
+def test_status_before_model_is_waiting_for_a_model(tmp_path):
     with Run(tmp_path, extra={"lr": 0.5}) as run:
         status = run.status()
         assert (status["stage"], status["founded"], status["merges"]) == ("waiting for a model", False, 0)
-        settings = json.loads(run.ask("GET", "/v1/run")[1])
-        assert (settings["founded"], settings["extra"], settings["protocol"]) == (False, {"lr": 0.5}, 2)
-        assert run.ask("GET", "/v1/link", Connection="Upgrade", Upgrade="websocket")[0] == 409
-        assert run.ask("GET", "/v1/fragment/0/0")[0] == 404
-        assert run.ask("POST", "/v1/finish")[0] == 204
+        settings = json.loads(run.request("GET", "/v1/run")[1])
+        assert (settings["founded"], settings["extra"], settings["protocol"]) == (False, {"lr": 0.5}, 3)
+        assert run.request("GET", "/v1/link", Connection="Upgrade", Upgrade="websocket")[0] == 409
+        assert run.request("GET", "/v1/fragment/0/0")[0] == 404
+        assert run.request("POST", "/v1/finish")[0] == 204
         assert run.status()["stage"] == "waiting for a model"
 
 
-def test_a_founder_that_dies_half_way_leaves_the_run_to_the_next_one(tmp_path):
+def test_next_learner_creates_run_after_interrupted_upload(tmp_path):
     with Run(tmp_path, config(budget_merges=3)) as run:
-        plan = json.dumps(Stranger(run, 1).plan.to_json()).encode()
-        head = frame_head(Kind.MODEL, 0, b"{}", plan) + b"{}" + plan
+        plan = json.dumps(RawLearner(run, 1).plan.to_json()).encode()
+        head = encode_frame_head(FrameKind.MODEL, 0, b"{}", plan) + b"{}" + plan
         host, _, port = run.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=LIMIT_S) as dying:
             dying.sendall(b"PUT /v1/model HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + head)
@@ -59,14 +59,14 @@ def test_a_founder_that_dies_half_way_leaves_the_run_to_the_next_one(tmp_path):
         run.assert_same(run.finish(*learners), 1, 2)
 
 
-def test_a_directory_serves_one_syncer_at_a_time(tmp_path):
+def test_directory_is_locked_by_one_syncer(tmp_path):
     with Run(tmp_path) as run:
-        with pytest.raises(ValueError, match=rf"in use by the process {run.syncer.pid}"):
+        with pytest.raises(ValueError, match=rf"in use by process {run.syncer.pid}"):
             serve_syncer(tmp_path, RunSettings(config()), port=0)
         assert run.status()["stage"] == "waiting for a model"
 
 
-def test_what_the_directory_says_decides_and_only_the_budget_may_change(tmp_path):
+def test_stored_settings_override_all_but_the_budget(tmp_path):
     with Run(tmp_path, endless(every_steps=4), Numerics(outer_lr=0.25)) as run:
         (one,) = run.joined(1)
         run.go(one)
@@ -74,14 +74,14 @@ def test_what_the_directory_says_decides_and_only_the_budget_may_change(tmp_path
         run.syncer.kill()
         run.settings = RunSettings(config(every_steps=7, budget_merges=6), Numerics(outer_lr=0.75))
         run.start_syncer()
-        told = RunSettings.from_json(json.loads(run.ask("GET", "/v1/run")[1]))
-        assert (told.config.every_steps, told.numerics.outer_lr) == (4, 0.25)
-        assert told.config.budget_merges == 6
+        settings = RunSettings.from_json(json.loads(run.request("GET", "/v1/run")[1]))
+        assert (settings.config.every_steps, settings.numerics.outer_lr) == (4, 0.25)
+        assert settings.config.budget_merges == 6
         run.assert_same(run.finish(one), 1)
-        assert run.log_lines(run.syncer, "the budget is reached")
+        assert run.log_lines(run.syncer, "the budget is used up")
 
 
-def test_a_store_that_was_damaged_is_said_and_nothing_older_is_taken(tmp_path):
+def test_damaged_store_is_reported_and_no_older_version_loaded(tmp_path):
     with Run(tmp_path, endless()) as run:
         (one,) = run.joined(1)
         run.go(one)
@@ -92,23 +92,23 @@ def test_a_store_that_was_damaged_is_said_and_nothing_older_is_taken(tmp_path):
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
     newest.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"{newest.name}: the digest is wrong"):
+    with pytest.raises(ValueError, match=rf"{newest.name}: the digest does not match"):
         serve_syncer(tmp_path, RunSettings(config()), port=0)
 
 
-def test_numbers_are_given_out_once(tmp_path):
+def test_learner_ids_are_assigned_once(tmp_path):
     with Run(tmp_path) as run:
 
         def join(learner: int | None) -> tuple[int, int]:
-            told = json.loads(run.ask("POST", "/v1/join", json.dumps({"learner": learner}).encode())[1])
-            return told["learner"], told["incarnation"]
+            reply = json.loads(run.request("POST", "/v1/join", json.dumps({"learner": learner}).encode())[1])
+            return reply["learner"], reply["incarnation"]
 
         assert [join(None), join(None), join(7), join(7), join(None)] == [(1, 1), (2, 1), (7, 1), (7, 2), (3, 1)]
 
 
-def test_a_finished_run_ends_again_by_itself(tmp_path):
-    """Started once more on a finished directory: who missed the end may come for it; then there is nothing to do."""
-    with Run(tmp_path, config(budget_merges=3, limits=Limits(first_wait_s=0.5))) as run:
+def test_resumed_finished_run_ends_again(tmp_path):
+    """A syncer on a finished directory serves the end to learners that missed it, and exits."""
+    with Run(tmp_path, config(budget_merges=3, limits=Limits(initial_wait_s=0.5))) as run:
         (one,) = run.joined(1)
         run.go(one)
         published = run.finish(one)
@@ -121,96 +121,102 @@ def test_a_finished_run_ends_again_by_itself(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is served
+# Served versions
 
 
-def held_fragment() -> SyncerFragment:
+def make_fragment() -> SyncerFragment:
     model = nn.Linear(4, 4)
-    plan = make_plan(tensors_of(model), 1, "balanced")
+    plan = make_plan(describe_tensors(model), 1, "balanced")
     return SyncerFragment(plan, 0, Numerics(up="f32", down="f32"), 0, torch.arange(20.0))
 
 
-def merged(held: SyncerFragment) -> None:
-    """One more version, up to the moment before it is durable."""
-    round_id = RoundId(0, held.served.version, 1, 1)
-    data = codec("f32").encode(torch.full((20,), 0.5))
-    held.accumulate(round_id, Accepted(1, 1, 1, 1, 16, 16, 0, 256.0), data, "f32")
-    held.merge(round_id, 1)
+def merge_next_version(fragment: SyncerFragment) -> None:
+    """Merge one more version, which is not durable yet."""
+    round_id = RoundId(0, fragment.served.version, 1, 1)
+    data = get_codec("f32").encode(torch.full((20,), 0.5))
+    fragment.accumulate(round_id, AcceptedContribution(1, 1, 1, 1, 16, 16, 0, 256.0), data, "f32")
+    fragment.merge(round_id, 1)
 
 
-def test_what_is_served_changes_at_the_moment_it_is_durable():
-    held = held_fragment()
-    before = held.served
-    merged(held)
-    assert held.served is before
-    held.now_durable()
-    assert (held.served.version, held.served.base) == (1, 0)
-    assert not torch.equal(held.served.value, before.value)
+def test_served_version_changes_when_durable():
+    fragment = make_fragment()
+    before = fragment.served
+    merge_next_version(fragment)
+    assert fragment.served is before
+    fragment.mark_durable()
+    assert (fragment.served.version, fragment.served.base) == (1, 0)
+    assert not torch.equal(fragment.served.value, before.value)
 
 
-def test_a_version_that_is_being_fetched_stays_as_it_is_however_many_come_after_it():
-    """On a thin link the next two versions come sooner than the last byte of this one."""
-    held = held_fragment()
-    slow = held.hold(0)
-    assert slow is held.served
-    kept = slow.value.clone()
+def test_version_in_download_stays_unchanged():
+    """On a slow link two newer versions are published before the download of this one ends."""
+    fragment = make_fragment()
+    slow = fragment.pin(0)
+    assert slow is fragment.served
+    expected = slow.value.clone()
     for _ in range(4):
-        held.hold(held.served.version)  # somebody quicker
-        merged(held)
-        held.now_durable()
-        held.release(held.served.version - 1)
-    assert torch.equal(slow.value, kept)
-    assert held.served.version == 4
-    assert held.hold(0) is slow
-    held.release(0)
-    held.release(0)
-    assert held.hold(0) is None
+        fragment.pin(fragment.served.version)  # a faster learner
+        merge_next_version(fragment)
+        fragment.mark_durable()
+        fragment.unpin(fragment.served.version - 1)
+    assert torch.equal(slow.value, expected)
+    assert fragment.served.version == 4
+    assert fragment.pin(0) is slow
+    fragment.unpin(0)
+    fragment.unpin(0)
+    assert fragment.pin(0) is None
     buffers = set()
     for _ in range(6):
-        merged(held)
-        held.now_durable()
-        buffers.add(held.served.value.data_ptr())
-    assert len(buffers) == 2, "when nobody is slow two buffers take turns"
+        merge_next_version(fragment)
+        fragment.mark_durable()
+        buffers.add(fragment.served.value.data_ptr())
+    assert len(buffers) == 2, "two buffers alternate if no learner is slow"
 
 
-def test_how_many_old_versions_are_kept_for_the_slow_is_bounded():
-    held = held_fragment()
-    for version in range(MAX_OLD_VERSIONS + 3):
-        held.hold(version)
-        merged(held)
-        held.now_durable()
-    assert [version for version in range(MAX_OLD_VERSIONS + 4) if held.hold(version) is not None] == [3, 4, 5, 6, 7]
-    held.release(0)  # who was told of it long ago gives up
-    held.release(1)
+def test_number_of_pinned_old_versions_is_bounded():
+    fragment = make_fragment()
+    for version in range(MAX_PINNED_VERSIONS + 3):
+        fragment.pin(version)
+        merge_next_version(fragment)
+        fragment.mark_durable()
+    assert [version for version in range(MAX_PINNED_VERSIONS + 4) if fragment.pin(version) is not None] == [
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
+    fragment.unpin(0)  # the slow learner abandons its download
+    fragment.unpin(1)
 
 
-def test_sums_that_differ_from_what_was_sealed_fail_the_merge_and_publish_nothing():
-    held = held_fragment()
+def test_sum_that_differs_from_sealed_round_is_not_merged():
+    fragment = make_fragment()
     round_id = RoundId(0, 0, 1, 1)
     with pytest.raises(AssertionError, match="nothing of"):
-        held.merge(round_id, 1)
-    merged(held)
-    held.discard(round_id)
+        fragment.merge(round_id, 1)
+    merge_next_version(fragment)
+    fragment.discard(round_id)
     with pytest.raises(AssertionError, match="durable before it was merged"):
-        held_fragment().now_durable()
+        make_fragment().mark_durable()
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What waits for a learner
+# Send queue of a learner
 
 
 class Reader:
-    """The other end of a link: reads when it is told to."""
+    """Peer of a link that reads messages only after `reads` is set."""
 
     def __init__(self) -> None:
         self.reads = asyncio.Event()
-        self.got: list[Any] = []
+        self.received: list[Any] = []
         self.closed_with: tuple[int, bytes] | None = None
         self.aborted = False
 
     async def send_bytes(self, data: bytes) -> None:
         await self.reads.wait()
-        self.got.append(decode_message(data, "syncer").body)
+        self.received.append(decode_message(data, "syncer").body)
 
     async def close(self, *, code: int, message: bytes) -> None:
         self.closed_with = code, message
@@ -219,10 +225,10 @@ class Reader:
         self.aborted = True
 
 
-def on_a_link(
+def run_with_link(
     test: Callable[[SyncerLink, Reader], Coroutine[Any, Any, None]], fragments: dict[int, SyncerFragment] | None = None
 ) -> None:
-    async def whole() -> None:
+    async def run_test() -> None:
         reader = Reader()
         link = SyncerLink((1, 1, 1), WebSocketConnection(reader, reader), fragments or {})  # type: ignore[arg-type]
         try:
@@ -230,150 +236,150 @@ def on_a_link(
         finally:
             link.abandon()
 
-    asyncio.run(asyncio.wait_for(whole(), LIMIT_S))
+    asyncio.run(asyncio.wait_for(run_test(), LIMIT_S))
 
 
 def to_learner(body: Any) -> Envelope:
     return Envelope(1, 1, 1, 1, 1, 1, 0, body)
 
 
-def test_a_newer_version_takes_the_place_of_an_older_notice_and_nothing_else_is_lost():
+def test_newer_version_replaces_queued_notice():
     async def test(link: SyncerLink, reader: Reader) -> None:
         link.post(to_learner(Pong(0)))
-        await others()  # the first message is on its way and cannot be replaced any more
+        await run_other_tasks()  # the first message is being sent and cannot be replaced
         for version in range(1, 200):
             link.post(to_learner(Published(version % 2, version, None, None, 0.0)))
             link.post(to_learner(Pong(version)))
         reader.reads.set()
-        link.connection.close("that was all")
-        await link.connection.closed()
-        assert [body for body in reader.got if type(body) is Pong] == [Pong(serial) for serial in range(200)]
-        notices = [(body.fragment, body.version) for body in reader.got if type(body) is Published]
+        link.connection.close("all sent")
+        await link.connection.wait_closed()
+        assert [body for body in reader.received if type(body) is Pong] == [Pong(serial) for serial in range(200)]
+        notices = [(body.fragment, body.version) for body in reader.received if type(body) is Published]
         assert notices == [(0, 198), (1, 199)]
-        assert reader.closed_with == (1001, b"that was all")
+        assert reader.closed_with == (1001, b"all sent")
 
-    on_a_link(test)
+    run_with_link(test)
 
 
-def test_a_learner_is_told_of_one_version_at_a_time_which_is_kept_until_it_has_it():
-    held = held_fragment()
+def test_one_version_is_announced_at_a_time_and_pinned():
+    fragment = make_fragment()
 
     def published() -> Envelope:
-        return to_learner(Published(0, held.served.version, None, None, 0.0))
+        return to_learner(Published(0, fragment.served.version, None, None, 0.0))
 
     async def test(link: SyncerLink, reader: Reader) -> None:
         reader.reads.set()
         link.post(published())
         for _ in range(3):
-            merged(held)
-            held.now_durable()
+            merge_next_version(fragment)
+            fragment.mark_durable()
             link.post(published())
-            await others()
-        assert [body.version for body in reader.got] == [0]
-        assert held.hold(0) is not None
-        held.release(0)
-        link.heard(Delivered(0, -1))  # of something before
-        await others()
-        assert [body.version for body in reader.got] == [0]
-        link.heard(Delivered(0, 0))
-        await others()
-        assert [body.version for body in reader.got] == [0, 3]
-        assert held.hold(0) is None
-        link.post(published())  # once more, because it takes so long
-        link.heard(Delivered(0, 3))
-        await others()
-        assert [body.version for body in reader.got] == [0, 3], "it has it, and need not be told again"
+            await run_other_tasks()
+        assert [body.version for body in reader.received] == [0]
+        assert fragment.pin(0) is not None
+        fragment.unpin(0)
+        link.acknowledge(PublishAck(0, -1))  # for an older version
+        await run_other_tasks()
+        assert [body.version for body in reader.received] == [0]
+        link.acknowledge(PublishAck(0, 0))
+        await run_other_tasks()
+        assert [body.version for body in reader.received] == [0, 3]
+        assert fragment.pin(0) is None
+        link.post(published())  # repeated, because the acknowledgement is late
+        link.acknowledge(PublishAck(0, 3))
+        await run_other_tasks()
+        assert [body.version for body in reader.received] == [0, 3], "an acknowledged version is not announced again"
         link.post(published())
-        await others()
+        await run_other_tasks()
         link.post(published())
-        link.heard(Resync(0, 2))
-        await others()
-        assert [body.version for body in reader.got] == [0, 3, 3, 3]
+        link.acknowledge(Resync(0, 2))
+        await run_other_tasks()
+        assert [body.version for body in reader.received] == [0, 3, 3, 3]
         link.abandon()
-        merged(held)
-        held.now_durable()
-        assert held.hold(3) is None, "a link that is gone keeps nothing"
+        merge_next_version(fragment)
+        fragment.mark_durable()
+        assert fragment.pin(3) is None, "a closed link pins no version"
 
-    on_a_link(test, {0: held})
+    run_with_link(test, {0: fragment})
 
 
-def test_a_learner_that_never_reads_is_cut_off_and_what_waits_for_it_is_bounded(monkeypatch):
-    monkeypatch.setattr("atoll.transport.websocket.CLOSING_S", 0.05)
+def test_learner_that_never_reads_is_disconnected(monkeypatch):
+    monkeypatch.setattr("atoll.transport.websocket.CLOSE_TIMEOUT_S", 0.05)
 
     async def test(link: SyncerLink, reader: Reader) -> None:
-        for serial in range(MAX_WAITING + 2):
+        for serial in range(MAX_QUEUED_MESSAGES + 2):
             link.post(to_learner(Pong(serial)))
-        await link.connection.closed()
+        await link.connection.wait_closed()
         assert reader.aborted
-        assert reader.got == []
-        assert len(link.connection) <= MAX_WAITING + 1
+        assert reader.received == []
+        assert len(link.connection) <= MAX_QUEUED_MESSAGES + 1
 
-    on_a_link(test)
+    run_with_link(test)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Memory
 
 
-async def others() -> None:
-    """Everybody else has had a turn, and those who were waked by them."""
+async def run_other_tasks() -> None:
+    """Let all other tasks run, and the tasks that they wake."""
     loop = asyncio.get_running_loop()
     for _ in range(3):
-        turn = loop.create_future()
-        loop.call_soon(turn.set_result, None)
-        await turn
+        future = loop.create_future()
+        loop.call_soon(future.set_result, None)
+        await future
 
 
-async def taken(gate: MemoryGate, size: int) -> asyncio.Task[None]:
-    """Somebody who asks for this much; it has either got it or waits."""
-    task = asyncio.ensure_future(gate.take(size))
-    await others()
+async def start_acquire(gate: MemoryGate, size: int) -> asyncio.Task[None]:
+    """Start a task that acquires this much. It has acquired it, or waits."""
+    task = asyncio.ensure_future(gate.acquire(size))
+    await run_other_tasks()
     return task
 
 
-def test_the_gate_lets_in_what_fits_in_the_order_of_coming():
+def test_gate_admits_in_order():
     async def test() -> None:
         gate = MemoryGate(100)
-        first, second, third, fourth = [await taken(gate, size) for size in (60, 50, 30, 10)]
+        first, second, third, fourth = [await start_acquire(gate, size) for size in (60, 50, 30, 10)]
         assert [task.done() for task in (first, second, third, fourth)] == [True, False, False, False]
-        gate.give(60)  # 30 would have fitted before, but 50 came first
-        await others()
+        gate.release(60)  # 30 would have fitted before, but 50 is first in the queue
+        await run_other_tasks()
         assert [task.done() for task in (second, third, fourth)] == [True, True, True]
-        assert gate.held_bytes == 90
+        assert gate.used_bytes == 90
 
     asyncio.run(test())
 
 
-def test_what_is_larger_than_the_gate_passes_alone():
+def test_gate_admits_larger_piece_alone():
     async def test() -> None:
         gate = MemoryGate(100)
-        small, huge, later = [await taken(gate, size) for size in (10, 500, 10)]
+        small, huge, later = [await start_acquire(gate, size) for size in (10, 500, 10)]
         assert [task.done() for task in (small, huge, later)] == [True, False, False]
-        gate.give(10)
-        await others()
-        assert (huge.done(), later.done(), gate.held_bytes) == (True, False, 500)
-        gate.give(500)
-        await others()
+        gate.release(10)
+        await run_other_tasks()
+        assert (huge.done(), later.done(), gate.used_bytes) == (True, False, 500)
+        gate.release(500)
+        await run_other_tasks()
         assert later.done()
 
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("when", ["while it waits", "at the moment of its turn"])
-def test_who_gives_up_waiting_holds_nothing_and_lets_the_next_one_in(when):
+@pytest.mark.parametrize("when", ["while it waits", "when it is admitted"])
+def test_cancelled_waiter_reserves_nothing(when):
     async def test() -> None:
         gate = MemoryGate(100)
-        first, impatient, small = [await taken(gate, size) for size in (60, 90, 30)]
+        first, impatient, small = [await start_acquire(gate, size) for size in (60, 90, 30)]
         assert not small.done()
-        if when == "at the moment of its turn":
-            gate.give(60)
+        if when == "when it is admitted":
+            gate.release(60)
             impatient.cancel()
-            await others()
-            assert gate.held_bytes == 30
+            await run_other_tasks()
+            assert gate.used_bytes == 30
         else:
             impatient.cancel()
-            await others()
-            assert gate.held_bytes == 90
+            await run_other_tasks()
+            assert gate.used_bytes == 90
         assert first.done()
         assert impatient.cancelled()
         assert small.done()
@@ -382,81 +388,82 @@ def test_who_gives_up_waiting_holds_nothing_and_lets_the_next_one_in(when):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_gate_never_holds_more_than_it_may_and_never_forgets_anybody(seed):
+def test_gate_never_exceeds_limit_nor_loses_waiter(seed):
     async def test() -> None:
         rng = random.Random(seed)
         gate = MemoryGate(100)
         waiting: list[tuple[int, asyncio.Task[None]]] = []
-        held: list[int] = []
+        acquired: list[int] = []
         for _ in range(500):
             choice = rng.random()
             if choice < 0.5:
                 size = rng.choice([1, 10, 50, 99, 300])
-                waiting.append((size, await taken(gate, size)))
+                waiting.append((size, await start_acquire(gate, size)))
             elif choice < 0.6 and waiting:
                 waiting.pop(rng.randrange(len(waiting)))[1].cancel()
-            elif held:
-                gate.give(held.pop(rng.randrange(len(held))))
-            await others()
-            held += [size for size, task in waiting if task.done()]
+            elif acquired:
+                gate.release(acquired.pop(rng.randrange(len(acquired))))
+            await run_other_tasks()
+            acquired += [size for size, task in waiting if task.done()]
             waiting = [(size, task) for size, task in waiting if not task.done()]
-            assert gate.held_bytes == sum(held)
-            assert sum(held) <= 100 or len(held) == 1
-        while held or waiting:
-            gate.give(held.pop())
-            await others()
-            held += [size for size, task in waiting if task.done()]
+            assert gate.used_bytes == sum(acquired)
+            assert sum(acquired) <= 100 or len(acquired) == 1
+        while acquired or waiting:
+            gate.release(acquired.pop())
+            await run_other_tasks()
+            acquired += [size for size, task in waiting if task.done()]
             waiting = [(size, task) for size, task in waiting if not task.done()]
-        assert gate.held_bytes == 0
+        assert gate.used_bytes == 0
 
     asyncio.run(test())
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Inner state on its way
+# Spooled optimizer state
 
 
-def spooled(spool: Spool, key: tuple[int, int], payload: bytes) -> Path:
-    file = spool.file(key, b"header", len(payload))
+def spool_state(spool: StateSpool, key: tuple[int, int], payload: bytes) -> Path:
+    file = spool.create_file(key, b"header", len(payload))
     file.payload[:] = payload
-    file.fill_in()
-    file.keep()
+    file.write_head()
+    file.publish()
     file.close()
     found = spool.path(key)
     assert found is not None
     return found
 
 
-def test_inner_state_waits_as_a_whole_frame_and_the_newest_of_one_learner_counts(tmp_path):
-    spool = Spool(tmp_path)
-    first = spooled(spool, (3, 1), b"first")
-    second = spooled(spool, (3, 1), b"the second one")
+def test_spool_stores_newest_optimizer_state_as_frame(tmp_path):
+    spool = StateSpool(tmp_path)
+    first = spool_state(spool, (3, 1), b"first")
+    second = spool_state(spool, (3, 1), b"the second one")
     assert not first.exists()
     assert (
-        second.read_bytes() == frame_head(Kind.INNER_STATE, 0, b"header", b"the second one") + b"headerthe second one"
+        second.read_bytes()
+        == encode_frame_head(FrameKind.OPTIMIZER_STATE, 0, b"header", b"the second one") + b"headerthe second one"
     )
     assert spool.path((3, 2)) is None
     spool.clear()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_files_for_one_learner_share_no_memory(tmp_path):
-    spool = Spool(tmp_path)
-    large, small = spool.file((3, 1), b"header", 2**20), spool.file((3, 1), b"header", 10)
-    large.payload[:] = b"x" * 2**20  # memory of a file that somebody cut would end the process
+def test_spool_files_of_one_learner_share_no_memory(tmp_path):
+    spool = StateSpool(tmp_path)
+    large, small = spool.create_file((3, 1), b"header", 2**20), spool.create_file((3, 1), b"header", 10)
+    large.payload[:] = b"x" * 2**20  # writing to the mapping of a truncated file would end the process
     small.close()
-    large.fill_in()
-    large.keep()
+    large.write_head()
+    large.publish()
     large.close()
     assert [path.suffix for path in tmp_path.iterdir()] == [".state"]
 
 
-def test_the_oldest_makes_room_and_leftovers_are_removed(tmp_path):
+def test_spool_deletes_oldest_and_leftover_files(tmp_path):
     (tmp_path / "learner-1-i1-1.part").write_bytes(b"of a syncer that was killed")
-    spool = Spool(tmp_path)
+    spool = StateSpool(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    for learner in range(1, http_api.MOST_FILES + 3):
-        spooled(spool, (learner, 1), b"state")
-    assert len(list(tmp_path.iterdir())) == http_api.MOST_FILES
+    for learner in range(1, http_api.MAX_STATE_FILES + 3):
+        spool_state(spool, (learner, 1), b"state")
+    assert len(list(tmp_path.iterdir())) == http_api.MAX_STATE_FILES
     assert spool.path((1, 1)) is None
     assert spool.path((3, 1)) is not None

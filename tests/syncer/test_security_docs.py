@@ -1,4 +1,4 @@
-"""docs/security.md says what the code does. Each comparison is shown to be able to fail."""
+"""Compare docs/security.md with the code, and check that each comparison can fail."""
 
 from __future__ import annotations
 
@@ -17,38 +17,45 @@ TEXT = (ROOT / "docs/security.md").read_text(encoding="utf-8")
 
 CODES = ["token", "no-key", "expired", "revoked", "identity", "role", "authority", "tls-version", "handshake"]
 CODES += ["plain-text", "tls-to-plain", "unfinished"]
-"""Of rejections before anything was read, as they are counted."""
+"""Codes of rejections before a request is read."""
 
 Check = Callable[[str], Iterator[str]]
 
 
-def every_code_is_told(text: str) -> Iterator[str]:
-    told = re.findall(r"^\| `([\w-]+)` \| ", text.partition("## What is refused")[2], re.MULTILINE)
-    if told != CODES:
-        yield f"the table has {told}, the code {CODES}"
+def every_code_is_documented(text: str) -> Iterator[str]:
+    documented = re.findall(r"^\| `([\w-]+)` \| ", text.partition("## What is refused")[2], re.MULTILINE)
+    if documented != CODES:
+        yield f"the table has {documented}, the code {CODES}"
 
 
-def limits_are_those_of_the_code(text: str) -> Iterator[str]:
-    mib = process.RECEIVING_BYTES // 2**20
+def limits_match_code(text: str) -> Iterator[str]:
+    mib = process.MAX_RECEIVING_BYTES // 2**20
     for row in (
-        f"said nothing yet, at once | {listener.MOST_UNPROVEN}; one more",
-        f"who they are, at once | {listener.MOST_UNPROVEN}; the same",
-        f"for a handshake | {listener.HANDSHAKE_S:g} s |",
-        f"is let in | {listener.UNPROVEN_S:g} s |",
+        f"said nothing yet, at once | {listener.MAX_PENDING}; one more",
+        f"who they are, at once | {listener.MAX_PENDING}; the same",
+        f"for a handshake | {listener.HANDSHAKE_TIMEOUT_S:g} s |",
+        f"is let in | {listener.AUTHENTICATION_TIMEOUT_S:g} s |",
         f"being received | {mib} MiB,",
     ):
         if row not in text:
             yield f"the table of limits lacks {row!r}"
 
 
-def names_and_files_are_those_of_the_code(text: str) -> Iterator[str]:
-    names = (f"{auth.LEARNER}{auth.ANY}", auth.OPERATOR, auth.OF_SYNCER)
-    for word in (*names, tls.CERTIFICATE, tls.KEY, tls.AUTHORITY, tls.REVOKED, *auth.OPERATORS_ONLY):
+def names_and_files_match_code(text: str) -> Iterator[str]:
+    names = (f"{auth.LEARNER_URI_PREFIX}{auth.ANY_LEARNER}", auth.OPERATOR_URI, auth.SYNCER_URI)
+    for word in (
+        *names,
+        tls.CERTIFICATE_FILE,
+        tls.KEY_FILE,
+        tls.AUTHORITY_FILE,
+        tls.REVOKED_FILE,
+        *auth.OPERATOR_PATHS,
+    ):
         if f"`{word}`" not in text:
-            yield f"{word} is not told"
+            yield f"{word} is not documented"
 
 
-def every_attack_has_a_row_with_tests_that_there_are(text: str) -> Iterator[str]:
+def every_attack_has_a_row_with_existing_tests(text: str) -> Iterator[str]:
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (`test_[^|]+) \|$", text.partition("## Hostile peers")[2], re.MULTILINE)
     if [name for name, _ in rows] != list(ATTACKS):
         yield f"the table has {[name for name, _ in rows]}, the code {list(ATTACKS)}"
@@ -58,30 +65,30 @@ def every_attack_has_a_row_with_tests_that_there_are(text: str) -> Iterator[str]
             if not any(f"def {test}(" in path.read_text(encoding="utf-8") for path in paths):
                 yield f"{name}: there is no {file}::{test}"
         if "`test_hostile_peers.py::" not in tests:
-            yield f"{name} has no test at the limits that are shipped"
+            yield f"{name} has no test with the default limits"
 
 
 CHECKS: dict[Check, tuple[str, str]] = {
-    every_code_is_told: ("| `no-key` |", "| `keyless` |"),
-    limits_are_those_of_the_code: ("| 256; one more", "| 512; one more"),
-    names_and_files_are_those_of_the_code: ("`/v1/finish`", "`/v1/end`"),
-    every_attack_has_a_row_with_tests_that_there_are: ("::test_random_bytes`", "::test_of_nothing`"),
+    every_code_is_documented: ("| `no-key` |", "| `keyless` |"),
+    limits_match_code: ("| 256; one more", "| 512; one more"),
+    names_and_files_match_code: ("`/v1/finish`", "`/v1/end`"),
+    every_attack_has_a_row_with_existing_tests: ("::test_random_bytes_are_refused`", "::test_of_nothing`"),
 }
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_page_says_what_the_code_does(check):
+def test_page_matches_code(check):
     assert list(check(TEXT)) == []
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_check_sees_a_planted_mistake(check):
+def test_check_finds_planted_error(check):
     word, other = CHECKS[check]
     assert word in TEXT
     assert list(check(TEXT.replace(word, other))) != []
 
 
-def test_every_refusal_has_one_of_the_codes():
+def test_every_rejection_code_is_listed():
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/atoll").rglob("*.py"))
     used = set(re.findall(r'Rejection\(\s*"([\w-]+)"', source)) | {auth.IdentityMismatchError.code}
     assert used == set(CODES)

@@ -1,4 +1,4 @@
-"""A shard that stands still: nobody is told, and nobody may wait for it."""
+"""Stalled shards: no process is notified, and none may wait for the shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.syncer.test_shards import versions
 
 
 @pytest.mark.long
-def test_a_shard_that_stands_still_holds_up_its_own_fragments_only(tmp_path):
+def test_stalled_shard_delays_only_its_fragments(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
@@ -29,13 +29,13 @@ def test_a_shard_that_stands_still_holds_up_its_own_fragments_only(tmp_path):
 
 
 @pytest.mark.long
-def test_a_shard_that_stands_still_for_long_is_away_and_comes_back(tmp_path):
+def test_long_stalled_shard_is_disconnected_and_reconnects(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
         run.until(run.merges(12), "merges")
         run.shards[1].send(signal.SIGSTOP)
-        run.until(lambda _: run.log_lines(run.syncer, "shard 1 is away"), "it is missed")
+        run.until(lambda _: run.log_lines(run.syncer, "shard 1 disconnected"), "it is missed")
         run.shards[1].send(signal.SIGCONT)
         after = versions(run)
         run.until(lambda _: min(versions(run)[1::2]) > max(after[1::2]) + 3, "its fragments are merged again")

@@ -1,4 +1,4 @@
-"""Snapshots of a run whose fragments are in processes of their own: whole, or none."""
+"""Snapshots of a run whose fragments are in separate processes: complete, or none."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Any
 
 import pytest
 
-from atoll.store.snapshots import snapshot_info, version_of_snapshot
+from atoll.store.snapshots import read_snapshot_info, snapshot_version_path
 from atoll.store.tensor_file import read_tensors
-from tests.learner.planted import struck
+from tests.learner.fault_injection import fault_marker
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.syncer.test_shards import versions
 
 
-def asked(run: Run) -> int:
-    code, body = run.ask("POST", "/v1/snapshot")
+def request_snapshot(run: Run) -> int:
+    code, body = run.request("POST", "/v1/snapshot")
     assert code == 202, body
     return int(json.loads(body)["snapshot"])
 
 
 def state(run: Run, number: int) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(run.ask("GET", f"/v1/snapshot/{number}")[1])
-    return told
+    reply: dict[str, Any] = json.loads(run.request("GET", f"/v1/snapshot/{number}")[1])
+    return reply
 
 
 def durable(run: Run, number: int) -> dict[str, Any]:
     run.until(lambda _: state(run, number)["state"] != "being taken", "it comes to its end")
-    told = state(run, number)
-    assert told["state"] == "durable", told
-    return told
+    reply = state(run, number)
+    assert reply["state"] == "durable", reply
+    return reply
 
 
-def assert_whole(directory: Path, number: int) -> None:
-    """Every fragment is there, in the directory of its shard, with the version that the record names."""
-    info = snapshot_info(directory, number)
+def assert_complete(directory: Path, number: int) -> None:
+    """Check that each shard stores its fragments at the versions of the record."""
+    info = read_snapshot_info(directory, number)
     assert info is not None
     assert info.record is not None
     for p, version in enumerate(info.record.versions):
-        path = version_of_snapshot(directory, number, p)
+        path = snapshot_version_path(directory, number, p)
         assert path.parts[-5] == str(p % 2), "at its shard"
         note, tensors = read_tensors(path)
         assert json.loads(note)[2] == version if version else not note
@@ -48,81 +48,83 @@ def assert_whole(directory: Path, number: int) -> None:
     assert not (directory / "store" / "snapshots" / f"{number:09d}" / "000.safetensors").exists()
 
 
-def test_a_snapshot_has_its_versions_at_the_shards(tmp_path):
+def test_snapshot_versions_are_stored_at_shards(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
         run.until(run.merges(12), "merges")
-        number = asked(run)
-        told = durable(run, number)
-        assert sorted(part["learner"] for part in told["parts"]) == [1, 2]
-        assert told["bytes"] > 1000
-        assert_whole(tmp_path, number)
+        number = request_snapshot(run)
+        reply = durable(run, number)
+        assert sorted(part["learner"] for part in reply["parts"]) == [1, 2]
+        assert reply["bytes"] > 1000
+        assert_complete(tmp_path, number)
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_versions_of_a_snapshot_stay_however_long_its_parts_take(tmp_path):
-    """A learner's part waits at a pipe while more versions are merged than a store keeps."""
+def test_slow_snapshot_parts_keep_versions_at_shards(tmp_path):
+    """The part of a learner is blocked at a pipe while more versions are merged than a store keeps."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
-        learners = run.joined(LearnerSpec(1, planted="held-parts"), LearnerSpec(2))
+        learners = run.joined(LearnerSpec(1, planted="blocked-parts"), LearnerSpec(2))
         run.go(*learners)
         run.until(run.merges(12), "merges")
         os.mkfifo(tmp_path / "hold")
-        number = asked(run)
+        number = request_snapshot(run)
         before = versions(run)
-        run.until(lambda _: struck(tmp_path, "part").exists(), "the part is being written")
+        run.until(lambda _: fault_marker(tmp_path, "part").exists(), "the part is being written")
         run.until(lambda _: min(versions(run)) > max(before) + 4, "merges go on")
         assert state(run, number)["state"] == "being taken"
         (tmp_path / "hold").write_bytes(b"")
         (tmp_path / "hold").unlink()
         durable(run, number)
-        assert_whole(tmp_path, number)
+        assert_complete(tmp_path, number)
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_a_shard_that_dies_while_a_snapshot_is_written_leaves_none_and_the_next_one_is_whole(tmp_path):
+def test_killed_shard_aborts_snapshot_and_next_is_complete(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.shards[1].kill()
-        run.shards[1] = run.start_shard(1, planted="deadly-snapshot")
+        run.shards[1] = run.start_shard(1, planted="kill-before-snapshot-record")
         run.go(*learners)
-        run.until(lambda _: min(versions(run)) > 0, "it is there: while it is away there is no snapshot")
+        run.until(lambda _: min(versions(run)) > 0, "shard 1 is connected: without it there is no snapshot")
         run.shards[1].expected_to_end = True
         (tmp_path / "shards" / "1" / "die").touch()
-        number = asked(run)
+        number = request_snapshot(run)
         run.shards[1].ended()
-        run.until(lambda _: state(run, number)["state"] == "abandoned", "nobody waits for it")
-        assert "shard 1 went away" in state(run, number)["said"]
-        assert snapshot_info(tmp_path, number) is None
+        run.until(lambda _: state(run, number)["state"] == "abandoned", "the snapshot fails")
+        assert "shard 1 disconnected" in state(run, number)["said"]
+        assert read_snapshot_info(tmp_path, number) is None
         (tmp_path / "shards" / "1" / "die").unlink()
         run.shards[1] = run.start_shard(1)
-        run.until(lambda status: not any(each["away"] for each in status["fragments"]), "it is back")
+        run.until(
+            lambda status: not any(each["unavailable"] for each in status["fragments"]), "shard 1 has reconnected"
+        )
         assert list((tmp_path / "shards" / "1" / "store" / "snapshots").iterdir()) == []
-        number = asked(run)
+        number = request_snapshot(run)
         durable(run, number)
-        assert_whole(tmp_path, number)
+        assert_complete(tmp_path, number)
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_without_a_shard_there_is_no_snapshot_and_it_says_why(tmp_path):
+def test_snapshot_without_shard_fails_with_reason(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
         run.until(run.merges(12), "merges")
         run.shards[1].kill()
-        run.until(lambda status: status["fragments"][1]["away"], "it is missed")
-        number = asked(run)
-        run.until(lambda _: state(run, number)["state"] == "abandoned", "nobody waits for it")
-        assert "shard 1 of 2 is away" in state(run, number)["said"]
+        run.until(lambda status: status["fragments"][1]["unavailable"], "the shard is unavailable")
+        number = request_snapshot(run)
+        run.until(lambda _: state(run, number)["state"] == "abandoned", "the snapshot fails")
+        assert "shard 1 of 2 is unavailable" in state(run, number)["said"]
         run.start_shard(1)
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)

@@ -1,4 +1,4 @@
-"""A shard may hold what its syncer has no record of: a version, a model, or the word of another syncer."""
+"""Shards that store what their syncer has no record of: a version, a model, or the epoch of another syncer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from atoll.core.protocol import ManifestRecord, ShardBack
+from atoll.core.protocol import ManifestRecord, ShardReconnected
 from atoll.core.types import Limits, RunConfig
-from atoll.store.tensor_file import small_file_text
+from atoll.store.tensor_file import decode_small_file
 from atoll.store.version_store import Store
 from atoll.tape.format import decode
-from tests.learner.planted import struck
+from tests.learner.fault_injection import fault_marker
 from tests.learner.runs import Child, Run, endless
-from tests.store.store_samples import tensors, version
+from tests.store.store_samples import make_tensors, make_version
 from tests.syncer.test_shards import syncer_entries, versions
 
-SOON = Limits(first_wait_s=1.0, most_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
-"""A run that ends without a shard does so soon."""
+SOON = Limits(initial_wait_s=1.0, max_wait_s=2.0, initial_backoff_s=0.05, max_backoff_s=0.5)
+"""Limits with a short wait for a missing shard at the end of a run."""
 
 
 def manifest(run: Run) -> tuple[int, ...]:
-    found = decode(small_file_text((run.directory / "store" / "manifest.json").read_bytes()))
+    found = decode(decode_small_file((run.directory / "store" / "manifest.json").read_bytes()))
     assert isinstance(found, ManifestRecord)
     return found.versions
 
@@ -34,106 +34,109 @@ def on_disk(run: Run, shard: int) -> dict[int, list[int]]:
     return {int(folder.name): sorted(int(path.stem) for path in folder.glob("*.safetensors")) for folder in folders}
 
 
-def both() -> RunConfig:
-    """One fragment for each of two shards, and everybody in every merge: whoever is in a round has the version before
-    it, and nobody has still to fetch one from a shard that dies in it."""
+def two_fragments() -> RunConfig:
+    """One fragment per shard, and both learners in every merge.
+
+    A learner in a round already has the previous version, so none downloads from a shard that is killed in the round.
+    """
     return endless(fragments=2, quorum=2, limits=SOON)
 
 
 def ended_without_a_version(run: Run) -> tuple[list[Child], int, int]:
-    """Shard 1 has died after it had made a version durable and before it could say so, and the run is over without.
+    """Kill shard 1 after it has made a version durable and before it reports it. Then end the run without it.
 
-    The learners, the fragment and its version."""
+    Return the learners, the fragment and its version.
+    """
     learners = run.joined(1, 2)
     run.shards[1].kill()
-    run.shards[1] = run.start_shard(1, planted="deadly-version")
+    run.shards[1] = run.start_shard(1, planted="kill-after-version")
     run.go(*learners)
     run.until(run.merges(12), "merges")
     run.shards[1].expected_to_end = True
     (run.directory / "shards" / "1" / "die").touch()
     run.shards[1].ended()
-    run.until(lambda _: len(run.log_lines(run.syncer, "shard 1 is away")) == 2, "its end is noticed")
+    run.until(lambda _: len(run.log_lines(run.syncer, "shard 1 disconnected")) == 2, "shard 1 is disconnected")
     (run.directory / "shards" / "1" / "die").unlink()
-    fragment, number = map(int, struck(run.directory / "shards" / "1", "version").read_text().split())
+    fragment, number = map(int, fault_marker(run.directory / "shards" / "1", "version").read_text().split())
     assert versions(run)[fragment] == number - 1
     run.end()
     for learner in learners:
-        assert learner.hear("ended")["finished"]
+        assert learner.expect("ended")["finished"]
     assert manifest(run)[fragment] == number - 1
     assert on_disk(run, 1)[fragment][-1] == number
     return learners, fragment, number
 
 
 @pytest.mark.long
-def test_a_version_that_the_end_does_not_name_is_forgotten_when_its_shard_is_back(tmp_path):
-    with Run(tmp_path, both(), shards=2) as run:
+def test_version_not_in_manifest_is_rolled_back_on_reconnect(tmp_path):
+    with Run(tmp_path, two_fragments(), shards=2) as run:
         _, fragment, number = ended_without_a_version(run)
         run.shards[1] = run.start_shard(1)
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         run.assert_same(load_file(tmp_path / "published.safetensors"), 1, 2)
         assert on_disk(run, 1)[fragment][-1] == number - 1
-        back = [entry.event for entry in syncer_entries(run) if type(entry.event) is ShardBack][-1]
-        assert dict(back.held)[fragment] == number - 1
+        back = [entry.event for entry in syncer_entries(run) if type(entry.event) is ShardReconnected][-1]
+        assert dict(back.versions)[fragment] == number - 1
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_so_it_is_when_the_syncer_is_started_again_after_the_end(tmp_path):
-    with Run(tmp_path, both(), shards=2) as run:
+def test_version_not_in_manifest_is_rolled_back_after_restart(tmp_path):
+    with Run(tmp_path, two_fragments(), shards=2) as run:
         _, fragment, number = ended_without_a_version(run)
         run.syncer.kill()
         run.start_syncer()
         run.shards[1] = run.start_shard(1)
-        assert run.syncer.hear("ended") is True
+        assert run.syncer.expect("ended") is True
         run.assert_same(load_file(tmp_path / "published.safetensors"), 1, 2)
         assert on_disk(run, 1)[fragment][-1] == number - 1
         run.assert_clean()
 
 
-def is_taken(fragment: int, number: int, status: dict[str, Any]) -> bool:
+def has_version(fragment: int, number: int, status: dict[str, Any]) -> bool:
     return bool(status["founded"] and status["fragments"][fragment]["version"] >= number)
 
 
 @pytest.mark.long
-def test_a_version_that_was_written_and_not_told_counts_while_the_run_goes_on(tmp_path):
-    """Whether its shard, or the syncer too, starts again: it is merged once."""
+def test_unreported_durable_version_counts_while_run_continues(tmp_path):
+    """The version is merged once, after a restart of its shard alone or with the syncer."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
         for syncer_too in (False, True):
             run.shards[1].kill()
-            run.shards[1] = run.start_shard(1, planted="deadly-version")
+            run.shards[1] = run.start_shard(1, planted="kill-after-version")
             merges = run.status()["merges"]
             run.until(run.merges(merges + 8), "merges")
             run.shards[1].expected_to_end = True
             (tmp_path / "shards" / "1" / "die").touch()
             run.shards[1].ended()
             (tmp_path / "shards" / "1" / "die").unlink()
-            fragment, number = map(int, struck(tmp_path / "shards" / "1", "version").read_text().split())
+            fragment, number = map(int, fault_marker(tmp_path / "shards" / "1", "version").read_text().split())
             if syncer_too:
                 run.syncer.kill()
                 run.start_syncer()
             run.shards[1] = run.start_shard(1)
-            run.until(partial(is_taken, fragment, number), "it is taken")
+            run.until(partial(has_version, fragment, number), "the version counts")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 8), "merges")
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
-        assert run.log_lines(run.syncer, "a directory of another time or run") == []
+        assert run.log_lines(run.syncer, "check that its directory belongs to this run") == []
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_a_model_that_its_syncer_has_no_record_of_is_of_no_run(tmp_path):
-    with Run(tmp_path, endless(fragments=4), shards=2, planted="deadly-founding") as run:
+def test_fragments_without_syncer_record_belong_to_no_run(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2, planted="kill-before-settings") as run:
         run.syncer.expected_to_end = True
         learners = [run.start(1), run.start(2)]
         run.syncer.ended()
-        assert struck(tmp_path, "founding").exists()
+        assert fault_marker(tmp_path, "founding").exists()
         run.planted = ""
         run.start_syncer()
         for learner in learners:
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(*learners)
         run.until(run.merges(8), "merges")
         run.end()
@@ -141,23 +144,22 @@ def test_a_model_that_its_syncer_has_no_record_of_is_of_no_run(tmp_path):
         assert run.verdict().finished
 
 
-def test_a_syncer_without_a_model_takes_no_shard_of_a_run_that_was_founded(tmp_path):
+def test_new_syncer_refuses_shard_of_existing_run(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         run.joined(1)
-        held = run.log_lines(run.shards[0], "took 2 fragments")
-        assert held
+        assert run.log_lines(run.shards[0], "created 2 fragments")
         other = Run(tmp_path / "other", endless(fragments=4), shards=2)
         with other:
             other.shards[0].kill()
             run.shards[0].kill()
             shutil.copytree(tmp_path / "shards" / "0", tmp_path / "other" / "shards" / "copy")
-            wrong = other.start_shard(0, "copy")
-            other.until(lambda _: other.log_lines(wrong, "a new one, without a model"), "it is refused")
+            shard = other.start_shard(0, "copy")
+            other.until(lambda _: other.log_lines(shard, "a new run without a model"), "it is refused")
 
 
 @pytest.mark.long
-def test_a_shard_that_has_served_a_syncer_serves_no_older_one(tmp_path):
-    """Whatever it has heard of a newer one it remembers on disk: that it was killed since changes nothing."""
+def test_shard_refuses_syncer_of_older_epoch(tmp_path):
+    """The shard stores the newest epoch on disk, so a restart changes nothing."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
@@ -166,17 +168,17 @@ def test_a_shard_that_has_served_a_syncer_serves_no_older_one(tmp_path):
         shutil.copytree(tmp_path / "store", tmp_path / "older" / "store")
         for _ in range(2):
             run.start_syncer()
-            run.until(lambda status: status["founded"], "it goes on")
+            run.until(lambda status: status["founded"], "the run continues")
             run.syncer.kill()
         newest = run.start_syncer()
-        run.until(lambda status: status["founded"], "it goes on")
+        run.until(lambda status: status["founded"], "the run continues")
         run.shards[0].kill()
         here, run.directory, run.address = run.address, tmp_path / "older", ""
-        older = run.start_syncer()  # epoch 2, while there is one of epoch 4
+        older = run.start_syncer()  # epoch 2, while another syncer has epoch 4
         run.directory = tmp_path
         shard = run.start_shard(0)
-        run.until(lambda _: run.log_lines(shard, "one of epoch 4 was served"), "it is not obeyed")
-        assert run.log_lines(older, "shard 0 of 2 is here") == []
+        run.until(lambda _: run.log_lines(shard, "this shard has served epoch 4"), "the shard refuses it")
+        assert run.log_lines(older, "shard 0 of 2 connected") == []
         shard.kill()
         older.kill()
         run.address, run.syncer = here, newest
@@ -192,15 +194,15 @@ def test_a_shard_that_has_served_a_syncer_serves_no_older_one(tmp_path):
 # Its directory
 
 
-def test_only_the_newest_version_is_forgotten_and_for_good(tmp_path):
+def test_roll_back_removes_only_newest_version(tmp_path):
     with Store.open(tmp_path) as store:
-        store.write_initial(0, tensors(0))
+        store.write_initial(0, make_tensors(0))
         for number in (1, 2, 3):
-            store.write(version(0, number), tensors(number))
+            store.write(make_version(0, number), make_tensors(number))
         with pytest.raises(AssertionError, match="cannot go back to 1"):
-            store.go_back(0, 1)
-        record, _ = store.go_back(0, 2)
-        assert record == version(0, 2)
-        store.write(version(0, 3), tensors(9))
+            store.roll_back(0, 1)
+        record, _ = store.roll_back(0, 2)
+        assert record == make_version(0, 2)
+        store.write(make_version(0, 3), make_tensors(9))
     with Store.open(tmp_path) as store:
-        assert store.newest(0)[0] == 3
+        assert store.read_newest(0)[0] == 3

@@ -1,4 +1,4 @@
-"""Snapshots of real processes: what learners keep, what is left of a snapshot that was interrupted, who starts from it.
+"""Snapshots of real processes: stored parts, interrupted snapshots, and restarts from a snapshot.
 
 Every fault is a real one, and each test asserts that it happened.
 """
@@ -16,39 +16,39 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.checkpoint.restore import find_source, restore
+from atoll.checkpoint.restore import parse_restore_source, restore_run
 from atoll.cli.main import main
 from atoll.core.types import Limits
 from atoll.files import write_file
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.supervisor import run_of
-from atoll.store.learner_parts import KEEP, find_inner_state, list_parts, part_path, read_part
-from atoll.store.run_settings import CONFIG
+from atoll.reference.supervisor import run_settings_for
+from atoll.store.learner_parts import MAX_PARTS, find_optimizer_state, list_parts, part_path, read_part
+from atoll.store.run_settings import CONFIG_FILE
 from atoll.store.snapshots import list_snapshots
-from atoll.store.tensor_file import tensor_file
+from atoll.store.tensor_file import encode_tensor_file
 from atoll.tensors import optimizer_state
+from tests.learner.fault_injection import fault_marker
 from tests.learner.in_process import driver_of, learner_of, train
-from tests.learner.planted import struck
 from tests.learner.runs import QUICK, Child, LearnerSpec, Run, config, endless
 from tests.learner.small_models import work
 
-PATIENT = Limits(first_wait_s=5.0, least_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
+PATIENT = Limits(initial_wait_s=5.0, min_wait_s=2.0, initial_backoff_s=0.05, max_backoff_s=0.5)
 
 
-def taken(run: Run) -> dict[str, Any]:
-    """Ask for a snapshot and wait for what becomes of it."""
-    code, body = run.ask("POST", "/v1/snapshot")
+def take_snapshot(run: Run) -> dict[str, Any]:
+    """Request a snapshot and wait until it is durable or abandoned."""
+    code, body = run.request("POST", "/v1/snapshot")
     assert code == 202, body
     number = json.loads(body)["snapshot"]
 
-    def look(_: object) -> dict[str, Any] | None:
-        told: dict[str, Any] = json.loads(run.ask("GET", f"/v1/snapshot/{number}")[1])
-        return told if told["state"] != "being taken" else None
+    def get_result(_: object) -> dict[str, Any] | None:
+        reply: dict[str, Any] = json.loads(run.request("GET", f"/v1/snapshot/{number}")[1])
+        return reply if reply["state"] != "being taken" else None
 
-    return run.until(look, f"what becomes of snapshot {number}")
+    return run.until(get_result, f"snapshot {number} is durable or abandoned")
 
 
-def under_way(run: Run, *learners: Child, merges: int = 3) -> None:
+def wait_until_training(run: Run, *learners: Child, merges: int = 3) -> None:
     run.go(*learners)
     run.until(run.merges(merges), "the run is under way")
 
@@ -60,56 +60,60 @@ def damage(path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is kept
+# Stored parts
 
 
-def test_a_snapshot_on_request_is_durable_when_it_is_said_to_be(tmp_path):
+def test_requested_snapshot_is_durable_when_reported(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         learners = run.joined(1, 2)
-        under_way(run, *learners)
-        told = taken(run)
-        assert told["state"] == "durable", told
-        number = told["snapshot"]
-        assert [part["learner"] for part in told["parts"]] == [1, 2]
-        assert told["left_out"] == []
+        wait_until_training(run, *learners)
+        reply = take_snapshot(run)
+        assert reply["state"] == "durable", reply
+        number = reply["snapshot"]
+        assert [part["learner"] for part in reply["parts"]] == [1, 2]
+        assert reply["left_out"] == []
         (info,) = list_snapshots(tmp_path)
         assert (info.number, info.problem) == (number, "")
         assert info.record is not None
-        assert list(info.record.versions) == told["versions"]
-        for learner, said in info.record.parts:
+        assert list(info.record.versions) == reply["versions"]
+        for learner, entry in info.record.parts:
             part = read_part(part_path(tmp_path, learner, number))
             assert (part.learner, part.snapshot) == (learner, number)
-            assert (part.note["step"], part.note["trained"]) == (said.step, said.trained)
-            assert tuple(part.note["versions"]) == said.versions
-            assert all(v <= cut for v, cut in zip(said.versions, info.record.versions, strict=True))
-            assert float(part.inner_tensors()["0"].flatten()[0]) == float(part.inner_tensors()["0"].flatten()[0])
-            steps = {int(t) for name, t in part.inner_tensors().items() if t.dim() == 0}
-            assert steps == {said.step}, "the optimizer was copied at another step than the counters"
+            assert (part.metadata["step"], part.metadata["trained"]) == (entry.step, entry.trained)
+            assert tuple(part.metadata["versions"]) == entry.versions
+            assert all(v <= cut for v, cut in zip(entry.versions, info.record.versions, strict=True))
+            assert float(part.optimizer_tensors()["0"].flatten()[0]) == float(
+                part.optimizer_tensors()["0"].flatten()[0]
+            )
+            steps = {int(t) for name, t in part.optimizer_tensors().items() if t.dim() == 0}
+            assert steps == {entry.step}, "the optimizer was copied at another step than the counters"
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         run.assert_clean()
 
 
-def test_the_copy_is_of_one_step_boundary_whatever_the_learner_does_next(tmp_path):
-    """In this process, so that parameters can be looked at: step, cut, and on."""
+def test_part_is_consistent_copy_of_one_step_boundary(tmp_path):
+    """The learner runs in this process, so that its parameters can be compared at the step of the cut."""
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         job = work("plain", 1)
         with learner_of(run, job, 1) as learner:
             train(learner, job, 3)
             before = learner.stats().steps
-            assert run.ask("POST", "/v1/snapshot")[0] == 202
-            held: dict[int, dict[str, torch.Tensor]] = {}
+            assert run.request("POST", "/v1/snapshot")[0] == 202
+            by_step: dict[int, dict[str, torch.Tensor]] = {}
             for number in range(before, before + 5000):
                 loss = job.step(number)
-                if driver_of(learner).core.state.cut_due:
-                    held[learner.stats().steps + 1] = {n: p.detach().clone() for n, p in job.model.named_parameters()}
+                if driver_of(learner).core.state.snapshot_due:
+                    by_step[learner.stats().steps + 1] = {
+                        n: p.detach().clone() for n, p in job.model.named_parameters()
+                    }
                 learner.step(tokens=16, loss=loss)
                 if list_parts(tmp_path):
                     break
             train(learner, job, 3)
             (number,) = list_parts(tmp_path)[1]
             part = read_part(part_path(tmp_path, 1, number))
-            at = held[part.note["step"]]
+            at = by_step[part.metadata["step"]]
             for fragment in driver_of(learner).boundary.fragments:
                 flat = part.tensors[f"model.{fragment.p:03d}"]
                 for piece, begin, end in fragment._view.plan.spans(fragment.p):
@@ -118,154 +122,159 @@ def test_the_copy_is_of_one_step_boundary_whatever_the_learner_does_next(tmp_pat
 
 
 @pytest.mark.long
-def test_the_number_of_snapshots_and_of_parts_is_bounded(tmp_path):
+def test_number_of_snapshots_and_parts_is_bounded(tmp_path):
     with Run(tmp_path, endless(snapshot_every_merges=4, limits=PATIENT)) as run:
         (one,) = run.joined(1)
-        under_way(run, one, merges=60)
+        wait_until_training(run, one, merges=60)
         durable = len(run.log_lines(run.syncer, "is durable"))
-        assert durable > KEEP + 2
+        assert durable > MAX_PARTS + 2
         run.end()
         run.finish(one)
-        assert len(list_parts(tmp_path)[1]) == KEEP
+        assert len(list_parts(tmp_path)[1]) == MAX_PARTS
         assert len(list_snapshots(tmp_path)) == 3
         run.assert_clean()
 
 
-def test_versions_of_a_snapshot_are_kept_however_late_its_parts_come(tmp_path):
-    """(1) The cut is made at version v, (2) a learner takes its time to write its part, (3) the fragment is merged more
-    often than the store keeps versions, (4) the part comes."""
+def test_slow_snapshot_parts_keep_versions(tmp_path):
+    """Keep the versions of the cut until its parts arrive.
+
+    1. The cut is made at version v.
+    2. A learner is slow to write its part.
+    3. The fragment is merged more often than the store keeps versions.
+    4. The part arrives.
+    """
     hold = tmp_path / "hold"
     with Run(tmp_path, endless(limits=PATIENT)) as run:
-        learners = run.joined(LearnerSpec(1, planted="held-parts"))
-        under_way(run, *learners)
+        learners = run.joined(LearnerSpec(1, planted="blocked-parts"))
+        wait_until_training(run, *learners)
         os.mkfifo(hold)
-        number = json.loads(run.ask("POST", "/v1/snapshot")[1])["snapshot"]
-        run.until(lambda _: struck(tmp_path, "part").exists(), "the part is being written")
+        number = json.loads(run.request("POST", "/v1/snapshot")[1])["snapshot"]
+        run.until(lambda _: fault_marker(tmp_path, "part").exists(), "the part is being written")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 15), "five more versions of every fragment")
         hold.write_bytes(b"go on")
-        told = run.until(
+        reply = run.until(
             lambda _: next((i for i in list_snapshots(tmp_path) if i.number == number), None), "the snapshot"
         )
-        assert told.record is not None
-        for fragment, version in enumerate(told.record.versions):
+        assert reply.record is not None
+        for fragment, version in enumerate(reply.record.versions):
             assert not (tmp_path / f"store/fragments/{fragment:03d}/{version:09d}.safetensors").exists()
             assert (tmp_path / f"store/snapshots/{number:09d}/{fragment:03d}.safetensors").exists()
 
 
-def test_snapshot_is_taken_and_restored_when_no_learner_has_a_run_directory(tmp_path, capsys):
+def test_snapshot_without_run_directories_is_restored(tmp_path, capsys):
     old, new = tmp_path / "old", tmp_path / "new"
     with Run(old, endless(limits=PATIENT)) as run:
-        learners = run.joined(LearnerSpec(1, keeps=False), LearnerSpec(2, keeps=False))
-        under_way(run, *learners)
-        assert taken(run)["state"] == "durable"
+        learners = run.joined(LearnerSpec(1, has_run_directory=False), LearnerSpec(2, has_run_directory=False))
+        wait_until_training(run, *learners)
+        assert take_snapshot(run)["state"] == "durable"
         assert main(["snapshot", str(old)]) == 0
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         for learner in (1, 2):
-            assert re.search(rf"learner {learner}: step [\d,]+, [\d,]+ tokens, no part \(no run directory\)", said)
-        assert "to keep parts, give run_directory= to atoll.Learner" in said
+            assert re.search(rf"learner {learner}: step [\d,]+, [\d,]+ tokens, no part \(no run directory\)", output)
+        assert "to save parts, give run_directory= to atoll.Learner" in output
         for child in learners:
             assert len(run.log_lines(child, "no run_directory: ")) == 1, "two snapshots, and it is logged once"
             assert not run.log_lines(child, "WARNING")
-        assert not run.log_lines(run.syncer, "left out")
+        assert not run.log_lines(run.syncer, "is not part of snapshot")
     settings = JobSettings(numerics=run.settings.numerics)
-    settings.save(old / CONFIG)
+    settings.save(old / CONFIG_FILE)
     lines: list[str] = []
-    assert restore(find_source(str(old)), new, run_of(settings, "new"), lines.append) > 0
-    assert "learners start with fresh inner state" in lines[-1]
+    assert restore_run(parse_restore_source(str(old)), new, run_settings_for(settings, "new"), lines.append) > 0
+    assert "learners start with fresh optimizer state" in lines[-1]
     with Run(new, endless(limits=PATIENT)) as run:
-        (again,) = run.joined(LearnerSpec(1, keeps=False))
-        assert run.log_lines(again, "training starts: fresh inner moments")
+        (again,) = run.joined(LearnerSpec(1, has_run_directory=False))
+        assert run.log_lines(again, "training starts: fresh optimizer state")
 
 
-def test_part_of_a_learner_without_run_directory_is_named_beside_the_others(tmp_path):
+def test_snapshot_lists_part_of_learner_without_run_directory(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
-        under_way(run, *run.joined(1, LearnerSpec(2, keeps=False)))
-        told = taken(run)
-        assert (told["state"], told["left_out"]) == ("durable", [])
-        assert [part["problem"] for part in told["parts"]] == [None, "no run directory"]
+        wait_until_training(run, *run.joined(1, LearnerSpec(2, has_run_directory=False)))
+        reply = take_snapshot(run)
+        assert (reply["state"], reply["left_out"]) == ("durable", [])
+        assert [part["problem"] for part in reply["parts"]] == [None, "no run directory"]
 
 
-def test_failed_snapshot_says_why_each_learner_is_left_out(tmp_path, capsys):
+def test_failed_snapshot_reports_reason_for_each_learner(tmp_path, capsys):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         (one,) = run.joined(LearnerSpec(1, "tall"))
-        under_way(run, one)
-        one.order("small files", 100_000)
+        wait_until_training(run, one)
+        one.command("small files", 100_000)
         assert main(["snapshot", str(tmp_path)]) == 1
-        said = capsys.readouterr().err
-        assert "is abandoned: no learner has saved its part; learner 1 is left out" in said
-        assert "File too large" in said
-        one.order("small files", resource.RLIM_INFINITY)
+        output = capsys.readouterr().err
+        assert "is abandoned: no learner has saved its part; learner 1 is not part of snapshot" in output
+        assert "File too large" in output
+        one.command("small files", resource.RLIM_INFINITY)
 
 
-def test_no_snapshot_before_there_is_a_model_nor_without_the_token(tmp_path):
+def test_snapshot_needs_model_and_token(tmp_path):
     with Run(tmp_path, token="abcdefgh") as run:
-        code, body = run.ask("POST", "/v1/snapshot")
+        code, body = run.request("POST", "/v1/snapshot")
         assert (code, "no model yet" in body.decode()) == (409, True)
-        assert run.ask("POST", "/v1/snapshot", Authorization="Bearer wrong")[0] == 401
-        assert run.ask("GET", "/v1/snapshot/1000001")[0] == 404
-        assert run.ask("GET", f"/v1/snapshot/{'9' * 4000}")[0] == 404
+        assert run.request("POST", "/v1/snapshot", Authorization="Bearer wrong")[0] == 401
+        assert run.request("GET", "/v1/snapshot/1000001")[0] == 404
+        assert run.request("GET", f"/v1/snapshot/{'9' * 4000}")[0] == 404
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Faults
 
 
-def test_a_full_disk_while_a_part_is_written_is_said_and_training_goes_on(tmp_path):
+def test_full_disk_during_snapshot_part_does_not_stop_training(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         one, two = run.joined(LearnerSpec(1, "tall"), LearnerSpec(2, "tall"))
-        under_way(run, one, two)
-        one.order("small files", 100_000)
-        told = taken(run)
-        assert (told["state"], told["left_out"]) == ("durable", [1])
+        wait_until_training(run, one, two)
+        one.command("small files", 100_000)
+        reply = take_snapshot(run)
+        assert (reply["state"], reply["left_out"]) == ("durable", [1])
         lines = run.log_lines(one, "could not save its part")
         assert "File too large" in lines[0]
-        assert f"{told['snapshot']:09d}.safetensors" in lines[0]
+        assert f"{reply['snapshot']:09d}.safetensors" in lines[0]
         assert "WARNING" in lines[0]
         assert not [*tmp_path.glob("parts/learner-1/.*")], "half a part is left"
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "both go on")
-        one.order("small files", resource.RLIM_INFINITY)
-        again = taken(run)
+        one.command("small files", resource.RLIM_INFINITY)
+        again = take_snapshot(run)
         assert (again["state"], again["left_out"]) == ("durable", [])
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
 
 
-def test_a_learner_that_is_killed_while_it_writes_its_part_is_left_out_and_leaves_nothing_whole(tmp_path):
+def test_learner_killed_during_snapshot_part_is_left_out(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
-        one, two = run.joined(LearnerSpec(1, planted="deadly-part"), 2)
-        under_way(run, one, two)
-        first = taken(run)["snapshot"]
+        one, two = run.joined(LearnerSpec(1, planted="kill-during-part"), 2)
+        wait_until_training(run, one, two)
+        first = take_snapshot(run)["snapshot"]
         (tmp_path / "die").touch()
         one.expected_to_end = True
-        told = taken(run)
+        reply = take_snapshot(run)
         assert one.ended() == -signal.SIGKILL
-        assert struck(tmp_path, "part").exists()
-        assert (told["state"], told["left_out"]) == ("durable", [1])
+        assert fault_marker(tmp_path, "part").exists()
+        assert (reply["state"], reply["left_out"]) == ("durable", [1])
         (tmp_path / "die").unlink()
-        assert list_parts(tmp_path) == {1: [first], 2: [first, told["snapshot"]]}
+        assert list_parts(tmp_path) == {1: [first], 2: [first, reply["snapshot"]]}
         assert [path.name for path in (tmp_path / "parts/learner-1").iterdir() if path.name.startswith(".")]
         again = run.start(1)
-        assert again.hear("joined")["moments"] > 0
-        again.order("go")
-        third = taken(run)
+        assert again.expect("joined")["moments"] > 0
+        again.command("go")
+        third = take_snapshot(run)
         assert third["state"] == "durable"
         assert not [*tmp_path.glob("parts/learner-1/.*")], "the half of a part was not cleared away"
         run.end()
         run.assert_same(run.finish(again, two), 1, 2)
 
 
-def test_a_syncer_that_is_killed_during_a_snapshot_leaves_none_and_the_next_one_goes_on(tmp_path):
-    with Run(tmp_path, endless(limits=PATIENT), planted="deadly-snapshot") as run:
+def test_syncer_killed_during_snapshot_leaves_no_partial_snapshot(tmp_path):
+    with Run(tmp_path, endless(limits=PATIENT), planted="kill-before-snapshot-record") as run:
         one, two = run.joined(1, 2)
-        under_way(run, one, two)
-        first = taken(run)["snapshot"]
+        wait_until_training(run, one, two)
+        first = take_snapshot(run)["snapshot"]
         (tmp_path / "die").touch()
         run.syncer.expected_to_end = True
-        assert run.ask("POST", "/v1/snapshot")[0] == 202
+        assert run.request("POST", "/v1/snapshot")[0] == 202
         assert run.syncer.ended() == -signal.SIGKILL
-        assert struck(tmp_path, "snapshot").exists()
+        assert fault_marker(tmp_path, "snapshot").exists()
         half = [path for path in (tmp_path / "store/snapshots").iterdir() if not (path / "record.json").exists()]
         assert len(half) == 1
         assert [info.number for info in list_snapshots(tmp_path)] == [first]
@@ -273,45 +282,45 @@ def test_a_syncer_that_is_killed_during_a_snapshot_leaves_none_and_the_next_one_
         run.start_syncer()
         assert not half[0].exists()
         run.until(lambda status: status["alive"] == 2, "both are back")
-        told = taken(run)
-        assert told["state"] == "durable"
-        assert [info.number for info in list_snapshots(tmp_path)] == [first, told["snapshot"]]
+        reply = take_snapshot(run)
+        assert reply["state"] == "durable"
+        assert [info.number for info in list_snapshots(tmp_path)] == [first, reply["snapshot"]]
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_a_part_that_takes_too_long_does_not_pile_up(tmp_path):
-    """The next snapshot comes while the part of the one before is still being written."""
+def test_slow_snapshot_parts_do_not_accumulate(tmp_path):
+    """The next snapshot is requested while the part of the previous one is still being written."""
     hold = tmp_path / "hold"
-    short = Limits(first_wait_s=1.0, least_wait_s=0.1, most_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
+    short = Limits(initial_wait_s=1.0, min_wait_s=0.1, max_wait_s=2.0, initial_backoff_s=0.05, max_backoff_s=0.5)
     with Run(tmp_path, endless(limits=short)) as run:
-        one, two = run.joined(LearnerSpec(1, planted="held-parts"), LearnerSpec(2, planted="held-parts"))
-        under_way(run, one, two)
+        one, two = run.joined(LearnerSpec(1, planted="blocked-parts"), LearnerSpec(2, planted="blocked-parts"))
+        wait_until_training(run, one, two)
         os.mkfifo(hold)
-        assert taken(run)["state"] == "abandoned"
-        assert struck(tmp_path, "part").exists()
-        assert taken(run)["state"] == "abandoned"
+        assert take_snapshot(run)["state"] == "abandoned"
+        assert fault_marker(tmp_path, "part").exists()
+        assert take_snapshot(run)["state"] == "abandoned"
         assert run.log_lines(one, "the part before it is still being written")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Everybody dies and comes back
+# Restart of all processes
 
 
 def all_dead(run: Run, *learners: Child) -> None:
     for learner in learners:
         learner.kill()
-    run.until(lambda status: status["alive"] == 0, "everybody is gone")
+    run.until(lambda status: status["alive"] == 0, "all learners have left")
 
 
-def test_all_learners_die_and_return_from_their_parts_and_the_newest_versions(tmp_path):
-    """Never from fresh weights: every learner starts from what was published last."""
+def test_all_learners_restart_from_parts_and_newest_versions(tmp_path):
+    """No learner starts from new weights: all start from the newest published versions."""
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         one, two = run.joined(LearnerSpec(1, draws=True), 2)
-        under_way(run, one, two)
-        told = taken(run)
+        wait_until_training(run, one, two)
+        reply = take_snapshot(run)
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "versions beyond the snapshot")
         all_dead(run, one, two)
@@ -320,118 +329,118 @@ def test_all_learners_die_and_return_from_their_parts_and_the_newest_versions(tm
         run.start_syncer()
         assert run.status()["merges"] >= before["merges"], "versions went back"
         again = run.start(LearnerSpec(1, draws=True))
-        joined = again.hear("joined")
-        steps = {part["learner"]: part["step"] for part in told["parts"]}
+        joined = again.expect("joined")
+        steps = {part["learner"]: part["step"] for part in reply["parts"]}
         assert (joined["moments"], joined["lr_scale"]) == (steps[1], 1.0)
-        words = f"training starts: inner state from the part that learner 1 saved in snapshot {told['snapshot']}"
+        words = f"training starts: optimizer state that learner 1 saved in snapshot {reply['snapshot']}"
         assert run.log_lines(again, words)
-        part = read_part(part_path(tmp_path, 1, told["snapshot"]))
+        part = read_part(part_path(tmp_path, 1, reply["snapshot"]))
         same = torch.Generator()
         same.set_state(part.tensors["rng.cpu"])
         assert joined["next_drawn"] == float(torch.rand(1, generator=same)), "torch draws other numbers"
         assert joined["restored"] == part.extra != {"drawn": []}
-        again.order("go")
+        again.command("go")
         run.until(run.learner(1, standing="live"), "it trains")
         run.until(lambda status: status["merges"] > before["merges"], "and merges")
         other = run.start(2)
-        assert other.hear("joined")["moments"] > 0
-        assert run.log_lines(other, "training starts: inner state from learner 1"), "a live peer goes first"
-        other.order("go")
+        assert other.expect("joined")["moments"] > 0
+        assert run.log_lines(other, "training starts: optimizer state from learner 1"), "a live peer has precedence"
+        other.command("go")
         run.end()
         run.assert_same(run.finish(again, other), 1, 2)
         run.verdict()
 
 
-def test_a_learner_that_was_never_there_takes_the_part_of_another(tmp_path):
+def test_new_learner_restores_part_of_another(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         one, two = run.joined(1, 2)
-        under_way(run, one, two)
-        told = taken(run)
+        wait_until_training(run, one, two)
+        reply = take_snapshot(run)
         all_dead(run, one, two)
         (three,) = [run.start(3)]
-        joined = three.hear("joined")
-        assert joined["moments"] == told["parts"][0]["step"]
+        joined = three.expect("joined")
+        assert joined["moments"] == reply["parts"][0]["step"]
         assert joined["restored"] is None
-        words = f"inner state from the part that learner 1 saved in snapshot {told['snapshot']}"
+        words = f"optimizer state that learner 1 saved in snapshot {reply['snapshot']}"
         assert run.log_lines(three, words)
-        three.order("go")
+        three.command("go")
         run.end()
         run.assert_same(run.finish(three), 3)
 
 
-def test_a_damaged_part_is_said_and_the_next_older_one_is_taken(tmp_path):
+def test_damaged_part_is_reported_and_older_one_restored(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         (one,) = run.joined(1)
-        under_way(run, one)
-        older, newer = taken(run), taken(run)
+        wait_until_training(run, one)
+        older, newer = take_snapshot(run), take_snapshot(run)
         all_dead(run, one)
         damage(part_path(tmp_path, 1, newer["snapshot"]))
         again = run.start(1)
-        assert again.hear("joined")["moments"] == older["parts"][0]["step"]
+        assert again.expect("joined")["moments"] == older["parts"][0]["step"]
         (line,) = run.log_lines(again, "trying an older one")
-        assert f"{newer['snapshot']:09d}.safetensors: the digest is wrong" in line
+        assert f"{newer['snapshot']:09d}.safetensors: the digest does not match" in line
         again.kill()
-        run.until(lambda status: status["alive"] == 0, "everybody is gone")
+        run.until(lambda status: status["alive"] == 0, "all learners have left")
         damage(part_path(tmp_path, 1, older["snapshot"]))
         fresh = run.start(1)
-        told = fresh.hear("joined")
-        assert (told["moments"], told["lr_scale"] < 1) == (0.0, True)
-        assert run.log_lines(fresh, "training starts: fresh inner moments")
+        reply = fresh.expect("joined")
+        assert (reply["moments"], reply["lr_scale"] < 1) == (0.0, True)
+        assert run.log_lines(fresh, "training starts: fresh optimizer state")
 
 
-def test_parts_of_another_run_or_another_optimizer_are_not_taken(tmp_path):
+def test_parts_of_another_run_or_optimizer_are_ignored(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
         (one,) = run.joined(1)
-        under_way(run, one)
-        assert taken(run)["state"] == "durable"
-        settings = json.loads(run.ask("GET", "/v1/run")[1])
+        wait_until_training(run, one)
+        assert take_snapshot(run)["state"] == "durable"
+        settings = json.loads(run.request("GET", "/v1/run")[1])
         fingerprint = tuple(settings["config"][1]["fingerprint"])
     job = work("plain", 1)
-    said: list[str] = []
+    messages: list[str] = []
     ours = config(run_id="test", fingerprint=fingerprint)
 
     def found(settings: Any, optimizer: Any) -> bool:
-        return find_inner_state(tmp_path, settings, 1, optimizer, job.model, said.append) is not None
+        return find_optimizer_state(tmp_path, settings, 1, optimizer, job.model, messages.append) is not None
 
     assert found(ours, job.optimizer)
     assert not found(config(run_id="other", fingerprint=fingerprint), job.optimizer)
-    assert "belongs to the run 'test', this is 'other'" in said[-1]
+    assert "belongs to the run 'test', this is 'other'" in messages[-1]
     assert not found(config(run_id="test", fingerprint=("x",)), job.optimizer)
-    assert "is of another model" in said[-1]
+    assert "is of another model" in messages[-1]
     sgd = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
     assert not found(ours, sgd)
-    assert "the inner state is of AdamW" in said[-1]
+    assert "the optimizer state is of AdamW" in messages[-1]
     assert not sgd.state, "it was changed all the same"
 
 
-def test_inner_state_that_was_prepared_changes_nothing_until_it_is_installed():
+def test_prepared_optimizer_state_has_no_effect_before_install():
     job, other = work("plain", 1), work("plain", 2)
     for number in range(3):
         job.step(number)
-    taken_state = optimizer_state.take(job.optimizer, job.model)
-    prepared = optimizer_state.prepare(taken_state.about, taken_state.tensors, other.optimizer, other.model)
+    taken_state = optimizer_state.copy_state(job.optimizer, job.model)
+    prepared = optimizer_state.prepare(taken_state.metadata, taken_state.tensors, other.optimizer, other.model)
     assert not other.optimizer.state
     prepared.install()
     assert {float(s["step"]) for s in other.optimizer.state.values()} == {3.0}
 
 
-def test_an_extra_state_that_fails_costs_the_part_and_nothing_else(tmp_path):
+def test_failing_extra_state_loses_only_the_part(tmp_path):
     with Run(tmp_path, endless(limits=QUICK)) as run:
         job = work("plain", 1)
 
-        def wrong() -> Any:
+        def failing_state() -> Any:
             raise KeyError("no such thing")
 
-        with learner_of(run, job, 1, extra_state=wrong) as learner:
+        with learner_of(run, job, 1, extra_state=failing_state) as learner:
             train(learner, job, 3)
-            number = json.loads(run.ask("POST", "/v1/snapshot")[1])["snapshot"]
-            told: dict[str, Any] = {}
+            number = json.loads(run.request("POST", "/v1/snapshot")[1])["snapshot"]
+            reply: dict[str, Any] = {}
             for _ in range(5000):
                 train(learner, job, 1)
-                told = json.loads(run.ask("GET", f"/v1/snapshot/{number}")[1])
-                if told["state"] != "being taken":
+                reply = json.loads(run.request("GET", f"/v1/snapshot/{number}")[1])
+                if reply["state"] != "being taken":
                     break
-            assert told["state"] == "abandoned"
+            assert reply["state"] == "abandoned"
             assert list_parts(tmp_path) == {}
             steps = learner.stats().steps
             train(learner, job, 5)
@@ -439,8 +448,8 @@ def test_an_extra_state_that_fails_costs_the_part_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"format": 2}', "not JSON"])
-def test_a_file_that_is_no_part_is_refused(tmp_path, text):
+def test_invalid_part_file_is_refused(tmp_path, text):
     path = tmp_path / "000000001.safetensors"
-    write_file(path, tensor_file(text, {"a": torch.zeros(2)}))
-    with pytest.raises(ValueError, match=r"not the part of a learner|Expecting value"):
+    write_file(path, encode_tensor_file(text, {"a": torch.zeros(2)}))
+    with pytest.raises(ValueError, match=r"not a part of a learner|Expecting value"):
         read_part(path)

@@ -1,10 +1,10 @@
-"""One timer for a whole transfer: it ends one that stands still, and no other."""
+"""`StallTimeout` ends a transfer that stalls, and no other."""
 
 import asyncio
 
 import pytest
 
-from atoll.syncer.fragment_endpoints import StandStill
+from atoll.syncer.fragment_endpoints import StallTimeout
 
 LIMIT_S = 0.02
 
@@ -17,56 +17,56 @@ async def until(moment):
     await reached
 
 
-def test_a_transfer_that_stands_still_is_given_up():
+def test_stalled_transfer_times_out():
     async def transfer():
         loop = asyncio.get_running_loop()
         began = loop.time()
         with pytest.raises(TimeoutError):
-            async with StandStill(LIMIT_S):
+            async with StallTimeout(LIMIT_S):
                 await loop.create_future()
         return loop.time() - began
 
     assert asyncio.run(transfer()) >= LIMIT_S
 
 
-def test_one_that_moves_goes_on_for_as_long_as_it_takes():
+def test_moving_transfer_does_not_time_out():
     async def transfer():
         loop = asyncio.get_running_loop()
         end = loop.time() + 5 * LIMIT_S
-        async with StandStill(LIMIT_S) as still:
+        async with StallTimeout(LIMIT_S) as timeout:
             while loop.time() < end:
-                still.moved += 1
+                timeout.progress += 1
                 await until(loop.time())
 
     asyncio.run(transfer())
 
 
-def test_one_that_stops_after_it_has_moved_is_given_up_too():
+def test_transfer_that_stalls_later_times_out():
     async def transfer():
-        async with StandStill(LIMIT_S) as still:
-            still.moved += 1
+        async with StallTimeout(LIMIT_S) as timeout:
+            timeout.progress += 1
             await asyncio.get_running_loop().create_future()
 
     with pytest.raises(TimeoutError):
         asyncio.run(transfer())
 
 
-def test_a_pause_is_nobodys_silence():
+def test_paused_time_does_not_count_as_stall():
     async def transfer():
         loop = asyncio.get_running_loop()
-        async with StandStill(LIMIT_S) as still:
-            still.pause()
+        async with StallTimeout(LIMIT_S) as timeout:
+            timeout.pause()
             await until(loop.time() + 3 * LIMIT_S)
-            still.go_on()
+            timeout.resume()
 
     asyncio.run(transfer())
 
 
-def test_after_a_pause_it_may_be_silent_no_longer_than_before():
+def test_full_timeout_applies_after_pause():
     async def transfer():
-        async with StandStill(LIMIT_S) as still:
-            still.pause()
-            still.go_on()
+        async with StallTimeout(LIMIT_S) as timeout:
+            timeout.pause()
+            timeout.resume()
             await asyncio.get_running_loop().create_future()
 
     with pytest.raises(TimeoutError):
@@ -75,18 +75,18 @@ def test_after_a_pause_it_may_be_silent_no_longer_than_before():
 
 def test_other_errors_and_cancellations_pass_through():
     async def fails():
-        async with StandStill(LIMIT_S):
+        async with StallTimeout(LIMIT_S):
             raise KeyError("mine")
 
-    async def is_cancelled(begun):
-        async with StandStill(60.0):
-            begun.set()
+    async def is_cancelled(started):
+        async with StallTimeout(60.0):
+            started.set()
             await asyncio.get_running_loop().create_future()
 
     async def cancel():
-        begun = asyncio.Event()
-        task = asyncio.ensure_future(is_cancelled(begun))
-        await begun.wait()
+        started = asyncio.Event()
+        task = asyncio.ensure_future(is_cancelled(started))
+        await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

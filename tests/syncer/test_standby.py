@@ -1,4 +1,4 @@
-"""A second syncer on the directory of the first: it waits, takes over, and there are never two whose writes count."""
+"""Standby syncer: it waits, takes over, and an old syncer is fenced."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ import pytest
 from atoll.core.types import Limits
 from atoll.files import write_file
 from atoll.store import fencing
-from atoll.store.fencing import Heartbeat, TakeoverDecision, Watcher, read_heartbeat, this_machine, write_heartbeat
-from atoll.store.version_store import Fenced, InUse, Store
-from atoll.transport.endpoint import addresses, read_address_file
+from atoll.store.fencing import (
+    Heartbeat,
+    HeartbeatWatcher,
+    TakeoverDecision,
+    machine_id,
+    read_heartbeat,
+    write_heartbeat,
+)
+from atoll.store.version_store import FencedError, Store, StoreInUseError
+from atoll.transport.endpoint import parse_addresses, read_address_file
 from tests.learner.runs import Run, config, endless, versions_by_epoch
-from tests.store.store_samples import NoClaims, founded, members, tensors, version
-from tests.store.test_store_faults import kills
+from tests.store.store_samples import NoClaimsStore, create_store, make_members, make_tensors, make_version
+from tests.store.test_store_faults import run_kills
 
-BRISK = Limits(first_wait_s=1.0, least_wait_s=0.25, backoff_first_s=0.05, backoff_most_s=0.5)
+BRISK = Limits(initial_wait_s=1.0, min_wait_s=0.25, initial_backoff_s=0.05, max_backoff_s=0.5)
 AFTER_S = 2.5
 
 
@@ -38,40 +45,40 @@ def free_port() -> int:
 # Real processes
 
 
-def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes_back(tmp_path):
+def test_standby_takes_over_and_frozen_syncer_is_fenced(tmp_path):
     with Run(tmp_path, endless(limits=BRISK)) as run:
         port = free_port()
-        both = f"{run.address},127.0.0.1:{port}"
-        learners = [run.start(number, both) for number in (1, 2)]
+        addresses = f"{run.address},127.0.0.1:{port}"
+        learners = [run.start(number, addresses) for number in (1, 2)]
         for learner in learners:
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(*learners)
-        run.until(run.merges(6), "the run is under way")
+        run.until(run.merges(6), "the run trains")
         standby = run.start_standby(port, AFTER_S)
-        standby.hear("waits")
+        standby.expect("waits")
         before = run.status()["merges"]
         first = run.syncer
         first.send(signal.SIGSTOP)
-        turn = run.took_over(standby)
-        assert turn.by_force
-        assert f"has shown no sign of life for {AFTER_S:g} s" in turn.reason
+        decision = run.took_over(standby)
+        assert decision.is_forced
+        assert f"has sent no heartbeat for {AFTER_S:g} s" in decision.reason
         assert run.address == f"127.0.0.1:{port}"
-        status = run.until(lambda status: status if status["alive"] == 2 else None, "the learners have come over")
+        status = run.until(lambda status: status if status["alive"] == 2 else None, "learners use the standby")
         assert status["epoch"] == 2
-        assert status["merges"] >= before, "versions went back"
-        run.until(run.merges(status["merges"] + 6), "the run goes on")
+        assert status["merges"] >= before, "versions were lost"
+        run.until(run.merges(status["merges"] + 6), "the run continues")
         merged = run.status()["merges"]
         first.expected_to_end = True
         first.send(signal.SIGCONT)
-        kind, sentence = first.hear("failed")
-        assert kind == "Superseded"
+        kind, sentence = first.expect("failed")
+        assert kind == "SupersededError"
         assert sentence.endswith("belongs to a syncer of epoch 2; this one, epoch 1, has to stop")
         assert first.ended() == 0
-        assert read_heartbeat(tmp_path / "store") is not None, "it has removed the sign of its successor"
+        assert read_heartbeat(tmp_path / "store") is not None, "it has removed the heartbeat of its successor"
         found = read_address_file(tmp_path)
         assert found is not None
-        assert found.address == run.address, "commands find the old one"
-        run.until(run.merges(merged + 6), "nobody was disturbed")
+        assert found.address == run.address, "commands find the old syncer"
+        run.until(run.merges(merged + 6), "the run continues undisturbed")
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         assert run.verdict().finished
@@ -79,59 +86,59 @@ def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes
         assert sum(started[2].values()) >= before
 
 
-def test_a_standby_takes_over_the_address_of_a_syncer_that_was_killed(tmp_path):
+def test_standby_takes_over_address_of_killed_syncer(tmp_path):
     with Run(tmp_path, endless(limits=BRISK)) as run:
         learners = run.joined(1, 2)
         run.go(*learners)
-        run.until(run.merges(6), "the run is under way")
+        run.until(run.merges(6), "the run trains")
         standby = run.start_standby(int(run.address.rpartition(":")[2]), 600.0)
-        standby.hear("waits")
+        standby.expect("waits")
         merges = run.status()["merges"]
         run.syncer.kill()
         assert run.took_over(standby) == TakeoverDecision("no syncer is there", False)
-        run.until(run.merges(merges + 6), "the run goes on")
+        run.until(run.merges(merges + 6), "the run continues")
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
         run.assert_clean()
 
 
-def test_a_standby_ends_with_the_run(tmp_path):
+def test_standby_exits_when_run_ends(tmp_path):
     with Run(tmp_path, config(budget_merges=6)) as run:
         learners = run.joined(1)
         standby = run.start_standby(0, 600.0)
-        standby.hear("waits")
+        standby.expect("waits")
         run.go(*learners)
         run.finish(*learners)
-        assert standby.hear("turn") is None
+        assert standby.expect("turn") is None
         assert standby.ended() == 0
 
 
-def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
+def test_copied_directory_serves_durable_versions(tmp_path):
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     with Run(here, endless(limits=BRISK)) as run:
         port = free_port()
         learners = [run.start(number, f"{run.address},127.0.0.1:{port}") for number in (1, 2)]
         for learner in learners:
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(*learners)
-        run.until(run.merges(6), "the run is under way")
+        run.until(run.merges(6), "the run trains")
         run.syncer.kill()
         shutil.copytree(here / "store", elsewhere / "store")
         standby = run.start_standby(port, 600.0, elsewhere)
         assert run.took_over(standby) == TakeoverDecision("no syncer is there", False)
         merges = run.until(lambda status: status["merges"] if status["alive"] == 2 else None, "they have come over")
-        run.until(run.merges(merges + 6), "the run goes on")
+        run.until(run.merges(merges + 6), "the run continues")
         run.end()
         for learner in learners:
-            assert learner.hear("ended")["finished"]
-        assert standby.hear("ended") is True
+            assert learner.expect("ended")["finished"]
+        assert standby.expect("ended") is True
         run.syncer.expected_to_end = True
 
 
 @pytest.mark.long
-def test_the_commands_of_the_manual(tmp_path):
-    """`atoll syncer --standby` beside `atoll syncer`: said on the terminal, with exit codes."""
+def test_standby_commands_of_the_manual(tmp_path):
+    """Run `atoll syncer --standby` next to `atoll syncer`, and check output and exit codes."""
     run, atoll = tmp_path / "run", [sys.executable, "-m", "atoll", "syncer", "--out", str(tmp_path / "run")]
     ports = [free_port(), free_port()]
     piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -145,14 +152,14 @@ def test_the_commands_of_the_manual(tmp_path):
         assert second.stderr is not None
         assert "Standing by" in second.stderr.readline()
         os.kill(first.pid, signal.SIGSTOP)
-        assert "no sign of life for 3 s" in second.stderr.readline()
+        assert "no heartbeat for 3 s" in second.stderr.readline()
         assert second.stdout is not None
         assert f"listens on 127.0.0.1:{ports[1]}" in second.stdout.readline()
         os.kill(first.pid, signal.SIGCONT)
-        _, said = first.communicate(timeout=300)
+        _, errors = first.communicate(timeout=300)
         assert first.returncode == 1
-        assert "belongs to a syncer of epoch 2; this one, epoch 1, has to stop" in said
-        assert "Traceback" not in said
+        assert "belongs to a syncer of epoch 2; this one, epoch 1, has to stop" in errors
+        assert "Traceback" not in errors
         assert (run / "syncer.json").stat().st_mode & 0o777 == 0o600
     finally:
         for process in (first, second):
@@ -162,7 +169,7 @@ def test_the_commands_of_the_manual(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The sign of life
+# Heartbeats
 
 
 class Clock:
@@ -173,106 +180,106 @@ class Clock:
         return self.now
 
 
-def test_a_standby_counts_by_its_own_clock_and_from_the_last_change(tmp_path):
+def test_standby_measures_heartbeats_with_its_own_clock(tmp_path):
     clock = Clock()
-    with founded(tmp_path) as store:
-        watcher = Watcher(tmp_path, 10.0, clock)
+    with create_store(tmp_path) as store:
+        watcher = HeartbeatWatcher(tmp_path, 10.0, clock)
         for _ in range(5):
             clock.now += 9.0
-            store.beat()
+            store.send_heartbeat()
             assert watcher.poll() is None
         clock.now += 9.9
         assert watcher.poll() is None
         clock.now += 0.2
-        turn = watcher.poll()
-        assert turn is not None
-        assert turn.by_force
+        decision = watcher.poll()
+        assert decision is not None
+        assert decision.is_forced
 
 
-def test_who_is_gone_on_this_machine_is_known_at_once_and_on_another_not(tmp_path, monkeypatch):
+def test_exited_owner_is_detected_only_on_same_machine(tmp_path, monkeypatch):
     clock = Clock()
-    founded(tmp_path).close()
+    create_store(tmp_path).close()
     assert read_heartbeat(tmp_path) is None, "an orderly end leaves no sign"
-    assert Watcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
+    assert HeartbeatWatcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
     write_heartbeat(tmp_path, 1, 1)  # as one that was killed leaves it
-    assert Watcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
-    monkeypatch.setattr(fencing, "this_machine", lambda: "other/boot")
-    watcher = Watcher(tmp_path, 10.0, clock)
+    assert HeartbeatWatcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
+    monkeypatch.setattr(fencing, "machine_id", lambda: "other/boot")
+    watcher = HeartbeatWatcher(tmp_path, 10.0, clock)
     assert watcher.poll() is None
     clock.now += 10.0
-    turn = watcher.poll()
-    assert turn is not None
-    assert turn.by_force
+    decision = watcher.poll()
+    assert decision is not None
+    assert decision.is_forced
 
 
 @pytest.mark.parametrize("text", ["", "x", "a b c d", "host/boot 1 2", "host/boot 1 2 3 4", "\x00" * 200])
-def test_a_sign_that_is_no_sign(tmp_path, text):
+def test_invalid_heartbeat_is_ignored(tmp_path, text):
     (tmp_path / "alive").write_text(text)
     assert read_heartbeat(tmp_path) is None
 
 
-def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monkeypatch):
-    """As on a network file system without locks between machines."""
-    founded(tmp_path, 1).close()
+def test_live_syncer_on_another_machine_blocks_start(tmp_path, monkeypatch):
+    """Simulate a network file system without locks between machines."""
+    create_store(tmp_path, 1).close()
     monkeypatch.setattr(fencing, "HEARTBEAT_INTERVAL_S", 0.1)
     over = threading.Event()
 
-    def live() -> None:
+    def write_heartbeats() -> None:
         serial = 0
         while not over.wait(0.05):
             serial += 1
             (tmp_path / "alive").write_text(f"elsewhere/boot 77 1 {serial}".ljust(200))
 
-    living = threading.Thread(target=live)
-    living.start()
+    writer = threading.Thread(target=write_heartbeats)
+    writer.start()
     try:
         while read_heartbeat(tmp_path) is None:
             pass
-        with pytest.raises(InUse, match=r"in use by the process 77 on elsewhere: .* --standby"):
+        with pytest.raises(StoreInUseError, match=r"in use by process 77 on elsewhere: .* --standby"):
             Store.open(tmp_path)
     finally:
         over.set()
-        living.join()
-    monkeypatch.setattr(fencing, "ELSEWHERE_S", 0.3)
-    with Store.open(tmp_path) as store:  # it is gone, and its sign stands still
+        writer.join()
+    monkeypatch.setattr(fencing, "REMOTE_HEARTBEAT_WAIT_S", 0.3)
+    with Store.open(tmp_path) as store:  # the owner has exited, and its heartbeat does not change
         sign = read_heartbeat(tmp_path)
-        assert sign == Heartbeat(this_machine(), os.getpid(), store.epoch, 1)
+        assert sign == Heartbeat(machine_id(), os.getpid(), store.epoch, 1)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The fence
+# Fencing
 
 
 @pytest.mark.long
-def test_of_many_who_take_over_at_once_at_most_one_is_left():
-    rows = kills("race", "20", "Store")
+def test_concurrent_takeovers_leave_at_most_one_owner():
+    rows = run_kills("race", "20", "Store")
     assert len(rows) == 20
     for row in rows:
-        assert set(row["codes"]) <= {0, 1}, "somebody failed otherwise than by being told that it is not its turn"
-        assert row["codes"].count(0) <= 1, "two syncers have written what counts"
+        assert set(row["codes"]) <= {0, 1}, "a process failed with another error than the fencing error"
+        assert row["codes"].count(0) <= 1, "two syncers have written valid versions"
         assert row["versions"] == [2 if 0 in row["codes"] else 1, 1], row
     assert sum(0 in row["codes"] for row in rows) > 0
 
 
-@pytest.mark.parametrize(("kind", "left"), [(Store, 1), (NoClaims, 2)])
-def test_two_who_have_read_the_same_epoch_do_not_share_the_next(tmp_path, kind, left):
-    """The second starts and ends its start between what the first reads and what it takes. NoClaims is wrong."""
-    founded(tmp_path, 1).close()
+@pytest.mark.parametrize(("kind", "left"), [(Store, 1), (NoClaimsStore, 2)])
+def test_concurrent_claims_get_different_epochs(tmp_path, kind, left):
+    """The second store claims an epoch between the read and the claim of the first. NoClaimsStore has the race."""
+    create_store(tmp_path, 1).close()
     stores: list[Store] = []
 
     class Slow(kind):  # type: ignore[misc, valid-type]
         def _claim(self, epoch: int) -> int:
-            stores.append(kind.open(tmp_path, take_over=True))
+            stores.append(kind.open(tmp_path, is_takeover=True))
             found: int = super()._claim(epoch)
             return found
 
-    stores.append(Slow.open(tmp_path, take_over=True))
+    stores.append(Slow.open(tmp_path, is_takeover=True))
     may_write = []
     for store in stores:
         try:
             store.check_epoch()
             may_write.append(store.epoch)
-        except Fenced:
+        except FencedError:
             continue
     assert len(may_write) == left
     for store in stores:
@@ -280,67 +287,70 @@ def test_two_who_have_read_the_same_epoch_do_not_share_the_next(tmp_path, kind, 
 
 
 @pytest.mark.parametrize("kind", ["version", "members"])
-def test_a_write_that_had_its_last_look_before_the_take_over_finds_its_file_gone(tmp_path, kind):
-    """1. The old syncer looks at the epoch for the last time and stands still. 2. Another takes over and reads. 3. The
-    old one comes back and gives its file the name."""
-    old = founded(tmp_path, 1)
+def test_write_checked_before_takeover_fails(tmp_path, kind):
+    """Fail a write whose last check was before the takeover.
+
+    1. The old syncer checks the epoch for the last time and stalls.
+    2. Another syncer takes over and reads.
+    3. The old syncer continues and renames its file.
+    """
+    old = create_store(tmp_path, 1)
     successors: list[Store] = []
     name = tmp_path / ("fragments/000/000000002.safetensors" if kind == "version" else "members.json")
     before = name.read_bytes() if name.exists() else None
-    record = version(0, 2) if kind == "version" else members(2)
-    look, looks = old.check_epoch, []
+    record = make_version(0, 2) if kind == "version" else make_members(2)
+    check_epoch = old.check_epoch
 
-    def and_then_stand_still() -> None:
-        look()
-        looks.append(1)
+    def check_and_stall() -> None:
+        check_epoch()
         if [*tmp_path.rglob(".*.unfinished")] and not successors:
-            successors.append(Store.open(tmp_path, take_over=True))
+            successors.append(Store.open(tmp_path, is_takeover=True))
 
-    old.check_epoch = and_then_stand_still  # type: ignore[method-assign]
-    with pytest.raises(Fenced):
-        old.write(record, tensors(2) if kind == "version" else None)
-    assert len(successors) == 1, "nobody took over in the middle of the write"
+    old.check_epoch = check_and_stall  # type: ignore[method-assign]
+    with pytest.raises(FencedError):
+        old.write(record, make_tensors(2) if kind == "version" else None)
+    assert len(successors) == 1, "no takeover happened during the write"
     assert (name.read_bytes() if name.exists() else None) == before
-    with pytest.raises(Fenced):
-        look()
-    successors[0].write(version(0, 2, 2), tensors(5))
-    assert successors[0].newest(0)[0] == 2
+    with pytest.raises(FencedError):
+        check_epoch()
+    successors[0].write(make_version(0, 2, 2), make_tensors(5))
+    assert successors[0].read_newest(0)[0] == 2
     successors[0].close()
     old.close()
 
 
-def test_two_processes_never_share_an_unfinished_file(tmp_path):
-    """The half that one writes must not get its name from the other."""
+def test_concurrent_writers_use_separate_temporary_files(tmp_path):
+    """One process must not rename the unfinished file of another."""
     names: list[str] = []
 
-    def look() -> None:
+    def list_names() -> None:
         names.extend(path.name for path in tmp_path.glob(".*"))
 
-    write_file(tmp_path / "x", [b"ours"], before_naming=look)
+    write_file(tmp_path / "x", [b"ours"], before_rename=list_names)
     child = os.fork()
     if child == 0:
-        write_file(tmp_path / "x", [b"theirs"], before_naming=look)
+        write_file(tmp_path / "x", [b"theirs"], before_rename=list_names)
         os.write(2, b"")
         os._exit(0 if len(set(names)) == 2 else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_several_addresses():
-    assert addresses("head:7400") == "head:7400"
-    assert addresses(" a:1 , b:2,a:1") == "a:1,b:2"
-    for wrong in ("", ",", "a:1,b", "a:1,:2", "a:1,b:99999"):
+def test_several_syncer_addresses_are_parsed():
+    assert parse_addresses("head:7400") == "head:7400"
+    assert parse_addresses(" a:1 , b:2,a:1") == "a:1,b:2"
+    for invalid in ("", ",", "a:1,b", "a:1,:2", "a:1,b:99999"):
         with pytest.raises(ValueError, match=r"give host:port"):
-            addresses(wrong)
+            parse_addresses(invalid)
 
 
-def test_the_lock_of_a_frozen_process_is_replaced_and_not_shared(tmp_path):
-    with founded(tmp_path, 1) as frozen:
-        with pytest.raises(InUse):
+def test_lock_of_stalled_process_is_replaced(tmp_path):
+    with create_store(tmp_path, 1) as frozen:
+        with pytest.raises(StoreInUseError):
             Store.open(tmp_path)
-        with Store.open(tmp_path, take_over=True) as taken:
-            with pytest.raises(InUse, match=f"process {os.getpid()}"):
+        with Store.open(tmp_path, is_takeover=True) as successor:
+            with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
                 Store.open(tmp_path)
-            assert taken.epoch == frozen.epoch + 1
-            with pytest.raises(Fenced):
-                frozen.beat()
+            assert successor.epoch == frozen.epoch + 1
+            with pytest.raises(FencedError):
+                frozen.send_heartbeat()
             assert Path(tmp_path / "alive").exists()

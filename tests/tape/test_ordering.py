@@ -1,4 +1,4 @@
-"""Causes come before effects, whatever the clocks say, and every entry knows what can have influenced it."""
+"""Causal order: causes come before effects, with any clocks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from atoll.core.protocol import (
     Started,
     TimerFired,
 )
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import SYNCER, RunConfig
 from atoll.tape.format import Actor, Entry, Header
-from atoll.tape.ordering import Missing, merged, sender
+from atoll.tape.ordering import MissingCause, find_sender, merge_tapes
 from tests.tiny_run import TinyRun, eventful_run
 
 S1, S2, A1, B1 = Actor(SYNCER, 1), Actor(SYNCER, 2), Actor(1, 1), Actor(2, 1)
 
 
-def header(actor: Actor, restored: Restored | None = None) -> Header:
+def header(actor: Actor, restored: RestoredState | None = None) -> Header:
     return Header(1, "0.1.0", actor, RunConfig(), None, restored)
 
 
 def up(learner: Actor, tick: int) -> Event:
-    """What a learner's entry `tick` sent to the syncer, arrived."""
+    """Return the arrival, at the syncer, of a message from entry `tick` of a learner."""
     return MessageArrived(Envelope(*learner, 1, 1, tick, 0, 0, Ping(1)))
 
 
@@ -41,13 +41,15 @@ def down(learner: Actor, tick: int, epoch: int = 1) -> Event:
     return MessageArrived(Envelope(*learner, 1, epoch, tick, 0, 0, Pong(1)))
 
 
-def tape(actor: Actor, *told: tuple[float, Event], restored: Restored | None = None) -> tuple[Header, list[Entry]]:
-    return header(actor, restored), [Entry(at, actor, tick, event, ()) for tick, (at, event) in enumerate(told, 1)]
+def tape(
+    actor: Actor, *events: tuple[float, Event], restored: RestoredState | None = None
+) -> tuple[Header, list[Entry]]:
+    return header(actor, restored), [Entry(at, actor, tick, event, ()) for tick, (at, event) in enumerate(events, 1)]
 
 
-def order_of(*tapes: tuple[Header, list[Entry]]) -> list[tuple[Actor, int]]:
-    missing: list[Missing] = []
-    order = [(entry.actor, entry.tick) for entry in merged(tapes, missing.append)]
+def merged_order(*tapes: tuple[Header, list[Entry]]) -> list[tuple[Actor, int]]:
+    missing: list[MissingCause] = []
+    order = [(entry.actor, entry.tick) for entry in merge_tapes(tapes, missing.append)]
     assert missing == []
     return order
 
@@ -57,7 +59,7 @@ def assert_causal(entries: list[Entry]) -> None:
     assert len(place) == len(entries)
     for number, entry in enumerate(entries):
         assert entry.tick == 1 or place[entry.actor, entry.tick - 1] < number
-        cause = sender(entry)
+        cause = find_sender(entry)
         assert cause is None or place[cause] < number
 
 
@@ -65,31 +67,31 @@ def assert_causal(entries: list[Entry]) -> None:
 # The order
 
 
-def test_without_messages_time_decides_and_then_the_actor():
+def test_independent_entries_are_ordered_by_time_and_actor():
     s = tape(S1, (1.0, Started()), (3.0, TimerFired()))
     a = tape(A1, (0.5, Started()), (3.0, TimerFired()))
-    assert order_of(a, s) == [(A1, 1), (S1, 1), (S1, 2), (A1, 2)]
+    assert merged_order(a, s) == [(A1, 1), (S1, 1), (S1, 2), (A1, 2)]
 
 
-def test_a_message_arrives_after_it_was_sent_although_the_clocks_disagree():
+def test_message_arrives_after_sending_with_wrong_clocks():
     s = tape(S1, (0.0, Started()), (1.0, up(A1, 2)), (1.1, TimerFired()))
     a = tape(A1, (100.0, Started()), (101.0, TimerFired()), (102.0, down(A1, 2)))
-    assert order_of(s, a) == [(S1, 1), (A1, 1), (A1, 2), (S1, 2), (S1, 3), (A1, 3)]
+    assert merged_order(s, a) == [(S1, 1), (A1, 1), (A1, 2), (S1, 2), (S1, 3), (A1, 3)]
 
 
-def test_entries_of_one_process_keep_their_order_when_its_clock_goes_back():
+def test_entries_of_process_keep_order():
     a = tape(A1, (5.0, Started()), (1.0, TimerFired()), (2.0, TimerFired()))
-    assert order_of(a) == [(A1, 1), (A1, 2), (A1, 3)]
+    assert merged_order(a) == [(A1, 1), (A1, 2), (A1, 3)]
 
 
-def test_the_direction_is_known_from_who_has_received_it():
-    """Learner 1 and the syncer can have entries with equal ticks; the envelope's tick is of the other end."""
+def test_receiver_determines_sender():
+    """The tick of an envelope belongs to the sender, also if the receiver has an entry with this tick."""
     s = tape(S1, (0.0, Started()), (9.0, up(A1, 1)))
     a = tape(A1, (0.0, Started()), (0.1, down(A1, 1)))
-    assert order_of(s, a) == [(S1, 1), (A1, 1), (A1, 2), (S1, 2)]
+    assert merged_order(s, a) == [(S1, 1), (A1, 1), (A1, 2), (S1, 2)]
 
 
-def test_a_syncer_starts_after_its_predecessor_has_ended_although_its_clock_is_behind():
+def test_syncer_starts_after_end_of_predecessor():
     record = MembersRecord(1, (), (), 0)
     first = (
         header(S1),
@@ -98,99 +100,99 @@ def test_a_syncer_starts_after_its_predecessor_has_ended_although_its_clock_is_b
             Entry(201.0, S1, 2, Persisted(record.key()), ()),
         ],
     )
-    second = tape(S2, (1.0, Started()), (2.0, TimerFired()), restored=Restored({}, record))
-    assert order_of(second, first) == [(S1, 1), (S1, 2), (S2, 1), (S2, 2)]
+    second = tape(S2, (1.0, Started()), (2.0, TimerFired()), restored=RestoredState({}, record))
+    assert merged_order(second, first) == [(S1, 1), (S1, 2), (S2, 1), (S2, 2)]
 
 
-def test_a_syncer_that_was_cut_off_and_hears_of_its_successor_comes_in_between():
+def test_superseded_syncer_continues_after_successor():
     s1 = tape(S1, (0.0, Started()), (9.0, up(A1, 2)))
     s2 = tape(S2, (5.0, Started()))
     a = tape(A1, (0.0, Started()), (6.0, down(A1, 1, epoch=2)))
-    assert order_of(s1, s2, a) == [(S1, 1), (A1, 1), (S2, 1), (A1, 2), (S1, 2)]
+    assert merged_order(s1, s2, a) == [(S1, 1), (A1, 1), (S2, 1), (A1, 2), (S1, 2)]
 
 
 @pytest.mark.parametrize("lost", [None, 1, 3])
-def test_a_lost_or_cut_tape_is_reported_and_the_rest_goes_on(lost):
-    """`lost` None: the whole tape of learner 1; otherwise it ends after so many entries."""
-    run = TinyRun().until(6.0)
+def test_missing_tape_is_reported(lost):
+    """The tape of learner 1 is missing (None) or ends after `lost` entries."""
+    run = TinyRun().run_until(6.0)
     tapes = [(h, list(entries)) for h, entries in run.tapes()]
     if lost is None:
         cut = [(h, entries) for h, entries in tapes if h.actor != A1]
     else:
         cut = [(h, entries[:lost] if h.actor == A1 else entries) for h, entries in tapes]
-    missing: list[Missing] = []
-    order = list(merged(cut, missing.append))
+    missing: list[MissingCause] = []
+    order = list(merge_tapes(cut, missing.append))
     assert len(order) == sum(len(entries) for _, entries in cut)
     assert {m.cause for m in missing} == {A1}
     assert all(m.actor == S1 and m.cause_tick is not None and m.cause_tick > (lost or 0) for m in missing)
     assert len(missing) == sum(
-        1 for e in order if e.actor == S1 and (c := sender(e)) is not None and c[0] == A1 and c[1] > (lost or 0)
+        1 for e in order if e.actor == S1 and (c := find_sender(e)) is not None and c[0] == A1 and c[1] > (lost or 0)
     )
     assert "was sent by learner 1 incarnation 1, tick" in str(missing[0])
 
 
-def test_a_syncer_without_its_predecessors_tape_is_reported():
-    missing: list[Missing] = []
-    orphan = tape(S2, (0.0, Started()), restored=Restored({}, MembersRecord(3, (), (), 0)))
-    assert len(list(merged([orphan], missing.append))) == 1
-    assert missing == [Missing(S2, 1, S1, None)]
+def test_missing_predecessor_tape_is_reported():
+    missing: list[MissingCause] = []
+    orphan = tape(S2, (0.0, Started()), restored=RestoredState({}, MembersRecord(3, (), (), 0)))
+    assert len(list(merge_tapes([orphan], missing.append))) == 1
+    assert missing == [MissingCause(S2, 1, S1, None)]
     assert str(missing[0]) == "syncer epoch 2 started from records that are on no tape of an earlier syncer"
 
 
-def test_tapes_that_wait_for_each_other_in_a_circle_come_to_an_end():
+def test_circular_wait_is_resolved_and_reported():
     s = tape(S1, (0.0, Started()), (1.0, up(A1, 2)))
     a = tape(A1, (0.0, Started()), (2.0, down(A1, 2)))
-    missing: list[Missing] = []
-    assert [e.at for e in merged([s, a], missing.append)] == [0.0, 0.0, 1.0, 2.0]
-    assert missing == [Missing(S1, 2, A1, 2, circular=True)]
-    assert str(missing[0]) == "syncer epoch 1, tick 2 waits in a circle for learner 1 incarnation 1, tick 2"
+    missing: list[MissingCause] = []
+    assert [e.at for e in merge_tapes([s, a], missing.append)] == [0.0, 0.0, 1.0, 2.0]
+    assert missing == [MissingCause(S1, 2, A1, 2, circular=True)]
+    assert str(missing[0]) == "syncer epoch 1, tick 2 and learner 1 incarnation 1, tick 2 wait for each other"
 
 
-def test_a_real_run_comes_out_in_a_causal_order():
+def test_real_run_is_merged_in_causal_order():
     run = eventful_run()
-    order = list(merged(run.tapes()))
+    order = list(merge_tapes(run.tapes()))
     assert len(order) == len(run.entries)
     assert_causal(order)
     assert {(e.actor, e.tick) for e in order} == {(e.actor, e.tick) for e in run.entries}
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_wrong_clocks_do_not_break_the_order(seed):
+def test_order_does_not_depend_on_clocks(seed):
     draw = Random(seed)
-    run = eventful_run(clocks_s={who: draw.uniform(-500, 500) for who in range(4)})
-    missing: list[Missing] = []
+    run = eventful_run(clocks_s={process: draw.uniform(-500, 500) for process in range(4)})
+    missing: list[MissingCause] = []
     tapes = run.tapes()
     draw.shuffle(tapes)
-    order = list(merged(tapes, missing.append))
+    order = list(merge_tapes(tapes, missing.append))
     assert missing == []
     assert len(order) == len(run.entries)
     assert_causal(order)
-    assert order == list(merged(run.tapes()))  # whatever the order of the tapes
+    assert order == list(merge_tapes(run.tapes()))  # for any order of the tapes
 
 
-def test_one_entry_of_each_tape_is_held_at_a_time():
-    taken = {S1: 0, A1: 0}
+def test_merge_buffers_one_entry_per_tape():
+    read = {S1: 0, A1: 0}
 
     def counted(actor: Actor, entries: list[Entry]):
         for entry in entries:
-            taken[actor] += 1
+            read[actor] += 1
             yield entry
 
     s = tape(S1, *[(float(t), TimerFired()) for t in range(100)])
     a = tape(A1, *[(float(t), TimerFired()) for t in range(100)])
-    given = 0
-    for entry in merged([(s[0], counted(S1, s[1])), (a[0], counted(A1, a[1]))]):
-        given += 1
-        assert entry.tick <= taken[entry.actor] <= entry.tick + 1
-        assert sum(taken.values()) <= given + 2
-    assert given == 200
+    emitted = 0
+    for entry in merge_tapes([(s[0], counted(S1, s[1])), (a[0], counted(A1, a[1]))]):
+        emitted += 1
+        assert entry.tick <= read[entry.actor] <= entry.tick + 1
+        assert sum(read.values()) <= emitted + 2
+    assert emitted == 200
 
 
-def test_arrival_was_really_sent_by_the_entry_that_the_envelope_names():
-    """The clock of a star rests on this: `tick` is the number of the sender's entry."""
+def test_envelope_tick_names_sender_entry():
+    """`Envelope.tick` is the number of the sender entry."""
     entries = eventful_run().entries
     by_place = {(e.actor, e.tick): e for e in entries}
-    arrivals = [(e, cause) for e in entries if (cause := sender(e)) is not None]
+    arrivals = [(e, cause) for e in entries if (cause := find_sender(e)) is not None]
     assert len(arrivals) > 100
     for entry, cause in arrivals:
         assert isinstance(entry.event, MessageArrived)

@@ -1,4 +1,4 @@
-"""The numeric settings of a run: what they refuse, and that both sides read the same."""
+"""The numeric settings of a run: refused values and the JSON round trip."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ JSON = st.recursive(
 )
 
 
-def test_every_field_comes_back_from_json():
+def test_json_round_trip_restores_every_field():
     numerics = Numerics("rows", "average", "sgd", 1, 0.0, 20, False, "int4", "f32", ("wte*", "*.embed"))
     assert Numerics.from_json(json.loads(json.dumps(numerics.to_json()))) == numerics
 
 
-def test_a_codec_that_is_named_is_the_only_one_and_auto_begins_with_bf16():
-    assert Numerics().ups == Numerics().downs == ("bf16", "int8", "int4")
+def test_named_codec_is_the_only_one_and_auto_starts_with_bf16():
+    assert Numerics().upload_codecs == Numerics().download_codecs == ("bf16", "int8", "int4")
     for name in ("f32", "bf16", "int8", "int4"):
-        assert Numerics(up=name).ups == Numerics(down=name).downs == (name,)
-    assert Numerics(up="int8").downs[0] == "bf16"
+        assert Numerics(up=name).upload_codecs == Numerics(down=name).download_codecs == (name,)
+    assert Numerics(up="int8").download_codecs[0] == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -56,25 +56,25 @@ def test_a_codec_that_is_named_is_the_only_one_and_auto_begins_with_bf16():
         ("embeddings", ("x",) * 101),
     ],
 )
-def test_nonsense_is_refused_by_name(field, value):
+def test_invalid_value_error_names_the_field(field, value):
     with pytest.raises(ValueError, match=field):
         Numerics(**{field: value})
 
 
-def test_a_missing_or_unknown_field_is_no_default():
-    whole = Numerics().to_json()
-    for name in whole:
+def test_missing_and_unknown_fields_are_refused():
+    complete = Numerics().to_json()
+    for name in complete:
         with pytest.raises(ValueError, match=f"lack '{name}'"):
-            Numerics.from_json({key: value for key, value in whole.items() if key != name})
+            Numerics.from_json({key: value for key, value in complete.items() if key != name})
     with pytest.raises(ValueError, match="unknown 'nesterov'"):
-        Numerics.from_json({**whole, "nesterov": True})
+        Numerics.from_json({**complete, "nesterov": True})
 
 
 @given(JSON, st.sampled_from([*Numerics().to_json()]))
-def test_hostile_json_is_a_value_error(value, field):
+def test_arbitrary_json_raises_only_value_error(value, field):
     for raw in (value, {**Numerics().to_json(), field: value}):
         try:
-            read = Numerics.from_json(raw)
+            numerics = Numerics.from_json(raw)
         except ValueError:
             continue
-        assert Numerics.from_json(read.to_json()) == read
+        assert Numerics.from_json(numerics.to_json()) == numerics

@@ -1,11 +1,11 @@
-"""Looks for bytes that break the readers of `atoll.transport.wire`, guided by coverage.
+"""Search for bytes that break the parsers of `atoll.transport.wire`, guided by coverage.
 
 It needs atheris, which is not among the requirements (docs/wire.md says how to run it):
 
     python tests/transport/fuzz_wire.py [folder for findings] [options of libFuzzer, -max_total_time=60 ...]
 
 The first byte of an input chooses the reader, the rest is read by it. A finding is any exception but `WireError`, a
-frame that is accepted although nobody could have made its digest by chance, or more memory than the limits allow.
+frame that is accepted without a valid digest, or more memory than the limits allow.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pathlib import Path
 import atheris  # type: ignore[import-untyped]
 
 with atheris.instrument_imports(include=["atoll", "json"]):
-    from atoll.core import codec, protocol  # noqa: F401 - instrumented here, used by what follows
+    from atoll.core import codec, protocol  # noqa: F401 - instrumented here, imported below
     from atoll.transport.wire import (
         FragmentHeader,
         FrameHead,
+        FrameKind,
         FrameParser,
-        Kind,
         WireError,
         decode_message,
         encode_message,
     )
 
-MOST_PAYLOAD_BYTES = 2**16
+MAX_PAYLOAD_BYTES = 2**16
 
 
 def accept(head: FrameHead, header: bytes) -> bytearray:
-    if head.payload_bytes > MOST_PAYLOAD_BYTES:
-        raise WireError(f"{head.payload_bytes} bytes, the limit is {MOST_PAYLOAD_BYTES}", "size")
+    if head.payload_bytes > MAX_PAYLOAD_BYTES:
+        raise WireError(f"{head.payload_bytes} bytes, the limit is {MAX_PAYLOAD_BYTES}", "size")
     return bytearray(head.payload_bytes)
 
 
@@ -43,17 +43,19 @@ def read_one(data: bytes) -> None:
         match choice % 4:
             case 0:
                 envelope = decode_message(data, "learner")
-                decode_message(encode_message(envelope), "learner")  # what was read can be written and read again
+                decode_message(
+                    encode_message(envelope), "learner"
+                )  # a decoded message can be encoded and decoded again
             case 1:
                 envelope = decode_message(data, "syncer")
                 decode_message(encode_message(envelope), "syncer")
             case 2:
                 FragmentHeader.decode(data)
             case _:
-                read_frame(Kind(1 + choice // 4 % 4), data, cut=choice // 16 + 1)
+                read_frame(FrameKind(1 + choice // 4 % 4), data, cut=choice // 16 + 1)
 
 
-def read_frame(kind: Kind, data: bytes, cut: int) -> None:
+def read_frame(kind: FrameKind, data: bytes, cut: int) -> None:
     parser = FrameParser(kind, accept)
     for at in range(0, len(data), cut):
         parser.feed(data[at : at + cut])
@@ -61,7 +63,7 @@ def read_frame(kind: Kind, data: bytes, cut: int) -> None:
 
 
 def seeds(folder: Path) -> None:
-    """The golden vectors, as the first inputs."""
+    """Write the golden vectors as the first inputs."""
     from tests.transport.samples import BAD_FRAMES, BAD_MESSAGES, FRAMES, MESSAGES
 
     inputs = [bytes([message.sender == "syncer"]) + encode_message(message.envelope) for message in MESSAGES]

@@ -1,4 +1,4 @@
-"""Keys for tests: an authority with a syncer and a few islands, and keys that are wrong in one way each."""
+"""Keys for tests: an authority with a syncer and a few learners, and keys with one defect each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from atoll.transport import keys
 from atoll.transport.keys import Authority
-from atoll.transport.tls import KeyFiles, key_files
+from atoll.transport.tls import KeyFiles, find_key_files
 
 
-class Ring:
+class KeyRing:
     """An authority, and islands `one` and `two` for learners 1 and 2."""
 
     def __init__(self, directory: Path, hosts: tuple[str, ...] = ("head.test",)) -> None:
@@ -23,14 +23,14 @@ class Ring:
 
     @property
     def syncer(self) -> KeyFiles:
-        return key_files(self.directory, of_syncer=True)
+        return find_key_files(self.directory, for_syncer=True)
 
     def __getitem__(self, name: str) -> Path:
         return self.directory / name
 
-    def add(self, name: str, learner: int, ended: bool = False) -> Path:
-        """`ended`: a key that has expired yesterday."""
-        if ended:
+    def add(self, name: str, learner: int, is_expired: bool = False) -> Path:
+        """Add a key. With `is_expired`, it expired yesterday."""
+        if is_expired:
             with days_ago(3):
                 self.authority.add(name, (learner,), days=2)
         else:
@@ -40,7 +40,7 @@ class Ring:
 
 @contextmanager
 def days_ago(days: float) -> Iterator[None]:
-    """Keys are made as of then."""
+    """Create keys as if it were some days ago."""
     real = keys._now
     keys._now = lambda: datetime.now(UTC) - timedelta(days=days)
     try:

@@ -1,4 +1,4 @@
-"""Listens on the way to a syncer, and says again what it heard: a replay, to the last byte."""
+"""Recording proxy in front of a syncer, for replay attacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class Recorder:
-    """Passes connections on to a syncer, and keeps what was sent to it on each."""
+    """Forward connections to a syncer, and record the bytes sent on each."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -28,10 +28,10 @@ class Recorder:
                 self._open += [near, far]
                 record = bytearray()
                 self.sent.append(record)
-                threading.Thread(target=self._pass_on, args=(near, far, record), daemon=True).start()
-                threading.Thread(target=self._pass_on, args=(far, near, None), daemon=True).start()
+                threading.Thread(target=self._forward, args=(near, far, record), daemon=True).start()
+                threading.Thread(target=self._forward, args=(far, near, None), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, to: socket.socket, record: bytearray | None) -> None:
+    def _forward(self, source: socket.socket, to: socket.socket, record: bytearray | None) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if record is not None:
@@ -39,7 +39,7 @@ class Recorder:
                 to.sendall(data)
             to.shutdown(socket.SHUT_WR)
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         for each in self._open[1:]:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -48,16 +48,16 @@ class Recorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.break_off()
+        self.disconnect()
         for each in self._open:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
-    def play(self, record: bytes) -> bytes:
-        """Once more, on a connection of its own: what the syncer answers until it hangs up or has nothing to say."""
+    def replay(self, record: bytes) -> bytes:
+        """Send a record on a new connection. Return the reply until the syncer closes it or is silent for a second."""
         with socket.create_connection(self._target) as raw:
             raw.settimeout(1.0)
             answer = bytearray()

@@ -1,4 +1,4 @@
-"""Links that are thin, break, swallow or change what they carry. Each test asserts that its fault happened."""
+"""Slow, breaking, lossy and corrupting links. Each test asserts that its fault happened."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from atoll.core.protocol import FragmentDamaged, Published, Report, Resync
 from atoll.core.types import Limits
 from atoll.tensors.settings import Numerics
 from tests.chaos.relays import relay_to
-from tests.learner.planted import struck
+from tests.learner.fault_injection import fault_marker
+from tests.learner.run_tapes import events, received_messages, sent_together
 from tests.learner.runs import LearnerSpec, Run, config, endless
-from tests.learner.tapes_of_runs import events, heard, sent_together
 
 
 @pytest.mark.long
-def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
-    """A fragment travels for as long as two of its versions live, however fast the machine is, so newer ones come
-    meanwhile."""
+def test_slow_link_carries_reports_during_transfers(tmp_path):
+    """A transfer takes as long as two merges of its fragment on any machine, so newer versions arrive meanwhile."""
     with (
         Run(tmp_path, endless(fragments=4, every_steps=8), Numerics(plan="rows")) as run,
         relay_to(run.address) as relay,
     ):
         (near,) = run.joined(LearnerSpec(1, "wide", pace_s=0.01))
         run.go(near)
-        run.until(run.merges(8), "versions come")
+        run.until(run.merges(8), "versions are merged")
         began, merges = time.monotonic(), run.status()["merges"]
-        run.until(run.merges(merges + 16), "four versions of each fragment come")
+        run.until(run.merges(merges + 16), "four versions of each fragment are merged")
         two_versions_s = (time.monotonic() - began) / 2
         far = run.start(LearnerSpec(2, "wide"), relay.address)
-        far.hear("joined")
-        relay.thin(min(1e6, 500_000 / two_versions_s))  # the model has 2 MB
+        far.expect("joined")
+        relay.throttle(min(1e6, 500_000 / two_versions_s))  # the model has 2 MB
         relay.delay(0.03)
         before = relay.counts()
         merges = run.status()["merges"]
@@ -44,49 +43,49 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
                 relay.counts().down_bytes - before.down_bytes > 3_000_000
                 and relay.counts().up_bytes - before.up_bytes > 300_000
             ),
-            "fragments have travelled both ways",
+            "fragments were transferred in both directions",
         )
-        run.until(lambda _: len(heard(run, 0, Report, until=1e9, learner=2)) > 40, "its reports arrive")
-        thin = run.status()
-        shown = run.learner(2)(thin)
+        run.until(lambda _: len(received_messages(run, 0, Report, until=1e9, learner=2)) > 40, "its reports arrive")
+        status = run.status()
+        shown = run.learner(2)(status)
         assert shown is not None
         assert (shown["standing"], shown["incarnation"]) == ("live", 1)
-        assert thin["merges"] > merges + 8, "the near one does not wait for the far one"
-        relay.thin(None)
+        assert status["merges"] > merges + 8, "the fast learner does not wait for the slow one"
+        relay.throttle(None)
         run.end()
         run.assert_same(run.finish(near, far), 1, 2)
-        assert not run.log_lines(run.syncer, "learner 2: silent"), "reports were starved"
-        assert not run.log_lines(far, "the link closed")
+        assert not run.log_lines(run.syncer, "learner 2: no message for"), "reports were starved"
+        assert not run.log_lines(far, "connection closed: ")
         arrived: dict[int, list[int]] = {}
-        for body in heard(run, 2, Published, until=thin["wall_s"]):
+        for body in received_messages(run, 2, Published, until=status["wall_s"]):
             arrived.setdefault(body.fragment, []).append(body.version)
         assert len(arrived) == 4
         assert all(versions == sorted(versions) for versions in arrived.values())
         assert all(versions[-1] > 0 for versions in arrived.values()), "a fragment was starved by its newer versions"
         assert any(b - a > 1 for each in arrived.values() for a, b in itertools.pairwise(each)), "nothing was replaced"
-        reports = heard(run, 0, Report, until=thin["wall_s"], learner=2)
+        reports = received_messages(run, 0, Report, until=status["wall_s"], learner=2)
         assert len(reports) > 40
         assert events(run, 2, FragmentDamaged) == []
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_a_long_link_gets_its_fragments_although_each_is_old_when_its_request_arrives(tmp_path):
-    """A request is under way for as long as eight versions of the only fragment live, however quick the machine is."""
+def test_high_latency_link_gets_pinned_fragments(tmp_path):
+    """A request takes as long as eight merges of the only fragment on any machine."""
     with Run(tmp_path, endless(fragments=1, every_steps=1)) as run, relay_to(run.address) as relay:
         near = run.start(LearnerSpec(1, pace_s=0.001))
-        near.hear("joined")
-        near.order("go")
-        run.until(run.merges(10), "versions come")
+        near.expect("joined")
+        near.command("go")
+        run.until(run.merges(10), "versions are merged")
         began, merges = time.monotonic(), run.status()["merges"]
-        run.until(run.merges(merges + 8), "versions come")
+        run.until(run.merges(merges + 8), "versions are merged")
         relay.delay(time.monotonic() - began)
         merges = run.status()["merges"]
         far = run.start(2, relay.address)
-        far.hear("joined")
+        far.expect("joined")
         assert run.status()["merges"] > merges + 8, "the versions were not quick enough to show anything"
-        far.order("go")
-        run.until(lambda _: len(heard(run, 2, Published, until=1e9)) > 3, "versions arrive")
+        far.command("go")
+        run.until(lambda _: len(received_messages(run, 2, Published, until=1e9)) > 3, "versions arrive")
         relay.delay(0.0)
         run.end()
         run.assert_same(run.finish(near, far), 1, 2)
@@ -95,59 +94,59 @@ def test_a_long_link_gets_its_fragments_although_each_is_old_when_its_request_ar
 
 
 @pytest.mark.long
-def test_a_thin_link_is_not_filled_with_beginnings_of_the_same_contribution(tmp_path):
-    """An upload takes longer than the patience of the syncer, who asks again for what is on its way."""
-    settings = endless(fragments=1, every_steps=4, limits=Limits(first_wait_s=0.25, backoff_first_s=0.05))
+def test_slow_link_does_not_restart_the_same_contribution(tmp_path):
+    """An upload takes longer than the pull timeout of the syncer, which pulls the same copy again."""
+    settings = endless(fragments=1, every_steps=4, limits=Limits(initial_wait_s=0.25, initial_backoff_s=0.05))
     with Run(tmp_path, settings) as run, relay_to(run.address) as relay:
         one = run.start(LearnerSpec(1, "tall"), relay.address)
-        one.hear("joined")
-        relay.thin(30_000.0)  # the fragment has 104 KB
+        one.expect("joined")
+        relay.throttle(30_000.0)  # the fragment has 104 KB
         before = relay.counts().up_bytes
-        one.order("go")
-        run.until(lambda _: run.log_lines(run.syncer, "asking 1 learners again"), "the syncer is impatient")
-        relay.thin(60_000.0)
+        one.command("go")
+        run.until(lambda _: run.log_lines(run.syncer, "pulling 1 learners again"), "the syncer pulls again")
+        relay.throttle(60_000.0)
         run.until(run.merges(1), "merges go on")
-        one.order("break")
-        told = one.hear("ended")["stats"]
-        assert told["bytes_up"] > 100_000
-        sent = relay.counts().up_bytes - before - 110_000  # one more may be under way when the learner ends
-        assert sent < 2 * told["bytes_up"], "most of what was sent was sent in vain"
+        one.command("break")
+        stats = one.expect("ended")["stats"]
+        assert stats["bytes_up"] > 100_000
+        sent = relay.counts().up_bytes - before - 110_000  # one more may be in flight when the learner ends
+        assert sent < 2 * stats["bytes_up"], "most of the sent bytes were wasted"
 
 
-def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):
+def test_learner_reconnects_after_connection_reset(tmp_path):
     with Run(tmp_path, endless()) as run, relay_to(run.address) as relay:
         one, two = run.start(1, relay.address), run.start(2)
         for learner in (one, two):
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(one, two)
         for _ in range(3):
             merges = run.status()["merges"]
             run.until(run.merges(merges + 2), "merges go on")
             relay.reset()
-            run.until(run.learner(1, standing="live", link="up"), "it is back")
+            run.until(run.learner(1, standing="live", link="up"), "it has reconnected")
         assert run.until(run.learner(1), "learner 1 is shown")["incarnation"] == 1
-        assert len(run.log_lines(one, "the link closed")) >= 2
+        assert len(run.log_lines(one, "connection closed: ")) >= 2
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
         run.assert_clean()
 
 
 @pytest.mark.long
-def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
-    impatient = Limits(first_wait_s=0.5, backoff_first_s=0.05, backoff_most_s=0.5)
+def test_both_sides_detect_black_hole_and_reconnect(tmp_path):
+    impatient = Limits(initial_wait_s=0.5, initial_backoff_s=0.05, max_backoff_s=0.5)
     with Run(tmp_path, endless(limits=impatient)) as run, relay_to(run.address) as relay:
         one, two = run.start(1, relay.address), run.start(2)
         for learner in (one, two):
-            learner.hear("joined")
+            learner.expect("joined")
         run.go(one, two)
-        run.until(run.merges(4), "the run is under way")
+        run.until(run.merges(4), "the run trains")
         relay.cut()
-        run.until(run.learner(1, standing="away"), "the syncer gives the link up")
-        run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner gives the link up")
+        run.until(run.learner(1, standing="disconnected"), "the syncer detects the lost link")
+        run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner detects the lost link")
         merges = run.status()["merges"]
-        run.until(run.merges(merges + 3), "the other goes on")
-        relay.cut(on=False)
-        back = run.until(run.learner(1, standing="live", link="up"), "it is back")
+        run.until(run.merges(merges + 3), "the other continues")
+        relay.cut(is_cut=False)
+        back = run.until(run.learner(1, standing="live", link="up"), "it has reconnected")
         assert back["incarnation"] == 1
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
@@ -155,14 +154,14 @@ def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
 
 
 class Flip:
-    """Changes the last byte of pieces that hold the payload of a fragment, `count` times."""
+    """Change the last byte of chunks with fragment payload, `count` times."""
 
     def __init__(self, count: int) -> None:
         self.left = count
         self.fired = 0
 
     def __call__(self, data: bytes) -> bytes:
-        head = data.find(b"ATLF\x03\x02")
+        head = data.find(b"ATLF\x04\x02")
         if head < 0 or self.left == 0 or len(data) < head + 300:
             return data
         self.left -= 1
@@ -170,13 +169,13 @@ class Flip:
         return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def test_a_byte_that_changes_on_the_way_is_noticed_and_the_bytes_are_fetched_again(tmp_path):
-    """At once, and if they are damaged again the whole value: six are more than can be under way at once."""
+def test_damaged_bytes_are_detected_and_downloaded_again(tmp_path):
+    """Download damaged bytes again, and after a second damage the full value. Six exceeds the concurrent transfers."""
     with Run(tmp_path, endless()) as run, relay_to(run.address) as relay:
         flip = Flip(6)
         one, two = run.start(1, relay.address), run.start(2)
         for learner in (one, two):
-            learner.hear("joined")
+            learner.expect("joined")
         relay.change_down(flip)
         run.go(one, two)
         run.until(lambda _: flip.left == 0, "bytes were changed")
@@ -186,31 +185,31 @@ def test_a_byte_that_changes_on_the_way_is_noticed_and_the_bytes_are_fetched_aga
         run.assert_same(run.finish(one, two), 1, 2)
         assert flip.fired == 6
         damaged = events(run, 1, FragmentDamaged)
-        assert len(run.log_lines(one, "came damaged")) + len(damaged) == 6
+        assert len(run.log_lines(one, "were damaged")) + len(damaged) == 6
         assert len(damaged) >= 1
-        assert all("digest" in event.why for event in damaged)
+        assert all("digest" in event.cause for event in damaged)
         assert len(sent_together(run, 1, Resync)) >= 1
         run.assert_clean()
 
 
-def wrong_updates(directory: Path, planted: str) -> list[Any]:
-    """A syncer whose updates lead elsewhere, on frames whose digests are right."""
+def run_with_invalid_updates(directory: Path, planted: str) -> list[Any]:
+    """Run with a syncer that sends updates with invalid results in frames with valid digests."""
     with Run(directory, config(), planted="wrong-update") as run:
         learners = run.joined(LearnerSpec(1, planted=planted), LearnerSpec(2, planted=planted))
         run.go(*learners)
         published = run.finish(*learners)
-        assert struck(directory, "update").exists()
+        assert fault_marker(directory, "update").exists()
         run.assert_same(published, 1, 2)
         run.assert_clean()
         return events(run, 1, FragmentDamaged)
 
 
-def test_an_update_that_leads_to_another_value_is_never_adopted(tmp_path):
-    damaged = wrong_updates(tmp_path, "")
+def test_update_with_invalid_result_is_never_adopted(tmp_path):
+    damaged = run_with_invalid_updates(tmp_path, "")
     assert damaged
-    assert {event.why for event in damaged} == {"the value is not the one that was published"}
+    assert {event.cause for event in damaged} == {"the downloaded value differs from the published one"}
 
 
-def test_the_test_above_finds_a_learner_that_does_not_check(tmp_path):
+def test_learner_without_the_check_adopts_invalid_update(tmp_path):
     with pytest.raises(AssertionError, match="is not the published one"):
-        wrong_updates(tmp_path, "no-digest-check")
+        run_with_invalid_updates(tmp_path, "no-digest-check")

@@ -1,4 +1,4 @@
-"""A transfer ends with its link: a syncer that stands still holds nothing after another one has taken over."""
+"""Transfers end with their link: a stalled syncer blocks nothing after a takeover."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atoll.core.protocol import LinkOpened
-from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkClosedError, LinkEvent
+from atoll.core.protocol import ConnectionOpened
+from atoll.transport.http_client import FragmentClient, LearnerLink, LinkClosedError, LinkEvent
 
 
-class Standing:
-    """A syncer that opens links, takes requests for fragments, and never answers those."""
+class StalledSyncer:
+    """Syncer that opens links and never replies to requests for fragments."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.given_up = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.cancelled = asyncio.Event()
         self.links: list[web.WebSocketResponse] = []
 
     async def link(self, request: web.Request) -> web.WebSocketResponse:
@@ -30,11 +30,11 @@ class Standing:
         return socket
 
     async def fragment(self, request: web.Request) -> web.Response:
-        self.asked.set()
+        self.requested.set()
         try:
             await asyncio.Event().wait()
         finally:
-            self.given_up.set()
+            self.cancelled.set()
         raise AssertionError
 
 
@@ -43,15 +43,15 @@ class Owner:
         self.opened = asyncio.Event()
 
     def handle_link_event(self, event: LinkEvent) -> None:
-        if isinstance(event, LinkOpened):
+        if isinstance(event, ConnectionOpened):
             self.opened.set()
 
 
-async def with_a_fetch_under_way(then: Any) -> None:
-    standing, owner = Standing(), Owner()
+async def run_during_download(scene: Any) -> None:
+    syncer, owner = StalledSyncer(), Owner()
     app = web.Application()
-    app.router.add_get("/v1/link", standing.link)
-    app.router.add_get("/v1/fragment/0/1", standing.fragment)
+    app.router.add_get("/v1/link", syncer.link)
+    app.router.add_get("/v1/fragment/0/1", syncer.fragment)
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -60,53 +60,53 @@ async def with_a_fetch_under_way(then: Any) -> None:
     log = logging.getLogger("test")
     link = LearnerLink(f"{host}:{port}", None, log, owner)
     await link.start()
-    dialled = asyncio.ensure_future(link.dial(0.0))
+    dialing = asyncio.ensure_future(link.dial(0.0))
     try:
         await owner.opened.wait()
-        fetch = asyncio.ensure_future(link.while_open(LearnerBulk(link, None).fetch(0, 1, None, {-1: 4})))
-        await standing.asked.wait()
-        await then(standing, link, fetch)
+        download = asyncio.ensure_future(link.while_open(FragmentClient(link, None).download(0, 1, None, {-1: 4})))
+        await syncer.requested.wait()
+        await scene(syncer, link, download)
     finally:
         await link.close()
-        dialled.cancel()
+        dialing.cancel()
         await runner.cleanup()
 
 
-def run(then: Any) -> None:
-    asyncio.run(asyncio.wait_for(with_a_fetch_under_way(then), 30.0))
+def run(scene: Any) -> None:
+    asyncio.run(asyncio.wait_for(run_during_download(scene), 30.0))
 
 
-def test_a_fetch_ends_with_its_link():
-    async def then(standing, link, fetch):
-        link.hang_up(1)
+def test_download_ends_with_its_link():
+    async def scene(syncer, link, download):
+        link.disconnect(1)
         with pytest.raises(LinkClosedError):
-            await fetch
-        await standing.given_up.wait()  # the connection is closed, and nothing of it is left
+            await download
+        await syncer.cancelled.wait()  # the connection is closed and its request cancelled
 
-    run(then)
+    run(scene)
 
 
-def test_whoever_is_cancelled_takes_the_transfer_along():
-    async def then(standing, link, fetch):
-        fetch.cancel()
+def test_cancelled_caller_cancels_transfer():
+    async def scene(syncer, link, download):
+        download.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await fetch
-        await standing.given_up.wait()
+            await download
+        await syncer.cancelled.wait()
 
-    run(then)
+    run(scene)
 
 
-def test_what_a_transfer_gives_or_raises_is_passed_on():
-    async def then(standing, link, fetch):
+def test_result_or_error_of_transfer_is_returned():
+    async def scene(syncer, link, download):
         async def fine() -> int:
             return 7
 
-        async def wrong() -> int:
-            raise ValueError("wrong")
+        async def fails() -> int:
+            raise ValueError("failed")
 
         assert await link.while_open(fine()) == 7
-        with pytest.raises(ValueError, match="wrong"):
-            await link.while_open(wrong())
-        fetch.cancel()
+        with pytest.raises(ValueError, match="failed"):
+            await link.while_open(fails())
+        download.cancel()
 
-    run(then)
+    run(scene)

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer where atheris is installed, and proof that it would find something."""
+"""Short run of the fuzzer, if atheris is installed, and a check that it finds a planted bug."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None,
-    reason="atheris is not installed; it is a tool for looking further, docs/wire.md says how",
+    reason="atheris is not installed; see docs/wire.md for the fuzzer",
 )
 
-# A reader with a bug: a message that is too short for its version byte is an IndexError.
+# A planted bug: a message without its version byte raises IndexError.
 PLANTED = """
 import runpy, sys
 import atoll.transport.wire as wire
@@ -30,7 +30,7 @@ runpy.run_path("tests/transport/fuzz_wire.py", run_name="__main__")
 """
 
 
-def fuzzed(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run_fuzzer(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
     options = [str(tmp_path / "corpus"), "-runs=20000", "-seed=1", "-max_len=4096", f"-artifact_prefix={tmp_path}/"]
     return subprocess.run(
@@ -44,13 +44,13 @@ def fuzzed(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_fuzzer_finds_nothing(tmp_path):
-    done = fuzzed(tmp_path, "tests/transport/fuzz_wire.py")
+def test_fuzzer_finds_no_error(tmp_path):
+    done = run_fuzzer(tmp_path, "tests/transport/fuzz_wire.py")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Done 20000 runs" in done.stderr
 
 
-def test_the_fuzzer_finds_a_planted_bug(tmp_path):
-    done = fuzzed(tmp_path, "-c", PLANTED)
+def test_fuzzer_finds_planted_bug(tmp_path):
+    done = run_fuzzer(tmp_path, "-c", PLANTED)
     assert done.returncode != 0
     assert "IndexError" in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Keys that are renewed, revoked and replaced while a run goes on, and sessions that are played once more."""
+"""Keys that are renewed, revoked and replaced during a run, and replayed sessions."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from atoll.errors import KeysRefused, LearnerRefused
+from atoll.errors import KeysRefusedError, LearnerRefusedError
 from atoll.learner.api import Learner
-from atoll.transport.tls import key_files
+from atoll.transport.tls import find_key_files
 from tests.chaos.relays import relay_to
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
 from tests.learner.small_models import BATCH, work
-from tests.transport.key_rings import Ring, days_ago
+from tests.transport.key_rings import KeyRing, days_ago
 from tests.transport.recorder import Recorder
 
 
-def knock(run: Run, **settings: Any) -> None:
+def join_briefly(run: Run, **settings: Any) -> None:
     job = work()
     with Learner(job.model, job.optimizer, run.address, join_timeout_s=LIMIT_S, **settings):
         pass
@@ -29,104 +29,105 @@ def until_logged(run: Run, child: Child, words: str, count: int = 1) -> None:
 
 
 NEW_AT_THE_SYNCER = "the keys have changed: new connections use them"
-NEW_AT_THE_LEARNER = "the keys have changed: dialling with the new ones"
+NEW_AT_THE_LEARNER = "the key files have changed; connecting with the new keys"
 
 
-def test_every_key_and_the_authority_change_while_the_run_goes_on(tmp_path):
-    """In the order of docs/security.md. Nobody is stopped; who has only an old key in the end is refused."""
-    ring = Ring(tmp_path / "keys")
+def test_all_keys_and_authority_are_replaced_during_run(tmp_path):
+    """Follow the order of docs/security.md. No process restarts. A learner with only an old key is refused."""
+    ring = KeyRing(tmp_path / "keys")
     shutil.copytree(ring["one"], tmp_path / "old key")
-    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="short-handshake-timeouts") as run:
         with relay_to(run.address) as relay:
             one, two = (run.start(LearnerSpec(n, keys=ring[k]), relay.address) for n, k in ((1, "one"), (2, "two")))
             for learner in (one, two):
-                learner.hear("joined")
+                learner.expect("joined")
             run.go(one, two)
 
-            def dial_again(times: int) -> None:
+            def reconnect_with_new_keys(times: int) -> None:
                 relay.reset()
                 for learner in (one, two):
                     until_logged(run, learner, NEW_AT_THE_LEARNER, times)
                 for number in (1, 2):
-                    run.until(run.learner(number, standing="live", link="up", incarnation=1), "it is back")
-                run.until(run.merges(run.status()["merges"] + 3), "the run goes on")
+                    run.until(run.learner(number, standing="live", link="up", incarnation=1), "it has reconnected")
+                run.until(run.merges(run.status()["merges"] + 3), "the run continues")
 
             old = ring.authority.issued[0].fingerprint
             ring.authority.renew_authority()
             until_logged(run, run.syncer, NEW_AT_THE_SYNCER)
-            dial_again(1)  # they trust both authorities now, with keys of the old one
+            reconnect_with_new_keys(1)  # with keys of the old authority; both authorities are trusted
             for name in ("syncer", "one", "two"):
                 ring.authority.renew(name)
             until_logged(run, run.syncer, NEW_AT_THE_SYNCER, 2)
-            dial_again(2)
-            assert ring.authority.of("syncer").fingerprint != old
-            assert ring.authority.retire() == 1
+            reconnect_with_new_keys(2)
+            assert ring.authority.find_key("syncer").fingerprint != old
+            assert ring.authority.retire_old_authorities() == 1
             until_logged(run, run.syncer, NEW_AT_THE_SYNCER, 3)
-            dial_again(3)
-        with pytest.raises(KeysRefused, match="it does not trust the authority of this key"):
-            knock(run, keys=tmp_path / "old key", ca=ring["authority.pem"], learner=1)
-        with pytest.raises(KeysRefused, match="authority that is not trusted here"):
-            knock(run, keys=tmp_path / "old key", learner=1)
+            reconnect_with_new_keys(3)
+        with pytest.raises(KeysRefusedError, match="it does not trust the authority of this key"):
+            join_briefly(run, keys=tmp_path / "old key", ca=ring["authority.pem"], learner=1)
+        with pytest.raises(KeysRefusedError, match="authority that is not trusted here"):
+            join_briefly(run, keys=tmp_path / "old key", learner=1)
 
 
 @pytest.mark.long
-def test_a_learner_that_is_behind_with_its_key_is_refused_and_comes_back_with_a_new_one(tmp_path):
-    """It trains on meanwhile, and says why it has no link."""
-    ring = Ring(tmp_path / "keys")
-    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+def test_learner_with_revoked_key_reconnects_with_new_key(tmp_path):
+    """The learner trains meanwhile, and logs why it has no link."""
+    ring = KeyRing(tmp_path / "keys")
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="short-handshake-timeouts") as run:
         one, two = run.joined(LearnerSpec(1, keys=ring["one"]), LearnerSpec(2, keys=ring["two"]))
         run.go(one, two)
-        run.until(run.merges(3), "the run is under way")
+        run.until(run.merges(3), "the run trains")
         ring.authority.revoke("two")
         until_logged(run, two, "the key of two is revoked")
         run.until(run.learner(2, link="down"), "its link is closed")
         until_logged(run, two, "cannot reach syncer at")
         assert run.log_lines(run.syncer, "was refused: the key of two is revoked")
         assert run.status()["refused"]["revoked"] >= 1
-        run.until(run.merges(run.status()["merges"] + 3), "the other one goes on")
+        run.until(run.merges(run.status()["merges"] + 3), "the other learner continues")
         assert run.until(run.learner(1), "learner 1 is shown")["link"] == "up"
-        two.order("hold")
-        two.hear("held")
-        two.order("train", 20)
-        assert two.hear("trained")["steps"] == 20
+        two.command("hold")
+        two.expect("held")
+        two.command("train", 20)
+        assert two.expect("trained")["steps"] == 20
         ring.authority.add("two-again", (2,))
         for file in ("authority.pem", "key.pem", "certificate.pem"):
             shutil.copy(ring["two-again"] / file, ring["two"] / file)
-        two.order("go")
-        run.until(run.learner(2, standing="live", link="up", incarnation=1), "it is back with its new key")
+        two.command("go")
+        run.until(run.learner(2, standing="live", link="up", incarnation=1), "it has reconnected with its new key")
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
 
 
-def test_keys_that_cannot_be_used_do_not_replace_those_that_can(tmp_path):
-    ring = Ring(tmp_path / "keys")
-    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+def test_unusable_keys_do_not_replace_usable_ones(tmp_path):
+    ring = KeyRing(tmp_path / "keys")
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="short-handshake-timeouts") as run:
         (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
         run.go(one)
-        run.keys = key_files(Path(shutil.copytree(ring["syncer"], tmp_path / "as it was")))
+        run.keys = find_key_files(Path(shutil.copytree(ring["syncer"], tmp_path / "as it was")))
         shutil.copy(ring["two"] / "certificate.pem", tmp_path / "other.pem")
-        (tmp_path / "other.pem").replace(ring["syncer"] / "certificate.pem")  # at once, or half of it is a change too
-        until_logged(run, run.syncer, "cannot be used, those before stay in use")
-        run.until(run.merges(run.status()["merges"] + 2), "new connections are taken, and the run goes on")
-        assert len(run.log_lines(run.syncer, "cannot be used")) == 1, "it is said once"
+        # Atomic: a partial file would also count as a change.
+        (tmp_path / "other.pem").replace(ring["syncer"] / "certificate.pem")
+        until_logged(run, run.syncer, "cannot be used, the previous ones stay in use")
+        run.until(run.merges(run.status()["merges"] + 2), "new connections are accepted and the run continues")
+        assert len(run.log_lines(run.syncer, "cannot be used")) == 1, "it is logged once"
 
 
 @pytest.mark.long
-def test_a_key_that_expires_while_its_link_is_up_ends_it(tmp_path):
-    ring = Ring(tmp_path / "keys")
-    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+def test_expiring_key_closes_its_link(tmp_path):
+    ring = KeyRing(tmp_path / "keys")
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="short-handshake-timeouts") as run:
         (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
         with days_ago(1 - 5 / 86400):
-            ring.authority.add("brief", (3,), days=1)  # it ends in a few seconds
+            ring.authority.add("brief", (3,), days=1)  # expires in a few seconds
         brief = run.start(LearnerSpec(3, keys=ring["brief"]))
-        brief.hear("joined")
+        brief.expect("joined")
         run.go(one, brief)
         until_logged(run, run.syncer, "was refused: the key of brief expired on")
         run.until(run.learner(3, link="down"), "its link is closed")
         assert run.status()["refused"]["expired"] >= 1
         until_logged(run, brief, "the key of brief expired on")
-        with pytest.raises(LearnerRefused, match="the key of brief expired"):
-            knock(run, keys=ring["brief"], learner=3)
+        with pytest.raises(LearnerRefusedError, match="the key of brief expired"):
+            join_briefly(run, keys=ring["brief"], learner=3)
         assert run.until(run.learner(1), "learner 1 is shown")["link"] == "up"
 
 
@@ -138,23 +139,23 @@ def merged_by(run: Run, status: dict[str, Any]) -> list[Any]:
     return [line["merged"] for line in status["ledger"]]
 
 
-def test_recorded_bytes_of_a_safe_session_do_nothing(tmp_path):
-    """Every connection of a session, to the last byte, is played twice: no request is heard, nothing is merged."""
-    ring = Ring(tmp_path / "keys")
+def test_replayed_tls_session_has_no_effect(tmp_path):
+    """Replay every connection of a session twice: no request is accepted, nothing is merged."""
+    ring = KeyRing(tmp_path / "keys")
     with Run(tmp_path / "run", endless(), keys=ring.syncer) as run, Recorder(run.address) as recorder:
         one = run.start(LearnerSpec(1, keys=ring["one"]), recorder.address)
-        one.hear("joined")
-        one.order("go")
-        run.until(run.merges(5), "there is something to record")
-        one.order("break")
-        one.hear("ended")
+        one.expect("joined")
+        one.command("go")
+        run.until(run.merges(5), "merges are recorded")
+        one.command("break")
+        one.expect("ended")
         run.until(run.learner(1, link="down"), "it has left")
         before = run.status()
         records = [bytes(record) for record in recorder.sent if record]
         assert sum(map(len, records)) > 5_000
         for record in records * 2:
-            answer = recorder.play(record)
-            assert b"HTTP" not in answer, "a request was heard"
+            answer = recorder.replay(record)
+            assert b"HTTP" not in answer, "a request was processed"
         after = run.status()
         for name in ("merges", "trained", "learners", "ledger", "bytes"):
             assert after[name] == before[name]
@@ -162,43 +163,43 @@ def test_recorded_bytes_of_a_safe_session_do_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
-    """On this machine nothing is encrypted, and who replays is let in. Incarnations and sessions make it harmless."""
+def test_replayed_plain_session_changes_nothing(tmp_path):
+    """Loopback traffic is plain text, and a replay is accepted. Incarnations and sessions make it harmless."""
     with Run(tmp_path, endless()) as run, Recorder(run.address) as recorder:
         one = run.start(LearnerSpec(1, pace_s=0.01), recorder.address)
-        one.hear("joined")
-        one.order("go")
-        run.until(run.merges(5), "there is something to record")
-        recorder.break_off()
-        until_logged(run, one, "the link closed")
+        one.expect("joined")
+        one.command("go")
+        run.until(run.merges(5), "merges are recorded")
+        recorder.disconnect()
+        until_logged(run, one, "connection closed: ")
         run.until(run.learner(1, standing="live", link="up"), "its second session")
         records = [bytes(record) for record in recorder.sent if b"GET /v1/run" not in record and record]
         old = [record for record in records if b"/v1/contribution" in record or b"/v1/link" in record][:3]
         assert len(old) >= 2
-        one.order("hold")
-        steps = one.hear("held")
-        run.until(lambda status: status["rounds_in_flight"] == 0 or None, "nothing is on its way")
+        one.command("hold")
+        steps = one.expect("held")
+        run.until(lambda status: status["rounds_in_flight"] == 0 or None, "no round is open")
         before = run.status()
         for record in old:
-            recorder.play(record)
+            recorder.replay(record)
         after = run.status()
         assert (after["merges"], merged_by(run, after)) == (before["merges"], merged_by(run, before))
-        # The report of its last step may have come meanwhile; nothing is counted that it has not trained.
+        # The report of its last step may have arrived meanwhile. Tokens that it has not trained must not be counted.
         assert before["trained"] <= after["trained"] <= steps * BATCH
         shown = run.until(run.learner(1), "learner 1 is shown")
         assert (shown["link"], shown["incarnation"]) == ("up", 1)
-        assert shown["standing"] in ("live", "suspect"), "it stands still, and may be suspected for that"
-        assert run.log_lines(one, "WARNING") == [], "the live link is left alone"
-        one.order("go")
-        run.until(run.merges(before["merges"] + 3), "the run goes on")
+        assert shown["standing"] in ("live", "suspect"), "it does not train, and may be suspected for that"
+        assert run.log_lines(one, "WARNING") == [], "the live link is not affected"
+        one.command("go")
+        run.until(run.merges(before["merges"] + 3), "the run continues")
         run.end()
         run.assert_same(run.finish(one), 1)
         run.verdict()
 
 
-def test_what_a_directory_of_a_key_holds_is_enough_wherever_it_is(tmp_path):
-    """An island gets nothing but its own directory."""
-    ring = Ring(tmp_path / "keys")
+def test_key_directory_works_after_copy(tmp_path):
+    """A learner needs only its own key directory."""
+    ring = KeyRing(tmp_path / "keys")
     island: Path = shutil.copytree(ring["one"], tmp_path / "elsewhere")
     assert sorted(path.name for path in island.iterdir()) == ["authority.pem", "certificate.pem", "key.pem"]
     with Run(tmp_path / "run", keys=ring.syncer) as run:

@@ -1,4 +1,4 @@
-"""`atoll keys`: what it makes, what it refuses, and that nothing of it can be read or written over by accident."""
+"""`atoll keys`: results, refused commands, file permissions and protection from overwriting."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 from cryptography import x509
 
 from atoll.cli.main import main
-from atoll.transport.keys import Authority, write
+from atoll.transport.keys import Authority, write_key_file
 from tests.transport.key_rings import days_ago
 
 
 def atoll_keys(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["keys", *words, "--json"]) == 0, capsys.readouterr().err
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    output: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return output
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def run_refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["keys", *words]) == 2
     return capsys.readouterr().err
 
@@ -33,7 +33,7 @@ def certificate(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate((path / "certificate.pem").read_bytes())
 
 
-def everything(directory: Path) -> dict[str, bytes]:
+def all_files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
@@ -70,46 +70,46 @@ def test_private_files_are_private_from_their_first_byte(tmp_path):
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
 
 
-def test_nothing_is_written_over(tmp_path, capsys):
+def test_existing_keys_are_not_overwritten(tmp_path, capsys):
     ring = str(tmp_path / "keys")
     atoll_keys(capsys, "init", ring)
     atoll_keys(capsys, "add", ring, "far")
-    before = everything(tmp_path)
-    assert "is not empty, and keys are never written over" in refused(capsys, "init", ring)
-    assert "far has a key" in refused(capsys, "add", ring, "far")
-    assert "learner 1 is named by the key of far" in refused(capsys, "add", ring, "other", "--learner", "1")
-    assert everything(tmp_path) == before
-    with pytest.raises(ValueError, match="never written over"):
-        write(tmp_path / "keys/far/key.pem", b"another", secret=True)
-    assert everything(tmp_path) == before, "and nothing half is left beside it"
+    before = all_files(tmp_path)
+    assert "is not empty, and keys are never overwritten" in run_refused(capsys, "init", ring)
+    assert "far has a key" in run_refused(capsys, "add", ring, "far")
+    assert "learner 1 is named by the key of far" in run_refused(capsys, "add", ring, "other", "--learner", "1")
+    assert all_files(tmp_path) == before
+    with pytest.raises(ValueError, match="never overwritten"):
+        write_key_file(tmp_path / "keys/far/key.pem", b"another", is_secret=True)
+    assert all_files(tmp_path) == before, "no partial file is left"
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["frobnicate", "DIR"], "there is no action 'frobnicate'; give one of init, add"),
-        (["add", "DIR"], "say whose key: atoll keys add DIR NAME"),
+        (["add", "DIR"], "add needs the name of the key: atoll keys add DIR NAME"),
         (["show", "DIR", "far"], "show takes no name"),
-        (["add", "DIR", "../evil"], "is no name for a key"),
-        (["add", "DIR", "syncer"], "is no name for a key"),
+        (["add", "DIR", "../evil"], "is not a valid key name"),
+        (["add", "DIR", "syncer"], "is not a valid key name"),
         (["add", "DIR", "far", "--learner", "0"], "numbered from 1"),
         (["add", "DIR", "far", "--host", "head"], "--host is for init"),
         (["renew", "DIR", "far"], "has no key of far; there are: syncer"),
         (["renew", "DIR", "syncer", "--learner", "1"], "are for add"),
         (["revoke", "DIR", "syncer"], "renew the authority"),
-        (["revoke", "DIR", "nobody"], "has no key of nobody"),
+        (["revoke", "DIR", "unknown"], "has no key of unknown"),
         (["show", "ELSEWHERE"], "holds no authority: make one with atoll keys init"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(tmp_path, capsys, words, sentence):
+def test_impossible_command_is_refused_in_one_line(tmp_path, capsys, words, sentence):
     Authority.init(tmp_path / "keys")
-    before = everything(tmp_path)
+    before = all_files(tmp_path)
     places = {"DIR": str(tmp_path / "keys"), "ELSEWHERE": str(tmp_path)}
-    assert sentence in refused(capsys, *(places.get(word, word) for word in words))
-    assert everything(tmp_path) == before
+    assert sentence in run_refused(capsys, *(places.get(word, word) for word in words))
+    assert all_files(tmp_path) == before
 
 
-def test_renew_keeps_the_holder_and_revoke_ends_all_keys_of_a_name(tmp_path, capsys):
+def test_renew_keeps_holder_and_revoke_covers_all_keys_of_name(tmp_path, capsys):
     ring = str(tmp_path / "keys")
     atoll_keys(capsys, "init", ring, "--host", "head")
     first = atoll_keys(capsys, "add", ring, "far", "--learner", "4")["keys"][0]
@@ -120,19 +120,19 @@ def test_renew_keeps_the_holder_and_revoke_ends_all_keys_of_a_name(tmp_path, cap
     atoll_keys(capsys, "revoke", ring, "far")
     lines = (tmp_path / "keys/syncer/revoked.txt").read_text().splitlines()
     assert {line.split()[0] for line in lines} == {first["fingerprint"], second["fingerprint"]}
-    assert "is revoked" in refused(capsys, "renew", ring, "far")
+    assert "is revoked" in run_refused(capsys, "renew", ring, "far")
     states = {each["fingerprint"]: each["state"] for each in atoll_keys(capsys, "show", ring)["keys"]}
     assert (states[first["fingerprint"]], states[second["fingerprint"]]) == ("revoked", "revoked")
     assert atoll_keys(capsys, "add", ring, "far2", "--learner", "4")["keys"][0]["learners"] == [4], "it is free again"
 
 
-def test_an_authority_is_retired_when_nobody_needs_it_any_more(tmp_path, capsys):
+def test_authority_is_retired_when_unused(tmp_path, capsys):
     ring = str(tmp_path / "keys")
     atoll_keys(capsys, "init", ring)
     atoll_keys(capsys, "add", ring, "far")
     atoll_keys(capsys, "renew", ring, "authority")
     assert len(atoll_keys(capsys, "show", ring)["authorities"]) == 2
-    assert "the keys of far, syncer are of authorities before the newest" in refused(capsys, "retire", ring)
+    assert "the keys of far, syncer are of authorities before the newest" in run_refused(capsys, "retire", ring)
     for name in ("far", "syncer"):
         atoll_keys(capsys, "renew", ring, name)
     assert atoll_keys(capsys, "retire", ring) == {"retired": 1}
@@ -142,26 +142,26 @@ def test_an_authority_is_retired_when_nobody_needs_it_any_more(tmp_path, capsys)
     certificate(tmp_path / "keys/far").verify_directly_issued_by(newest)
 
 
-def test_a_change_of_the_authority_that_was_killed_half_way_does_no_harm(tmp_path, monkeypatch):
+def test_interrupted_authority_renewal_is_repeated_safely(tmp_path, monkeypatch):
     authority = Authority.init(tmp_path / "keys")
-    real = write
+    real = write_key_file
 
-    def until_the_key(path: Path, data: bytes, secret: bool = False, again: bool = False) -> None:
+    def until_the_key(path: Path, data: bytes, is_secret: bool = False, overwrite: bool = False) -> None:
         if path.name == "authority.key":
             raise KeyboardInterrupt
-        real(path, data, secret, again)
+        real(path, data, is_secret, overwrite)
 
     with monkeypatch.context() as patched:
-        patched.setattr("atoll.transport.keys.write", until_the_key)
+        patched.setattr("atoll.transport.keys.write_key_file", until_the_key)
         with pytest.raises(KeyboardInterrupt):
             authority.renew_authority()
     again = Authority(tmp_path / "keys")
     again.add("far")
-    signed_by = [each for each in again.authorities() if again._is_of(each, again.of("far"))]
+    signed_by = [each for each in again.authorities() if again._is_signed_by(each, again.find_key("far"))]
     assert signed_by == again.authorities()[1:], "the old one, whose key is still the one that is here"
 
 
-def test_expired_keys_are_shown_and_their_learners_are_free(tmp_path, capsys):
+def test_expired_keys_are_listed_and_free_their_learners(tmp_path, capsys):
     authority = Authority.init(tmp_path / "keys")
     with days_ago(10):
         authority.add("old", days=5)

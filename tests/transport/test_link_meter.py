@@ -1,4 +1,4 @@
-"""What a link carries: all transfers together, whole ones, and nothing of a link that broke."""
+"""Link meter: concurrent transfers are measured together, and transfers of broken links are not."""
 
 from __future__ import annotations
 
@@ -6,73 +6,73 @@ import asyncio
 
 import pytest
 
-from atoll.core.policy import TELLING_BYTES
+from atoll.core.policy import MIN_MEASURED_BYTES
 from atoll.core.protocol import LinkMeasured
-from atoll.transport.pacing import LEAST_BYTES, Direction, LinkMeter
+from atoll.transport.pacing import MIN_CANCELLED_SAMPLE_BYTES, LinkMeter, TransferDirection
 
-LARGE = TELLING_BYTES // 2  # values
+LARGE = MIN_MEASURED_BYTES // 2  # values
 
 
-class Line:
-    """A link that carries what a test says, and its meter."""
+class MeteredLink:
+    """Simulated link and its meter."""
 
     def __init__(self, values: int = LARGE) -> None:
         self.now = 100.0
-        self.direction = Direction(None, "up")
-        self.told: list[LinkMeasured] = []
-        self.meter = LinkMeter(self.direction, values, self.told.append, lambda: self.now)
+        self.direction = TransferDirection(None, "up")
+        self.measured: list[LinkMeasured] = []
+        self.meter = LinkMeter(self.direction, values, self.measured.append, lambda: self.now)
 
-    def breaks(self, wrong: BaseException, size: int, moved: int, seconds: float) -> None:
+    def fail(self, error: BaseException, size: int, moved: int, seconds: float) -> None:
         with self.meter.transfer(lambda: size):
-            self.carries(moved, seconds)
-            raise wrong
+            self.move(moved, seconds)
+            raise error
 
-    def carries(self, size: int, seconds: float) -> None:
-        self.direction.moved += size
+    def move(self, size: int, seconds: float) -> None:
+        self.direction.moved_bytes += size
         self.now += seconds
 
 
-def test_a_whole_transfer_is_measured():
-    line = Line()
-    line.carries(10**9, 50.0)  # of something else, before
-    with line.meter.transfer(lambda: 4 * 2**20):
-        line.carries(4 * 2**20, 2.0)
-    assert line.told == [LinkMeasured("up", 4 * 2**20, 2.0, LARGE)]
+def test_complete_transfer_is_measured():
+    link = MeteredLink()
+    link.move(10**9, 50.0)  # of an earlier transfer
+    with link.meter.transfer(lambda: 4 * 2**20):
+        link.move(4 * 2**20, 2.0)
+    assert link.measured == [LinkMeasured("up", 4 * 2**20, 2.0, LARGE)]
 
 
-def test_two_that_share_a_link_measure_it_once():
-    line = Line()
-    one, other = line.meter.transfer(lambda: 1000), line.meter.transfer(lambda: 1000)
+def test_concurrent_transfers_are_measured_together():
+    link = MeteredLink()
+    one, other = link.meter.transfer(lambda: 1000), link.meter.transfer(lambda: 1000)
     one.__enter__()
-    line.carries(500, 1.0)
+    link.move(500, 1.0)
     other.__enter__()
-    line.carries(1000, 2.0)
+    link.move(1000, 2.0)
     one.__exit__(None, None, None)
-    line.carries(500, 1.0)
+    link.move(500, 1.0)
     other.__exit__(None, None, None)
-    assert line.told == [LinkMeasured("up", 1500, 3.0, LARGE)], "the rest of the second is less than a transfer"
-    with line.meter.transfer(lambda: 1000):
-        line.carries(1000, 1.0)
-    assert line.told[1:] == [LinkMeasured("up", 1000, 1.0, LARGE)]
+    assert link.measured == [LinkMeasured("up", 1500, 3.0, LARGE)], "the rest of the second transfer is too small"
+    with link.meter.transfer(lambda: 1000):
+        link.move(1000, 1.0)
+    assert link.measured[1:] == [LinkMeasured("up", 1000, 1.0, LARGE)]
 
 
-def test_a_link_that_breaks_says_nothing():
-    line = Line()
+def test_broken_link_is_not_measured():
+    link = MeteredLink()
     with pytest.raises(ConnectionError):
-        line.breaks(ConnectionError(), 1000, 900, 60.0)
-    assert line.told == []
+        link.fail(ConnectionError(), 1000, 900, 60.0)
+    assert link.measured == []
 
 
-@pytest.mark.parametrize("moved", [LEAST_BYTES, LEAST_BYTES - 1])
-def test_one_that_is_given_up_for_a_newer_one_counts_if_it_was_long_enough(moved):
-    line = Line()
+@pytest.mark.parametrize("moved", [MIN_CANCELLED_SAMPLE_BYTES, MIN_CANCELLED_SAMPLE_BYTES - 1])
+def test_long_cancelled_transfer_is_measured(moved):
+    link = MeteredLink()
     with pytest.raises(asyncio.CancelledError):
-        line.breaks(asyncio.CancelledError(), 2**30, moved, 100.0)
-    assert line.told == ([LinkMeasured("up", moved, 100.0, LARGE)] if moved == LEAST_BYTES else [])
+        link.fail(asyncio.CancelledError(), 2**30, moved, 100.0)
+    assert link.measured == ([LinkMeasured("up", moved, 100.0, LARGE)] if moved == MIN_CANCELLED_SAMPLE_BYTES else [])
 
 
 def test_small_fragments_are_not_measured():
-    line = Line(LARGE - 1)
-    with line.meter.transfer(lambda: 1000):
-        line.carries(1000, 1.0)
-    assert line.told == []
+    link = MeteredLink(LARGE - 1)
+    with link.meter.transfer(lambda: 1000):
+        link.move(1000, 1.0)
+    assert link.measured == []

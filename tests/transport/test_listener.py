@@ -1,4 +1,4 @@
-"""The port itself: who speaks is heard, however many knock beside it. One event loop, no other process."""
+"""The listener: a speaking connection is accepted during a flood of silent ones. One event loop, no other process."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from contextlib import ExitStack
 import pytest
 
 from atoll.transport import listener
-from atoll.transport.auth import Access
-from atoll.transport.listener import MOST_UNPROVEN, Listener, bound
+from atoll.transport.auth import AccessControl
+from atoll.transport.listener import MAX_PENDING, Listener, bind_socket
 from tests.learner.runs import LIMIT_S
 
-KNOCKS = listener.BACKLOG - 2
+CLIENTS = listener.BACKLOG - 2
 FIRST, REST = b"let me", b" in\n"
 
 
-class Door(asyncio.Protocol):
-    """Lets in whoever says a whole sentence, answers it and hangs up."""
+class GreetingProtocol(asyncio.Protocol):
+    """Authenticate a client that sends the whole request, reply, and close the connection."""
 
-    def __init__(self, proved: Callable[[asyncio.BaseTransport], None], spoken: asyncio.Event) -> None:
-        self.proved = proved
-        self.spoken = spoken
+    def __init__(self, mark_authenticated: Callable[[asyncio.BaseTransport], None], has_spoken: asyncio.Event) -> None:
+        self.mark_authenticated = mark_authenticated
+        self.has_spoken = has_spoken
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.spoken.set()
+        self.has_spoken.set()
         if data.endswith(b"\n"):
-            self.proved(self.transport)
+            self.mark_authenticated(self.transport)
             self.transport.write(b"come in")
             self.transport.close()
 
@@ -43,34 +43,36 @@ class Port:
 
     def __init__(self, stack: ExitStack) -> None:
         self.refused: Counter[str] = Counter()
-        self.spoken = asyncio.Event()
+        self.has_spoken = asyncio.Event()
         self._stack = stack
-        self._sock = bound("127.0.0.1", 0)
+        self._sock = bind_socket("127.0.0.1", 0)
         self._sock.listen(listener.BACKLOG)
         self.listener = Listener(
-            self._sock, lambda: Door(self.listener.proved, self.spoken), Access(None, None, self.refused)
+            self._sock,
+            lambda: GreetingProtocol(self.listener.mark_authenticated, self.has_spoken),
+            AccessControl(None, None, self.refused),
         )
 
-    def knock(self) -> socket.socket:
+    def connect(self) -> socket.socket:
         sock = self._stack.enter_context(socket.create_connection(self._sock.getsockname(), timeout=LIMIT_S))
         sock.setblocking(False)
         return sock
 
     async def all_but_a_few_are_dropped(self) -> None:
-        while self.refused["unfinished"] < KNOCKS - MOST_UNPROVEN:
-            turn = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.01, turn.set)
-            await turn.wait()
+        while self.refused["unfinished"] < CLIENTS - MAX_PENDING:
+            timer = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.01, timer.set)
+            await timer.wait()
 
 
-def tell(story: Callable[[Port], Awaitable[None]], planted: Callable[[Port], None] = lambda _: None) -> None:
+def run_scene(scene: Callable[[Port], Awaitable[None]], planted: Callable[[Port], None] = lambda _: None) -> None:
     async def test() -> None:
         with ExitStack() as stack:
             port = Port(stack)
             planted(port)
             try:
                 async with asyncio.timeout(LIMIT_S):
-                    await story(port)
+                    await scene(port)
             finally:
                 await port.listener.stop()
 
@@ -78,47 +80,47 @@ def tell(story: Callable[[Port], Awaitable[None]], planted: Callable[[Port], Non
 
 
 async def speak_before_many(port: Port) -> None:
-    """Somebody speaks, then so many knock and say nothing that the port is full of them; only now it is opened."""
-    honest = port.knock()
+    """One client speaks, then silent ones fill the backlog, and only then the listener starts."""
+    honest = port.connect()
     honest.sendall(FIRST + REST)
-    for _ in range(KNOCKS):
-        port.knock()
+    for _ in range(CLIENTS):
+        port.connect()
     port.listener.start()
     assert await asyncio.get_running_loop().sock_recv(honest, 100) == b"come in"
     await port.all_but_a_few_are_dropped()
 
 
 async def speak_slowly_among_many(port: Port) -> None:
-    """Somebody has begun to speak; before it has said all, many come from the same address and say nothing."""
+    """One client has sent a part of its request when many silent ones connect from the same address."""
     port.listener.start()
-    honest = port.knock()
+    honest = port.connect()
     honest.sendall(FIRST)
-    await port.spoken.wait()
-    for _ in range(KNOCKS):
-        port.knock()
+    await port.has_spoken.wait()
+    for _ in range(CLIENTS):
+        port.connect()
     await port.all_but_a_few_are_dropped()
     honest.sendall(REST)
     assert await asyncio.get_running_loop().sock_recv(honest, 100) == b"come in"
 
 
-def test_who_speaks_is_heard_although_more_than_there_is_room_for_come_after_it():
-    tell(speak_before_many)
+def test_speaking_connection_survives_flood():
+    run_scene(speak_before_many)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that nobody closes
-def test_if_all_were_taken_at_once_it_would_be_dropped_unheard(monkeypatch):
-    monkeypatch.setattr(listener, "AT_ONCE", 10**9)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that are not closed
+def test_without_accept_limit_flood_drops_speaking_connection(monkeypatch):
+    monkeypatch.setattr(listener, "MAX_ACCEPTS_PER_ITERATION", 10**9)
     with pytest.raises(ConnectionResetError):
-        tell(speak_before_many)
+        run_scene(speak_before_many)
 
 
-def test_the_silent_do_not_take_the_place_of_one_who_speaks():
-    tell(speak_slowly_among_many)
+def test_silent_connections_do_not_displace_speaking_one():
+    run_scene(speak_slowly_among_many)
 
 
-def test_in_one_crowd_with_the_silent_it_would_lose_its_place():
-    def one_crowd(port: Port) -> None:
-        port.listener._speaking = port.listener._silent
+def test_with_one_pool_silent_connections_displace_speaking_one():
+    def use_one_pool(port: Port) -> None:
+        port.listener._with_first_byte = port.listener._without_first_byte
 
     with pytest.raises((ConnectionError, AssertionError)):
-        tell(speak_slowly_among_many, one_crowd)
+        run_scene(speak_slowly_among_many, use_one_pool)

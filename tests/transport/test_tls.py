@@ -1,4 +1,4 @@
-"""TLS between learners and syncer: who is let in, as whom, and what the others are told. Each refusal is counted."""
+"""TLS between learners and syncer: authentication, authorization, refusal messages and counters."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from typing import Any
 import pytest
 
 from atoll.chaos.relay import Relays
-from atoll.core.protocol import Contribution, Leave
+from atoll.core.protocol import Contribution, Left
 from atoll.core.types import RoundId
-from atoll.errors import KeysRefused, LearnerRefused
+from atoll.errors import KeysRefusedError, LearnerRefusedError
 from atoll.learner.api import Learner
 from atoll.tensors.settings import Numerics
 from atoll.transport.auth import check_access
-from atoll.transport.endpoint import TlsVerificationError, ask, read_address_file
+from atoll.transport.endpoint import TlsVerificationError, read_address_file, send_request
 from atoll.transport.tls import ClientTls, KeyFiles, ServerTls
-from atoll.transport.wire import Kind, SliceHeader, frame_head
+from atoll.transport.wire import FrameKind, SliceHeader, encode_frame_head
 from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, endless
 from tests.learner.small_models import work
-from tests.syncer.stranger import Stranger
-from tests.transport.key_rings import Ring, days_ago
+from tests.syncer.raw_learner import RawLearner
+from tests.transport.key_rings import KeyRing, days_ago
 
 TOKEN = "correct horse battery staple"
 
 
 @pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
-    ring = Ring(tmp_path_factory.mktemp("keys") / "keys")
-    ring.add("late", 7, ended=True)
-    ring.add("gone", 8)
-    ring.authority.revoke("gone")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
+    ring = KeyRing(tmp_path_factory.mktemp("keys") / "keys")
+    ring.add("old", 7, is_expired=True)
+    ring.add("stolen", 8)
+    ring.authority.revoke("stolen")
     ring.authority.add("boss", is_operator=True)
     ring.authority.add("both", (21, 22))
     ring.authority.add("fleet", is_any_learner=True)
@@ -48,63 +48,84 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Ring:
-    """Of somebody else."""
-    return Ring(tmp_path_factory.mktemp("others") / "keys")
+def other(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
+    """Return keys of another authority."""
+    return KeyRing(tmp_path_factory.mktemp("others") / "keys")
 
 
 @pytest.fixture(scope="module")
-def run(ring: Ring, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One run for all of it: a learner trains from the first test to the last, and must not notice any of them."""
+def run(ring: KeyRing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Start one run for all tests. A learner trains during all of them, and no test may affect it."""
     directory, settings = tmp_path_factory.mktemp("run"), endless(fragments=2, every_steps=2)
-    with Run(directory, settings, keys=ring.syncer, planted="hurried-listener") as run:
+    with Run(directory, settings, keys=ring.syncer, planted="short-handshake-timeouts") as run:
         (good,) = run.joined(LearnerSpec(1, pace_s=0.005, keys=ring["one"]))
         run.go(good)
-        run.until(run.merges(2), "the run is under way")
+        run.until(run.merges(2), "the run trains")
         yield run
         run.end()
         run.assert_same(run.finish(good), 1)
-        assert run.log_lines(good, "the link closed") == []
+        assert run.log_lines(good, "connection closed: ") == []
         assert run.log_lines(run.syncer, " ERROR ") == []
         assert run.log_lines(run.syncer, "never retrieved") == []
         run.verdict()
 
 
 @pytest.fixture
-def unhurt(run: Run) -> Iterator[None]:
+def run_is_unaffected(run: Run) -> Iterator[None]:
     before = run.status()
     yield
-    run.until(run.merges(before["merges"] + 2), "the run goes on")
+    run.until(run.merges(before["merges"] + 2), "the run continues")
     one = run.until(run.learner(1), "learner 1 is shown")
     assert (one["standing"], one["link"], one["incarnation"]) == ("live", "up", 1)
 
 
-def counted(run: Run, code: str) -> int:
+def refused_count(run: Run, code: str) -> int:
     return int(run.status()["refused"].get(code, 0))
 
 
-def knock(run: Run, address: str = "", **settings: Any) -> None:
-    """A learner of this process that wants to join; it stays for a moment only."""
+def join_briefly(run: Run, address: str = "", **settings: Any) -> None:
+    """Join with a learner of this process, and leave at once."""
     job = work()
     with Learner(job.model, job.optimizer, address or run.address, join_timeout_s=LIMIT_S, **settings):
         pass
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Keys that are wrong
+# Invalid keys
 
-WRONG_KEYS = {
-    "expired": ("late", 7, LearnerRefused, r"the key of late expired on \d{4}", "expired", "the key of late expired"),
-    "revoked": ("gone", 8, LearnerRefused, "the key of gone is revoked", "revoked", "the key of gone is revoked"),
-    "another's identity": ("two", 1, LearnerRefused, "key of two is for 2", "identity", "does not speak as learner 1"),
-    "an operator's": ("boss", None, LearnerRefused, "the key of boss names no learner", "role", "the key of boss"),
+INVALID_KEYS = {
+    "expired": (
+        "old",
+        7,
+        LearnerRefusedError,
+        r"the key of old expired on \d{4}",
+        "expired",
+        "the key of old expired",
+    ),
+    "revoked": (
+        "stolen",
+        8,
+        LearnerRefusedError,
+        "the key of stolen is revoked",
+        "revoked",
+        "the key of stolen is revoked",
+    ),
+    "another's identity": (
+        "two",
+        1,
+        LearnerRefusedError,
+        "key of two is for 2",
+        "identity",
+        "cannot act as learner 1",
+    ),
+    "an operator's": ("boss", None, LearnerRefusedError, "the key of boss names no learner", "role", "the key of boss"),
 }
 
 
-def test_refused_key_does_not_found_the_run(tmp_path, ring):
+def test_refused_key_creates_no_run(tmp_path, ring):
     with Run(tmp_path, endless(), keys=ring.syncer) as run:
-        with pytest.raises(LearnerRefused, match="key of two is for 2"):
-            knock(run, learner=1, keys=ring["two"])
+        with pytest.raises(LearnerRefusedError, match="key of two is for 2"):
+            join_briefly(run, learner=1, keys=ring["two"])
         assert not run.status()["founded"]
         assert not (tmp_path / "store" / "run.json").exists()
         other = work("taller")  # the model of the refused learner is not that of the run
@@ -112,84 +133,89 @@ def test_refused_key_does_not_found_the_run(tmp_path, ring):
             assert learner.incarnation == 1
 
 
-@pytest.mark.parametrize("name", WRONG_KEYS)
-@pytest.mark.usefixtures("unhurt")
-def test_a_key_that_is_not_good_is_refused_by_name(run, ring, name):
-    keys, number, error, told, code, logged = WRONG_KEYS[name]
-    before = counted(run, code)
-    with pytest.raises(error, match=told):
-        knock(run, keys=ring[keys], learner=number)
-    assert counted(run, code) == before + 1
+@pytest.mark.parametrize("name", INVALID_KEYS)
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_invalid_key_is_refused_by_name(run, ring, name):
+    keys, number, error, message, code, logged = INVALID_KEYS[name]
+    before = refused_count(run, code)
+    with pytest.raises(error, match=message):
+        join_briefly(run, keys=ring[keys], learner=number)
+    assert refused_count(run, code) == before + 1
     assert run.log_lines(run.syncer, logged)
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_no_key_is_refused_with_a_sentence(run, ring):
-    before = counted(run, "no-key")
-    with pytest.raises(LearnerRefused, match="asks for a key, and none was shown"):
-        knock(run, ca=ring["authority.pem"], token=TOKEN)
-    assert counted(run, "no-key") == before + 1
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_missing_key_is_refused_with_message(run, ring):
+    before = refused_count(run, "no-key")
+    with pytest.raises(LearnerRefusedError, match="requires a key, and the client sent none"):
+        join_briefly(run, ca=ring["authority.pem"], token=TOKEN)
+    assert refused_count(run, "no-key") == before + 1
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_a_key_of_another_authority_is_told_so_by_the_syncer(run, ring, other):
-    before = counted(run, "authority")
-    with pytest.raises(KeysRefused, match="it does not trust the authority of this key"):
-        knock(run, keys=other["one"], ca=ring["authority.pem"])
-    assert counted(run, "authority") > before
-    assert run.log_lines(run.syncer, "not of an authority that is trusted here")
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_key_of_another_authority_is_refused_with_reason(run, ring, other):
+    before = refused_count(run, "authority")
+    with pytest.raises(KeysRefusedError, match="it does not trust the authority of this key"):
+        join_briefly(run, keys=other["one"], ca=ring["authority.pem"])
+    assert refused_count(run, "authority") > before
+    assert run.log_lines(run.syncer, "not signed by an authority that is trusted here")
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_a_syncer_of_another_authority_is_not_spoken_to(run, other):
-    with pytest.raises(KeysRefused, match="its certificate is of an authority that is not trusted here"):
-        knock(run, keys=other["one"])
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_learner_refuses_syncer_of_another_authority(run, other):
+    with pytest.raises(KeysRefusedError, match="its certificate is of an authority that is not trusted here"):
+        join_briefly(run, keys=other["one"])
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_a_syncer_by_another_name_is_not_spoken_to(run, ring):
-    with closing(Relays()) as relays, pytest.raises(KeysRefused, match="its certificate does not name this address"):
-        knock(run, relays.open(run.address, host="127.0.0.2").address, keys=ring["two"])
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_learner_refuses_syncer_with_another_name(run, ring):
+    with (
+        closing(Relays()) as relays,
+        pytest.raises(KeysRefusedError, match="its certificate does not name this address"),
+    ):
+        join_briefly(run, relays.open(run.address, host="127.0.0.2").address, keys=ring["two"])
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_an_island_does_not_pass_for_a_syncer(run, ring, tmp_path):
-    """Its key is of the right authority and would serve any other purpose."""
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_learner_key_is_refused_as_syncer(run, ring, tmp_path):
+    """Its key is of the same authority, but not valid for a server."""
     with (
         Run(tmp_path, keys=KeyFiles(ring["two"] / "certificate.pem", ring["two"] / "key.pem"), token=TOKEN) as false,
-        pytest.raises(KeysRefused, match=r"not one of a syncer|unsuitable|does not name"),
+        pytest.raises(KeysRefusedError, match=r"not one of a syncer|unsuitable|does not name"),
     ):
-        knock(run, false.address, ca=ring["authority.pem"], token=TOKEN)
+        join_briefly(run, false.address, ca=ring["authority.pem"], token=TOKEN)
 
 
-def test_an_expired_syncer_is_not_spoken_to(tmp_path):
+def test_learner_refuses_expired_syncer(tmp_path):
     with days_ago(400):
-        ring = Ring(tmp_path / "keys")
+        ring = KeyRing(tmp_path / "keys")
     with (
         Run(tmp_path / "run", keys=ring.syncer) as run,
-        pytest.raises(KeysRefused, match="its certificate has expired: renew it"),
+        pytest.raises(KeysRefusedError, match="its certificate has expired: renew it"),
     ):
-        knock(run, keys=ring["one"])
+        join_briefly(run, keys=ring["one"])
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_plain_text_on_a_port_for_tls(run):
-    before = counted(run, "plain-text")
-    with pytest.raises(LearnerRefused, match=r"this port speaks TLS, and plain text came: give --keys"):
-        knock(run)
-    assert counted(run, "plain-text") == before + 1
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_plain_text_on_tls_port_is_refused(run):
+    before = refused_count(run, "plain-text")
+    with pytest.raises(
+        LearnerRefusedError, match=r"this port requires TLS, and the client sent plain text: give --keys"
+    ):
+        join_briefly(run)
+    assert refused_count(run, "plain-text") == before + 1
 
 
-def test_tls_on_a_port_for_plain_text(tmp_path, ring):
+def test_tls_on_plain_text_port_is_refused(tmp_path, ring):
     with Run(tmp_path) as run:
-        with pytest.raises(KeysRefused, match="what answers speaks plain text, not TLS"):
-            knock(run, keys=ring["one"])
+        with pytest.raises(KeysRefusedError, match="the server answers in plain text, not TLS"):
+            join_briefly(run, keys=ring["one"])
         assert run.status()["refused"] == {"tls-to-plain": 1}
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_an_older_tls_is_refused(run, ring):
-    before = counted(run, "tls-version")
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_older_tls_version_is_refused(run, ring):
+    before = refused_count(run, "tls-version")
     context = ssl.create_default_context(cafile=str(ring["authority.pem"]))
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     host, _, port = run.address.rpartition(":")
@@ -198,166 +224,166 @@ def test_an_older_tls_is_refused(run, ring):
         pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"),
     ):
         context.wrap_socket(raw, server_hostname="localhost")
-    assert counted(run, "tls-version") == before + 1
+    assert refused_count(run, "tls-version") == before + 1
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Identity
 
 
-def as_stranger(run: Run, keys: Path, learner: int, test: Callable[[Stranger], Awaitable[Any]]) -> Any:
-    async def told() -> Any:
-        async with Stranger(run, learner, keys=keys) as stranger:
-            return await test(stranger)
+def as_raw_learner(run: Run, keys: Path, learner: int, test: Callable[[RawLearner], Awaitable[Any]]) -> Any:
+    async def run_test() -> Any:
+        async with RawLearner(run, learner, keys=keys) as client:
+            return await test(client)
 
-    return asyncio.run(told())
-
-
-@pytest.mark.usefixtures("unhurt")
-def test_a_hello_of_another_closes_the_link(run, ring):
-    before = counted(run, "identity")
-
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.say(stranger.hello())
-        return await stranger.closed()
-
-    closing, sentence = as_stranger(run, ring["two"], 1, test)
-    assert (closing, sentence) == (1008, "the key of two is for 2, and does not speak as learner 1")
-    assert counted(run, "identity") == before + 1
+    return asyncio.run(run_test())
 
 
-@pytest.mark.usefixtures("unhurt")
-@pytest.mark.parametrize("how", ["whole", "slice"])
-def test_values_in_the_name_of_another_are_refused_although_that_one_is_linked(run, ring, how):
-    """Number, incarnation and session are those of the link that is up."""
-    before = counted(run, "identity")
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_hello_of_another_learner_closes_the_link(run, ring):
+    before = refused_count(run, "identity")
 
-    async def test(stranger: Stranger) -> tuple[int, dict[str, Any]]:
-        body, values = Contribution(RoundId(0, 0, 1, 1), 1, 1, 16, 16, 0), stranger.values(0)
-        if how == "whole":
-            return await stranger.put("/v1/contribution", stranger.frame(body, values))
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.send(client.hello())
+        return await client.wait_closed()
+
+    closing, sentence = as_raw_learner(run, ring["two"], 1, test)
+    assert (closing, sentence) == (1008, "the key of two is for 2, and cannot act as learner 1")
+    assert refused_count(run, "identity") == before + 1
+
+
+@pytest.mark.usefixtures("run_is_unaffected")
+@pytest.mark.parametrize("kind", ["single", "slice"])
+def test_values_of_another_connected_learner_are_refused(run, ring, kind):
+    """The message names the number, incarnation and session of the open link."""
+    before = refused_count(run, "identity")
+
+    async def test(client: RawLearner) -> tuple[int, dict[str, Any]]:
+        body, values = Contribution(RoundId(0, 0, 1, 1), 1, 1, 16, 16, 0), client.values(0)
+        if kind == "single":
+            return await client.put("/v1/contribution", client.frame(body, values))
         header = SliceHeader(1, 1, 1, body.round, 0, values.numel()).encode()
         raw = values.numpy().tobytes()
-        return await stranger.put("/v1/slice", frame_head(Kind.SLICE, 0, header, raw) + header + raw)
+        return await client.put("/v1/slice", encode_frame_head(FrameKind.SLICE, 0, header, raw) + header + raw)
 
-    status, told = as_stranger(run, ring["two"], 1, test)
-    assert (status, told["code"]) == (403, "identity")
-    assert counted(run, "identity") == before + 1
+    status, reply = as_raw_learner(run, ring["two"], 1, test)
+    assert (status, reply["code"]) == (403, "identity")
+    assert refused_count(run, "identity") == before + 1
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_the_inner_state_of_another_is_not_handed_out(run, ring):
-    async def test(stranger: Stranger) -> tuple[int, int]:
-        async with stranger.http.get("/v1/state/1/1") as theirs, stranger.http.get("/v1/state/2/1") as own:
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_optimizer_state_of_another_learner_is_not_served(run, ring):
+    async def test(client: RawLearner) -> tuple[int, int]:
+        async with client.http.get("/v1/state/1/1") as theirs, client.http.get("/v1/state/2/1") as own:
             return theirs.status, own.status
 
-    assert as_stranger(run, ring["two"], 2, test) == (403, 404)
+    assert as_raw_learner(run, ring["two"], 2, test) == (403, 404)
 
 
 def request(run: Run, keys: Path, method: str, path: str, body: Any = None) -> int:
-    async def asked() -> int:
+    async def send() -> int:
         async with (
-            Stranger(run, 1, keys=keys).unlinked() as stranger,
-            stranger.http.request(method, path, json=body) as answer,
+            RawLearner(run, 1, keys=keys).without_link() as client,
+            client.http.request(method, path, json=body) as answer,
         ):
             await answer.read()
             return answer.status
 
-    return asyncio.run(asked())
+    return asyncio.run(send())
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_a_key_is_for_its_own_paths(run, ring):
-    wish = {"what": "grace", "value": 0.5, "who": "a test"}
-    assert request(run, ring["two"], "POST", "/v1/control", wish) == 403
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_learner_key_is_refused_for_operator_paths(run, ring):
+    control = {"kind": "grace", "value": 0.5, "requested_by": "a test"}
+    assert request(run, ring["two"], "POST", "/v1/control", control) == 403
     assert request(run, ring["two"], "POST", "/v1/finish") == 403
     assert request(run, ring["two"], "GET", "/metrics") == 403
     assert request(run, ring["two"], "GET", "/v1/status") == 200
     assert request(run, ring["boss"], "GET", "/v1/status") == 200
-    assert request(run, ring["boss"], "POST", "/v1/control", wish) == 200
+    assert request(run, ring["boss"], "POST", "/v1/control", control) == 200
     assert request(run, ring["boss"], "POST", "/v1/join", {"learner": 1}) == 403
 
 
-def joins_as(run: Run, keys: Path, wanted: int | None) -> Any:
-    async def asked() -> Any:
+def join(run: Run, keys: Path, wanted: int | None) -> Any:
+    async def send() -> Any:
         async with (
-            Stranger(run, 1, keys=keys).unlinked() as stranger,
-            stranger.http.post("/v1/join", json={"learner": wanted}) as answer,
+            RawLearner(run, 1, keys=keys).without_link() as client,
+            client.http.post("/v1/join", json={"learner": wanted}) as answer,
         ):
-            told = await answer.json()
-            return told.get("learner", answer.status)
+            reply = await answer.json()
+            return reply.get("learner", answer.status)
 
-    return asyncio.run(asked())
+    return asyncio.run(send())
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_without_a_number_a_key_says_who_joins(run, ring):
-    assert joins_as(run, ring["two"], None) == 2
-    assert joins_as(run, ring["two"], None) == 2, "it comes back as itself"
-    assert joins_as(run, ring["both"], None) == 21
-    assert joins_as(run, ring["both"], None) == 22
-    assert joins_as(run, ring["both"], None) == 403
-    assert joins_as(run, ring["both"], 21) == 21
-    assert joins_as(run, ring["fleet"], 77) == 77
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_key_determines_learner_number(run, ring):
+    assert join(run, ring["two"], None) == 2
+    assert join(run, ring["two"], None) == 2, "it keeps its number"
+    assert join(run, ring["both"], None) == 21
+    assert join(run, ring["both"], None) == 22
+    assert join(run, ring["both"], None) == 403
+    assert join(run, ring["both"], 21) == 21
+    assert join(run, ring["fleet"], 77) == 77
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Strangers. `hurried-listener` gives them less time.
+# Unauthenticated connections. `short-handshake-timeouts` gives them less time.
 
 
-def connected(run: Run) -> socket.socket:
+def connect(run: Run) -> socket.socket:
     host, _, port = run.address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=LIMIT_S)
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_connections_that_say_nothing_are_bounded_and_ended(run):
-    before = counted(run, "unfinished")
-    silent = [connected(run) for _ in range(300)]
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_silent_connections_are_limited_and_closed(run):
+    before = refused_count(run, "unfinished")
+    silent = [connect(run) for _ in range(300)]
     try:
-        assert run.status()["wall_s"] > 0  # it gets through, and is let in
-        run.until(lambda status: status["refused"].get("unfinished", 0) - before >= 300, "all of them are ended")
+        assert run.status()["wall_s"] > 0  # an authenticated request succeeds
+        run.until(lambda status: status["refused"].get("unfinished", 0) - before >= 300, "all are closed")
         assert all(each.recv(1) == b"" for each in silent), "closed by the syncer"
     finally:
         for each in silent:
             each.close()
-    assert len(run.log_lines(run.syncer, "who it is")) < 50, "the log was filled by strangers"
+    assert len(run.log_lines(run.syncer, "authentication timed out")) < 50, "the log was filled by clients"
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_half_a_handshake_is_ended(run, ring):
-    before = counted(run, "unfinished")
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_incomplete_handshake_is_closed(run, ring):
+    before = refused_count(run, "unfinished")
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    half = ClientTls(ring["two"]).context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    half = ClientTls(ring["two"]).make_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
     with pytest.raises(ssl.SSLWantReadError):
         half.do_handshake()
-    with connected(run) as raw:
+    with connect(run) as raw:
         raw.sendall(outgoing.read())
         while raw.recv(65536):
             pass
-    assert counted(run, "unfinished") == before + 1
+    assert refused_count(run, "unfinished") == before + 1
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_headers_that_never_end_are_ended(run, ring):
-    before = counted(run, "unfinished")
-    context = ClientTls(ring["two"]).context()
-    with connected(run) as raw, context.wrap_socket(raw, server_hostname="localhost") as safe:
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_endless_headers_are_closed(run, ring):
+    before = refused_count(run, "unfinished")
+    context = ClientTls(ring["two"]).make_context()
+    with connect(run) as raw, context.wrap_socket(raw, server_hostname="localhost") as safe:
         safe.sendall(b"GET /v1/run HTTP/1.1\r\nHost: x\r\n")
         began = time.monotonic()
-        with pytest.raises((ConnectionError, ssl.SSLError)):  # noqa: PT012 - until it is cut off
+        with pytest.raises((ConnectionError, ssl.SSLError)):  # noqa: PT012 - until the syncer closes it
             while time.monotonic() - began < LIMIT_S:
                 safe.sendall(b"X-A: b\r\n")
-                if select.select([safe], [], [], 0.05)[0]:  # slowly: that is what this is about
+                if select.select([safe], [], [], 0.05)[0]:  # a slow client
                     raise ConnectionError(safe.recv(1))
-    assert counted(run, "unfinished") == before + 1
+    assert refused_count(run, "unfinished") == before + 1
 
 
-@pytest.mark.usefixtures("unhurt")
-def test_random_bytes(run):
-    before = counted(run, "handshake")
+@pytest.mark.usefixtures("run_is_unaffected")
+def test_random_bytes_are_refused(run):
+    before = refused_count(run, "handshake")
     for data in (b"\x00" * 100, bytes(range(256)), b"\x16\x03\x01\xff\xff" + bytes(600), b"\x16\x03\x03\x00\x05hello"):
-        with connected(run) as raw:
+        with connect(run) as raw:
             raw.sendall(data)
             raw.shutdown(socket.SHUT_WR)
             while raw.recv(65536):
@@ -366,29 +392,29 @@ def test_random_bytes(run):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The other ways
+# Other combinations
 
 
-def test_a_key_and_a_token_are_both_asked_for_where_both_were_set_up(tmp_path, ring):
+def test_key_and_token_are_both_required(tmp_path, ring):
     with Run(tmp_path, keys=ring.syncer, token=TOKEN) as run:
-        with pytest.raises(LearnerRefused, match="the token is missing or wrong"):
-            knock(run, keys=ring["one"], learner=1)
-        with pytest.raises(LearnerRefused, match="asks for a key"):
-            knock(run, ca=ring["authority.pem"], token=TOKEN)
+        with pytest.raises(LearnerRefusedError, match="the token is missing or wrong"):
+            join_briefly(run, keys=ring["one"], learner=1)
+        with pytest.raises(LearnerRefusedError, match="requires a key"):
+            join_briefly(run, ca=ring["authority.pem"], token=TOKEN)
         learners = run.joined(LearnerSpec(1, keys=ring["one"], token=TOKEN))
         run.go(*learners)
         run.assert_same(run.finish(*learners), 1)
 
 
-def test_with_a_certificate_and_a_token_a_run_trains(tmp_path, ring):
-    """Without keys of islands: who has the token is let in, as any learner."""
+def test_run_with_certificate_and_token_trains(tmp_path, ring):
+    """Without learner keys, the token authenticates any learner number."""
     served = KeyFiles(ring["syncer"] / "certificate.pem", ring["syncer"] / "key.pem")
     with Run(tmp_path, keys=served, token=TOKEN) as run:
-        assert run.log_lines(run.syncer, "TLS, for those who have the token")
-        with pytest.raises(LearnerRefused, match="the token is missing or wrong"):
-            knock(run, ca=ring["authority.pem"], token="another token")
-        with pytest.raises(KeysRefused, match="authority that is not trusted here"):
-            knock(run, f"https://{run.address}", token=TOKEN)  # this system's authorities do not know ours
+        assert run.log_lines(run.syncer, "TLS, for clients with the token")
+        with pytest.raises(LearnerRefusedError, match="the token is missing or wrong"):
+            join_briefly(run, ca=ring["authority.pem"], token="another token")
+        with pytest.raises(KeysRefusedError, match="authority that is not trusted here"):
+            join_briefly(run, f"https://{run.address}", token=TOKEN)  # the system's authorities do not include ours
         learners = run.joined(LearnerSpec(5, ca=ring["authority.pem"], token=TOKEN))
         run.go(*learners)
         run.assert_same(run.finish(*learners), 5)
@@ -399,34 +425,34 @@ def test_with_a_certificate_and_a_token_a_run_trains(tmp_path, ring):
     check_access("0.0.0.0", None, ServerTls(ring.syncer))
 
 
-def test_commands_on_the_same_machine_find_the_syncer_and_its_key(run, ring):
+def test_local_commands_find_syncer_and_key(run, ring):
     found = read_address_file(run.directory)
     assert found is not None
     assert found.tls is not None
-    told = ask(found.address, found.token, "GET", "/v1/status", LIMIT_S, tls=found.tls)
-    assert told["stage"] == "running"
+    status = send_request(found.address, found.token, "GET", "/v1/status", LIMIT_S, tls=found.tls)
+    assert status["stage"] == "running"
     with pytest.raises(TlsVerificationError, match="authority that is not trusted"):
-        ask(found.address, None, "GET", "/v1/status", LIMIT_S, tls=ClientTls())
+        send_request(found.address, None, "GET", "/v1/status", LIMIT_S, tls=ClientTls())
 
 
 @pytest.mark.long
-def test_large_fragments_go_in_slices_over_tls_and_through_resets(tmp_path, ring):
+def test_slices_over_tls_survive_connection_resets(tmp_path, ring):
     settings = endless(fragments=2, every_steps=8)
     with Run(tmp_path, settings, Numerics(plan="rows"), keys=ring.syncer) as run, relay_to(run.address) as relay:
         spec = LearnerSpec(1, "wide", pace_s=0.01, planted="small-slices", keys=ring["one"])
         one = run.start(spec, relay.address)
-        one.hear("joined")
+        one.expect("joined")
         run.go(one)
         for _ in range(3):
             run.until(run.merges(run.status()["merges"] + 2), "merges go on")
             relay.reset()
-            run.until(run.learner(1, standing="live", link="up", incarnation=1), "it is back")
+            run.until(run.learner(1, standing="live", link="up", incarnation=1), "it has reconnected")
         run.end()
         run.assert_same(run.finish(one), 1)
         run.assert_clean()
 
 
-def test_ipv6(tmp_path, ring):
+def test_syncer_serves_ipv6(tmp_path, ring):
     with Run(tmp_path, keys=ring.syncer, host="::1") as run:
         assert run.address.startswith("[::1]:")
         learners = run.joined(LearnerSpec(1, keys=ring["one"]))
@@ -434,36 +460,36 @@ def test_ipv6(tmp_path, ring):
         run.assert_same(run.finish(*learners), 1)
 
 
-def test_a_name_that_leads_elsewhere_from_one_day_to_the_next(tmp_path, monkeypatch):
-    """The address of `head.test` changes while the run goes on; everything goes through something that only passes
-    bytes on, as a proxy for TLS does."""
-    ring = Ring(tmp_path / "keys", ("head.test",))
-    leads_to: list[str] = []
-    asked: list[str] = []
+def test_changed_dns_address_is_used_on_reconnect(tmp_path, monkeypatch):
+    """The address of `head.test` changes during the run. All traffic passes a relay that forwards bytes, like a TLS
+    proxy."""
+    ring = KeyRing(tmp_path / "keys", ("head.test",))
+    addresses: list[str] = []
+    lookups: list[str] = []
     real = socket.getaddrinfo
 
-    def looked_up(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
+    def look_up(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
         if host == "head.test":
-            host, _, port = leads_to[-1].rpartition(":")
-            asked.append(host)
+            host, _, port = addresses[-1].rpartition(":")
+            lookups.append(host)
         return real(host, int(port), *rest, **more)
 
-    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with (
         Run(tmp_path / "run", endless(), keys=ring.syncer) as run,
         closing(Relays()) as before,
         closing(Relays()) as after,
     ):
-        leads_to.append(before.open(run.address, host="127.0.0.2").address)
+        addresses.append(before.open(run.address, host="127.0.0.2").address)
         job = work()
         with learner_of(run, job, 1, keys=ring["one"], address="head.test:7400") as learner:
             train(learner, job, 10)
-            assert asked.count("127.0.0.3") == 0
-            leads_to.append(after.open(run.address, host="127.0.0.3").address)
+            assert lookups.count("127.0.0.3") == 0
+            addresses.append(after.open(run.address, host="127.0.0.3").address)
             before.close()
-            while not asked.count("127.0.0.3"):
+            while not lookups.count("127.0.0.3"):
                 train(learner, job, 10)
-            run.until(run.learner(1, link="up", incarnation=1), "it is back by its new address")
+            run.until(run.learner(1, link="up", incarnation=1), "it has reconnected at the new address")
             run.end()
             train(learner, job)
             assert learner.finished
@@ -478,25 +504,25 @@ def test_a_name_that_leads_elsewhere_from_one_day_to_the_next(tmp_path, monkeypa
         ("head:7400", {"ca": "nowhere.pem"}, "nowhere.pem"),
     ],
 )
-def test_what_would_not_be_safe_is_refused_before_anything_is_sent(syncer, settings, sentence):
+def test_unsafe_endpoint_is_refused_before_any_request(syncer, settings, sentence):
     job = work()
-    with pytest.raises((ValueError, OSError), match=sentence):  # noqa: SIM117 - entering is part of it
+    with pytest.raises((ValueError, OSError), match=sentence):  # noqa: SIM117 - the error may come from __enter__
         with Learner(job.model, job.optimizer, syncer, TOKEN, **settings):
             pass
 
 
-def test_the_directory_of_an_authority_is_not_that_of_a_key(ring):
+def test_authority_directory_is_refused_as_key(ring):
     with pytest.raises(ValueError, match=r"is an authority with the keys of all: give the directory of one.*one.*two"):
-        ClientTls(ring.directory).context()
+        ClientTls(ring.directory).make_context()
 
 
-def test_the_voice_of_a_learner_with_a_key_is_its_own_on_its_link_too(run, ring):
-    async def test(stranger: Stranger) -> tuple[int, str]:
-        await stranger.join()
-        stranger.learner = 1
-        await stranger.say(Leave("I am learner 1, believe me"))
-        return await stranger.closed()
+def test_learner_key_is_enforced_on_the_link(run, ring):
+    async def test(client: RawLearner) -> tuple[int, str]:
+        await client.join()
+        client.learner = 1
+        await client.send(Left("I am learner 1, believe me"))
+        return await client.wait_closed()
 
-    assert joins_as(run, ring["fleet"], 60) == 60
-    assert as_stranger(run, ring["fleet"], 60, test)[0] == 1008
+    assert join(run, ring["fleet"], 60) == 60
+    assert as_raw_learner(run, ring["fleet"], 60, test)[0] == 1008
     assert json.dumps(run.status()["refused"])

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession, ClientWebSocketResponse, WSMsgType, web
 
 from atoll.transport import websocket
-from atoll.transport.websocket import CLOSED, WebSocketConnection
+from atoll.transport.websocket import CLOSED_REASON, WebSocketConnection
 from atoll.transport.wire import WireError
 
 LIMIT_S = 30.0
@@ -17,10 +17,10 @@ LIMIT_BYTES = 2**16
 Test = Callable[[web.WebSocketResponse, asyncio.Transport, ClientWebSocketResponse], Coroutine[Any, Any, None]]
 
 
-def on_a_connection(test: Test) -> None:
-    """Run the test with both ends of a real connection; the server's end is the one that sends."""
+def run_with_connection(test: Test) -> None:
+    """Run the test with both ends of a real connection. The end of the server sends."""
 
-    async def whole() -> None:
+    async def run_test() -> None:
         ends: asyncio.Future[tuple[web.WebSocketResponse, asyncio.Transport]]
         ends, over = asyncio.get_running_loop().create_future(), asyncio.Event()
 
@@ -47,11 +47,11 @@ def on_a_connection(test: Test) -> None:
             over.set()
             await runner.cleanup()
 
-    asyncio.run(asyncio.wait_for(whole(), LIMIT_S))
+    asyncio.run(asyncio.wait_for(run_test(), LIMIT_S))
 
 
-async def received(peer: ClientWebSocketResponse) -> list[object]:
-    """Everything up to the end of the connection; its code and reason come last."""
+async def receive_all(peer: ClientWebSocketResponse) -> list[object]:
+    """Return all messages until the connection ends, followed by its close code and reason."""
     found: list[object] = []
     while True:
         message = await peer.receive()
@@ -68,28 +68,28 @@ def test_messages_arrive_in_order_before_the_close_frame():
         connection = WebSocketConnection(socket, transport)
         connection.post("a", key="k")
         connection.post(lambda: b"b")
-        connection.post("c", key="k")  # in place of the first
+        connection.post("c", key="k")  # replaces the first
         connection.close("that was all")
         connection.post("too late")
-        assert await received(peer) == [b"b", "c", (1001, "that was all")]
-        await connection.closed()
+        assert await receive_all(peer) == [b"b", "c", (1001, "that was all")]
+        await connection.wait_closed()
         assert connection.task.done()
 
-    on_a_connection(test)
+    run_with_connection(test)
 
 
 def test_discarded_messages_are_not_sent():
     async def test(socket, transport, peer):
         connection = WebSocketConnection(socket, transport)
         connection.post("a")
-        connection.discard()
+        connection.clear_queue()
         connection.close("not yours", 1008)
-        assert await received(peer) == [(1008, "not yours")]
+        assert await receive_all(peer) == [(1008, "not yours")]
 
-    on_a_connection(test)
+    run_with_connection(test)
 
 
-def test_finish_sends_what_waits_and_leaves_the_connection_open():
+def test_finish_sends_queue_and_keeps_connection_open():
     async def test(socket, transport, peer):
         connection = WebSocketConnection(socket, transport)
         connection.post("a")
@@ -98,7 +98,7 @@ def test_finish_sends_what_waits_and_leaves_the_connection_open():
         await socket.send_str("by hand")
         assert [(await peer.receive()).data for _ in range(2)] == ["a", "by hand"]
 
-    on_a_connection(test)
+    run_with_connection(test)
 
 
 def test_error_of_a_broken_connection_ends_the_task():
@@ -110,15 +110,15 @@ def test_error_of_a_broken_connection_ends_the_task():
             await asyncio.wait([connection.task], timeout=0.01)
         assert connection.error is not None
 
-    on_a_connection(test)
+    run_with_connection(test)
 
 
 @pytest.mark.parametrize("with_transport", [True, False])
-def test_peer_that_does_not_read_is_cut_off(monkeypatch, with_transport):
-    monkeypatch.setattr(websocket, "CLOSING_S", 0.05)
+def test_peer_that_does_not_read_is_disconnected(monkeypatch, with_transport):
+    monkeypatch.setattr(websocket, "CLOSE_TIMEOUT_S", 0.05)
 
     async def test(socket, transport, peer):
-        connection = WebSocketConnection(socket, transport if with_transport else None, max_waiting=100)
+        connection = WebSocketConnection(socket, transport if with_transport else None, max_queued=100)
         while not connection.is_closing:
             connection.post(bytes(2**20))
             await asyncio.wait([connection.task], timeout=0.0)  # the peer reads nothing
@@ -127,22 +127,22 @@ def test_peer_that_does_not_read_is_cut_off(monkeypatch, with_transport):
         assert connection.task.cancelled()
         assert transport.is_closing() == with_transport
 
-    on_a_connection(test)
+    run_with_connection(test)
 
 
-@pytest.mark.parametrize(("reason", "ended"), [(b"", CLOSED), (b"enough", f"{CLOSED} (1008): enough")])
-def test_messages_end_with_the_close_frame_and_its_reason_is_told(reason, ended):
+@pytest.mark.parametrize(("reason", "ended"), [(b"", CLOSED_REASON), (b"enough", f"{CLOSED_REASON} (1008): enough")])
+def test_messages_end_with_close_frame_and_reason(reason, ended):
     async def test(socket, transport, peer):
         connection = WebSocketConnection(socket, transport)
         await peer.send_str("a")
         await peer.send_bytes(b"b")
         closing = asyncio.ensure_future(peer.close(code=1008, message=reason))
         assert [data async for data in connection.messages()] == ["a", b"b"]
-        assert connection.ended == ended
+        assert connection.end_reason == ended
         connection.cancel()
         await closing
 
-    on_a_connection(test)
+    run_with_connection(test)
 
 
 def test_message_that_is_too_large_is_an_error_of_the_peer():
@@ -156,4 +156,4 @@ def test_message_that_is_too_large_is_an_error_of_the_peer():
         connection.cancel()
         await sending
 
-    on_a_connection(test)
+    run_with_connection(test)

@@ -1,4 +1,4 @@
-"""Bytes in, envelopes and frames out; and whatever comes in, nothing but a WireError comes out otherwise."""
+"""Round trips of messages and frames. Any other bytes raise WireError and nothing else."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from atoll.core.protocol import Envelope, LearnerBody, Leave, SyncerBody
+from atoll.core.protocol import Envelope, LearnerBody, Left, SyncerBody
 from atoll.core.types import RoundId
 from atoll.tape import format
 from atoll.tensors.codecs import CODECS
 from atoll.transport import wire
 from atoll.transport.wire import (
-    HEAD_BYTES,
-    MOST_HEADER_BYTES,
-    MOST_MESSAGE_BYTES,
-    MOST_PAYLOAD_BYTES,
+    FRAME_HEAD_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
     FragmentHeader,
     Frame,
     FrameHead,
+    FrameKind,
     FrameParser,
-    Kind,
-    Side,
+    Sender,
     SliceHeader,
     WireError,
     as_bytes,
     decode_header,
     decode_message,
     digest,
+    encode_frame_head,
     encode_header,
     encode_message,
-    frame_head,
     parse_json,
 )
-from tests.transport.samples import BAD_FRAMES, BAD_MESSAGES, FRAMES, MESSAGES, Sent
+from tests.transport.samples import BAD_FRAMES, BAD_MESSAGES, FRAMES, MESSAGES, SampleFrame
 
 SIDES = {"learner": LearnerBody, "syncer": SyncerBody}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NUMBER = st.integers(-(2**63), 2**63 - 1)
 
 
-def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Anything that fits the annotation."""
+def make_values(hint: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for values of an annotated type."""
     plain: dict[Any, st.SearchStrategy[Any]] = {
         int: NUMBER,
         float: st.floats(allow_nan=False) | NUMBER,
@@ -67,16 +67,16 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return plain[hint]
     args = get_args(hint)
     if get_origin(hint) is UnionType:
-        return st.one_of([values_of(arg) for arg in args])
+        return st.one_of([make_values(arg) for arg in args])
     if get_origin(hint) is tuple:
         assert args[1:] == (...,)
-        return st.lists(values_of(args[0]), max_size=4).map(tuple)
+        return st.lists(make_values(args[0]), max_size=4).map(tuple)
     hints = get_type_hints(hint)
-    return st.builds(hint, **{name: values_of(hints[name]) for name in hint.__struct_fields__})
+    return st.builds(hint, **{name: make_values(hints[name]) for name in hint.__struct_fields__})
 
 
 ENVELOPES = {
-    side: st.builds(Envelope, *[NUMBER] * 7, st.one_of([values_of(body) for body in get_args(bodies)]))
+    side: st.builds(Envelope, *[NUMBER] * 7, st.one_of([make_values(body) for body in get_args(bodies)]))
     for side, bodies in SIDES.items()
 }
 
@@ -87,31 +87,31 @@ def refused(code: str) -> Iterator[None]:
         yield
     assert caught.value.code == code
     assert str(caught.value)
-    assert len(str(caught.value)) < 500  # a peer does not write into our log as much as it likes
+    assert len(str(caught.value)) < 500  # a peer must not fill our log
 
 
 class Memory:
-    """Accepts every frame up to some size, and remembers how often it was asked."""
+    """Accept every frame up to a size, and count the calls."""
 
-    def __init__(self, most: int = 2**20) -> None:
-        self.most = most
-        self.asked: list[FrameHead] = []
+    def __init__(self, max_bytes: int = 2**20) -> None:
+        self.max_bytes = max_bytes
+        self.heads: list[FrameHead] = []
 
     def __call__(self, head: FrameHead, header: bytes) -> bytearray:
-        self.asked.append(head)
-        if head.payload_bytes > self.most:
-            raise WireError(f"{head.payload_bytes} bytes, the limit is {self.most}", "size")
+        self.heads.append(head)
+        if head.payload_bytes > self.max_bytes:
+            raise WireError(f"{head.payload_bytes} bytes, the limit is {self.max_bytes}", "size")
         return bytearray(head.payload_bytes)
 
 
-def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
-    places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    return [data[a:b] for a, b in pairwise(places)]
+def split(data: bytes, cuts: list[int]) -> list[bytes]:
+    positions = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in pairwise(positions)]
 
 
-def parsed(data: bytes, kind: Kind, cuts: list[int] | None = None) -> Frame:
+def parse(data: bytes, kind: FrameKind, cuts: list[int] | None = None) -> Frame:
     parser = FrameParser(kind, Memory())
-    for piece in pieces_of(data, cuts or []):
+    for piece in split(data, cuts or []):
         parser.feed(piece)
     return parser.finish()
 
@@ -122,23 +122,23 @@ def parsed(data: bytes, kind: Kind, cuts: list[int] | None = None) -> Frame:
 
 @pytest.mark.parametrize("side", SIDES)
 @given(data=st.data())
-def test_a_message_arrives_as_it_was_sent(side, data):
+def test_message_round_trip(side, data):
     envelope = data.draw(ENVELOPES[side])
     arrived = decode_message(encode_message(envelope), side)
     assert format.encode(arrived) == format.encode(envelope)  # NaN is not equal to itself
 
 
-def test_a_message_is_written_as_on_the_tape():
+def test_message_encoding_matches_tape():
     for message in MESSAGES:
         assert encode_message(message.envelope)[5:].decode() == format.encode(message.envelope)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.name)
-def test_only_its_own_side_may_send_it(message):
-    other: Side = "syncer" if message.sender == "learner" else "learner"
+def test_message_of_other_side_is_refused(message):
+    other: Sender = "syncer" if message.sender == "learner" else "learner"
     data = encode_message(message.envelope)
     if type(message.envelope.body) in get_args(SIDES[other]):
-        assert type(message.envelope.body).__name__ == "InnerState"  # the syncer passes it on
+        assert type(message.envelope.body).__name__ == "OptimizerState"  # the syncer forwards it
         decode_message(data, other)
     else:
         with refused("type"):
@@ -146,26 +146,26 @@ def test_only_its_own_side_may_send_it(message):
 
 
 @pytest.mark.parametrize("bad", BAD_MESSAGES, ids=lambda bad: bad.name)
-def test_a_bad_message_is_refused(bad):
+def test_bad_message_is_refused_with_code(bad):
     with refused(bad.code):
         decode_message(bad.data, bad.sender)
 
 
-def test_a_message_has_a_largest_size_and_the_size_is_looked_at_first():
-    empty = Envelope(1, 1, 1, 1, 1, 1, 0, Leave(""))
-    fits = structs.replace(empty, body=Leave("x" * (MOST_MESSAGE_BYTES - len(encode_message(empty)))))
-    over = structs.replace(fits, body=Leave("x" * MOST_MESSAGE_BYTES))
-    assert len(encode_message(fits)) == MOST_MESSAGE_BYTES
+def test_message_size_is_checked_first():
+    empty = Envelope(1, 1, 1, 1, 1, 1, 0, Left(""))
+    fits = structs.replace(empty, body=Left("x" * (MAX_MESSAGE_BYTES - len(encode_message(empty)))))
+    over = structs.replace(fits, body=Left("x" * MAX_MESSAGE_BYTES))
+    assert len(encode_message(fits)) == MAX_MESSAGE_BYTES
     assert decode_message(encode_message(fits), "learner") == fits
     with refused("size"):
         encode_message(over)
     with refused("size"):
-        decode_message(bytes(MOST_MESSAGE_BYTES + 1), "learner")  # its magic is wrong too
+        decode_message(bytes(MAX_MESSAGE_BYTES + 1), "learner")  # its magic is invalid too
 
 
-def test_what_cannot_be_read_cannot_be_sent():
+def test_unreadable_message_is_not_encoded():
     with refused("json"):
-        encode_message(Envelope(1, 1, 1, 1, 1, 1, 0, Leave("half \ud83c")))
+        encode_message(Envelope(1, 1, 1, 1, 1, 1, 0, Left("half \ud83c")))
     with refused("type"):
         encode_message(Envelope(1, 1, 1, 1, 1, 1, 0, RoundId(1, 1, 1, 1)))  # type: ignore[arg-type]
 
@@ -180,14 +180,14 @@ def test_what_cannot_be_read_cannot_be_sent():
     ],
 )
 def test_deep_nesting_is_refused_at_every_depth_of_the_stack(text):
-    """The parser and the sentence about what it found each have a depth at which they give up."""
+    """The JSON parser and the error message each have a recursion limit."""
 
     def at_depth(depth: int) -> None:
         if depth:
             at_depth(depth - 1)
         else:
             with pytest.raises(WireError):
-                decode_message(b"ATLL\x03" + text.encode(), "learner")
+                decode_message(b"ATLL\x04" + text.encode(), "learner")
 
     for depth in range(0, 300, 10):
         at_depth(depth)
@@ -195,8 +195,8 @@ def test_deep_nesting_is_refused_at_every_depth_of_the_stack(text):
 
 @pytest.mark.parametrize("filling", ["[],", '"",', "{},", "0,", '"\\u00e4",', "1e5,"])
 def test_memory_for_a_message_is_bounded(filling):
-    inner = filling * ((MOST_MESSAGE_BYTES // 8) // len(filling))
-    data = b'ATLL\x03["Envelope",1,1,1,1,1,1,0,[' + inner.encode() + b"0]]"
+    inner = filling * ((MAX_MESSAGE_BYTES // 8) // len(filling))
+    data = b'ATLL\x04["Envelope",1,1,1,1,1,1,0,[' + inner.encode() + b"0]]"
     tracemalloc.start()
     try:
         with pytest.raises(WireError):
@@ -207,8 +207,8 @@ def test_memory_for_a_message_is_bounded(filling):
 
 
 @given(data=st.binary(max_size=200), side=st.sampled_from(["learner", "syncer"]))
-def test_any_bytes_are_a_message_or_refused(data, side):
-    for start in (b"", b"ATLL\x03", b'ATLL\x03["Envelope",'):
+def test_any_bytes_are_parsed_or_refused(data, side):
+    for start in (b"", b"ATLL\x04", b'ATLL\x04["Envelope",'):
         with suppress(WireError):
             decode_message(start + data, side)
 
@@ -221,14 +221,14 @@ JSON = st.recursive(
 
 
 @given(raw=JSON, side=st.sampled_from(["learner", "syncer"]))
-def test_any_json_is_a_message_or_refused(raw, side):
+def test_any_json_is_parsed_or_refused(raw, side):
     for value in (raw, ["Envelope", 1, 1, 1, 1, 1, 1, 0, raw]):
         with suppress(WireError):
-            decode_message(b"ATLL\x03" + json.dumps(value).encode(), side)
+            decode_message(b"ATLL\x04" + json.dumps(value).encode(), side)
 
 
 @given(message=st.sampled_from(MESSAGES), at=st.integers(0), new=st.binary(max_size=3), drop=st.integers(0, 3))
-def test_a_changed_message_is_a_message_or_refused(message, at, new, drop):
+def test_changed_message_is_parsed_or_refused(message, at, new, drop):
     data = encode_message(message.envelope)
     at %= len(data) + 1
     with suppress(WireError):
@@ -242,41 +242,41 @@ def test_a_changed_message_is_a_message_or_refused(message, at, new, drop):
 @pytest.mark.parametrize(
     "text", ["NaN", "-Infinity", "[1e400", "9223372036854775808", "-" + "9" * 5000, '"\\udc00"', ""]
 )
-def test_json_that_others_cannot_read_is_refused(text):
+def test_non_portable_json_is_refused(text):
     with refused("json"):
         parse_json(text.encode())
 
 
 @pytest.mark.parametrize("text", ["9223372036854775807", "-9223372036854775808", '"\\ud83c\\udf0a"', '"🌊"', "1.5"])
-def test_json_that_others_can_read_is_read(text):
+def test_portable_json_is_parsed(text):
     assert parse_json(text.encode()) == json.loads(text)
 
 
-def test_a_header_has_exactly_its_fields():
+def test_header_has_exactly_its_fields():
     fields: dict[str, type | tuple[type, ...]] = {"fragment": int, "base": (int, type(None))}
     assert decode_header(b'{"fragment":7,"base":null}', fields) == {"fragment": 7, "base": None}
     for text in ("[]", "{}", '{"fragment":7}', '{"fragment":7,"base":1,"more":1}', '{"fragment":true,"base":1}'):
         with refused("type"):
             decode_header(text.encode(), fields)
     with refused("size"):
-        decode_header(b" " * (MOST_HEADER_BYTES + 1), fields)
+        decode_header(b" " * (MAX_HEADER_BYTES + 1), fields)
     with refused("size"):
-        encode_header({"text": "x" * MOST_HEADER_BYTES})
+        encode_header({"text": "x" * MAX_HEADER_BYTES})
 
 
-def test_the_header_of_a_fragment_comes_back():
+def test_fragment_header_round_trip():
     for base in (11, None):
         header = FragmentHeader(2, 12, base, "0123456789abcdef" * 2, 4, 20)
         assert FragmentHeader.decode(header.encode()) == header
     for text in ("0" * 31, "0" * 33, "0" * 31 + "G", "0" * 31 + "A"):
         with refused("type"):
             FragmentHeader.decode(FragmentHeader(2, 12, None, text, 0, 4).encode())
-    for begin, of in ((-1, 4), (5, 4), (0, MOST_PAYLOAD_BYTES + 1)):
+    for begin, of in ((-1, 4), (5, 4), (0, MAX_PAYLOAD_BYTES + 1)):
         with refused("size"):
             FragmentHeader.decode(FragmentHeader(2, 12, None, "0" * 32, begin, of).encode())
 
 
-def test_the_header_of_a_slice_comes_back():
+def test_slice_header_round_trip():
     header = SliceHeader(4, 2, 3, RoundId(7, 11, 1, 2), 4, 20)
     assert SliceHeader.decode(header.encode()) == header
     for numbers in ([], [1, 2, 3], [1, 2, 3, True], [1, 2, 3, "4"], [1, 2, 3, 4, 5]):
@@ -291,35 +291,35 @@ def test_the_header_of_a_slice_comes_back():
 
 
 @given(
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(FrameKind),
     codec=st.integers(0, 3),
     header=st.binary(max_size=60),
     payload=st.binary(max_size=300),
     cuts=st.lists(st.integers(0), max_size=12),
 )
-def test_a_frame_arrives_as_it_was_sent_wherever_it_is_cut(kind, codec, header, payload, cuts):
-    frame = Sent("", kind, codec if kind in wire.ENCODED_KINDS else 0, header, payload)
-    arrived = parsed(frame.data(), kind, cuts)
+def test_frame_round_trip_with_any_chunks(kind, codec, header, payload, cuts):
+    frame = SampleFrame("", kind, codec if kind in wire.ENCODED_KINDS else 0, header, payload)
+    arrived = parse(frame.data(), kind, cuts)
     assert arrived.head[:4] == (kind, frame.codec, len(header), len(payload))
     assert (arrived.header, bytes(arrived.payload)) == (header, payload)
 
 
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: frame.name)
-def test_every_changed_byte_and_every_other_length_is_noticed(frame):
+def test_changed_byte_or_length_of_frame_is_refused(frame):
     data = frame.data()
     for place in range(len(data)):
         for bit in (0, 3, 7):
             changed = bytearray(data)
             changed[place] ^= 1 << bit
             with pytest.raises(WireError):
-                parsed(bytes(changed), frame.kind)
+                parse(bytes(changed), frame.kind)
         with refused("truncated"):
-            parsed(data[:place], frame.kind)
+            parse(data[:place], frame.kind)
     with refused("trailing"):
-        parsed(data + b"x", frame.kind)
+        parse(data + b"x", frame.kind)
     with refused("trailing"):
-        parsed(data + b"x", frame.kind, [len(data)])
-    assert parsed(data, frame.kind, list(range(len(data)))).header == frame.header
+        parse(data + b"x", frame.kind, [len(data)])
+    assert parse(data, frame.kind, list(range(len(data)))).header == frame.header
 
 
 @given(
@@ -328,56 +328,56 @@ def test_every_changed_byte_and_every_other_length_is_noticed(frame):
     cuts=st.lists(st.integers(0), max_size=5),
 )
 @example(FRAMES[0], [(12, b"\xff" * 8, 8)], [])  # the length of the payload
-def test_a_changed_frame_is_refused_or_the_same(frame, edits, cuts):
+def test_changed_frame_is_refused_or_identical(frame, edits, cuts):
     data = frame.data()
     for at, new, drop in edits:
         at %= len(data) + 1
         data = data[:at] + new + data[at + drop :]
     if data == frame.data():
-        assert parsed(data, frame.kind, cuts).header == frame.header
+        assert parse(data, frame.kind, cuts).header == frame.header
     else:
         with pytest.raises(WireError):
-            parsed(data, frame.kind, cuts)
+            parse(data, frame.kind, cuts)
 
 
-@given(data=st.binary(max_size=200), kind=st.sampled_from(Kind), cuts=st.lists(st.integers(0), max_size=5))
+@given(data=st.binary(max_size=200), kind=st.sampled_from(FrameKind), cuts=st.lists(st.integers(0), max_size=5))
 def test_any_bytes_are_refused_as_a_frame(data, kind, cuts):
-    for start in (b"", b"ATLF\x03", b"ATLF\x03" + bytes([kind]) + bytes(6)):
+    for start in (b"", b"ATLF\x04", b"ATLF\x04" + bytes([kind]) + bytes(6)):
         with pytest.raises(WireError):
-            parsed(start + data, kind, cuts)
+            parse(start + data, kind, cuts)
 
 
 @pytest.mark.parametrize("bad", BAD_FRAMES, ids=lambda bad: bad.name)
-def test_a_bad_frame_is_refused_however_it_is_cut(bad):
+def test_bad_frame_is_refused_with_any_chunks(bad):
     for cuts in ([], [36], [len(bad.data) // 2], list(range(len(bad.data)))):
         parser = FrameParser(bad.kind, lambda head, header: bytearray(bad.room))
         with refused(bad.code):
-            for piece in pieces_of(bad.data, cuts):
+            for piece in split(bad.data, cuts):
                 parser.feed(piece)
             parser.finish()
 
 
-def test_no_memory_is_taken_for_what_a_head_promises():
-    """Half a TiB is promised: `accept` looks at that first, and a header takes memory only as it comes."""
-    head = bytearray(frame_head(Kind.MODEL, 0, b"h" * MOST_HEADER_BYTES, b""))
+def test_parser_allocates_nothing_before_accept():
+    """The head announces half a TiB. `accept` checks that first, and memory for a header grows as it arrives."""
+    head = bytearray(encode_frame_head(FrameKind.MODEL, 0, b"h" * MAX_HEADER_BYTES, b""))
     head[12:20] = (2**39).to_bytes(8, "little")
     memory = Memory()
     tracemalloc.start()
     try:
-        parser = FrameParser(Kind.MODEL, memory)
+        parser = FrameParser(FrameKind.MODEL, memory)
         parser.feed(head)
         parser.feed(b"h" * 1000)
         assert tracemalloc.get_traced_memory()[1] < 50_000
-        assert memory.asked == []
+        assert memory.heads == []
         with refused("size"):
-            parser.feed(b"h" * MOST_HEADER_BYTES)
-        assert [asked.payload_bytes for asked in memory.asked] == [2**39]
-        assert tracemalloc.get_traced_memory()[1] < 5 * MOST_HEADER_BYTES
+            parser.feed(b"h" * MAX_HEADER_BYTES)
+        assert [head.payload_bytes for head in memory.heads] == [2**39]
+        assert tracemalloc.get_traced_memory()[1] < 5 * MAX_HEADER_BYTES
     finally:
         tracemalloc.stop()
 
 
-def test_a_wrong_head_is_refused_before_anybody_is_asked():
+def test_invalid_head_is_refused_before_accept():
     memory = Memory()
     for bad in BAD_FRAMES:
         if bad.code in ("magic", "version", "kind", "codec"):
@@ -385,10 +385,10 @@ def test_a_wrong_head_is_refused_before_anybody_is_asked():
             with refused(bad.code):
                 parser.feed(bad.data)
                 parser.finish()
-    assert memory.asked == []
+    assert memory.heads == []
 
 
-def test_a_refused_frame_stays_refused():
+def test_refused_frame_stays_refused():
     def accept(head: FrameHead, header: bytes) -> bytearray:
         raise WireError("not today", "type")
 
@@ -401,33 +401,33 @@ def test_a_refused_frame_stays_refused():
         parser.finish()
 
 
-def test_a_body_may_hold_several_frames():
-    sent = [frame for frame in FRAMES if frame.kind is Kind.MODEL]
+def test_body_with_several_frames_is_parsed():
+    sent = [frame for frame in FRAMES if frame.kind is FrameKind.MODEL]
     body = b"".join(frame.data() for frame in sent)
     for size in (1, 7, 40, len(body)):
         arrived: list[Frame] = []
-        parser = FrameParser(Kind.MODEL, Memory(), several=True)
-        for piece in pieces_of(body, list(range(0, len(body), size))):
+        parser = FrameParser(FrameKind.MODEL, Memory(), several=True)
+        for piece in split(body, list(range(0, len(body), size))):
             parser.feed(piece)
-            while parser.done:
+            while parser.is_done:
                 arrived.append(parser.finish())
                 rest = parser.rest
-                parser = FrameParser(Kind.MODEL, Memory(), several=True)
+                parser = FrameParser(FrameKind.MODEL, Memory(), several=True)
                 parser.feed(rest)
         assert [(f.header, bytes(f.payload)) for f in arrived] == [(f.header, f.payload) for f in sent]
 
 
-def test_who_reads_the_rest_takes_care_of_it():
+def test_reading_rest_accepts_trailing_bytes():
     parser = FrameParser(FRAMES[0].kind, Memory(), several=True)
     parser.feed(FRAMES[0].data() + b"next")
-    assert parser.done
+    assert parser.is_done
     assert parser.rest == b"next"
     parser.finish()
     with refused("trailing"):
-        parser.feed(b"more")  # it was to be asked for the frame first
+        parser.feed(b"more")  # `finish` must be called first
 
 
-def test_payloads_are_tensors_arrays_or_bytes_and_are_not_copied():
+def test_payload_is_tensor_array_or_bytes_without_copy():
     values = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     raw = values.numpy().tobytes()
     for payload in (
@@ -439,42 +439,44 @@ def test_payloads_are_tensors_arrays_or_bytes_and_are_not_copied():
         [raw[:5], raw[5:]],
         (values[0], raw[12:]),
     ):
-        assert frame_head(Kind.MODEL, 0, b"{}", payload) == frame_head(Kind.MODEL, 0, b"{}", raw)
+        assert encode_frame_head(FrameKind.MODEL, 0, b"{}", payload) == encode_frame_head(
+            FrameKind.MODEL, 0, b"{}", raw
+        )
     room = torch.empty(24, dtype=torch.uint8)
-    parser = FrameParser(Kind.MODEL, lambda head, header: room)
-    parser.feed(frame_head(Kind.MODEL, 0, b"{}", values) + b"{}")
+    parser = FrameParser(FrameKind.MODEL, lambda head, header: room)
+    parser.feed(encode_frame_head(FrameKind.MODEL, 0, b"{}", values) + b"{}")
     parser.feed(np.frombuffer(raw, dtype=np.float32))
     parser.finish()
     assert torch.equal(room.view(torch.float32).reshape(2, 3), values)
     assert as_bytes(torch.empty(0)).nbytes == 0
     assert as_bytes(torch.tensor(1.0)).nbytes == 4
     with pytest.raises(TypeError):
-        as_bytes(np.zeros((4, 4))[:, 1])  # in one piece, or it would be copied
+        as_bytes(np.zeros((4, 4))[:, 1])  # not contiguous: it would be copied
 
 
-def test_a_frame_that_is_too_large_is_not_sent():
+def test_too_large_frame_is_not_encoded():
     with refused("size"):
-        frame_head(Kind.MODEL, 0, bytes(MOST_HEADER_BYTES + 1), b"")
+        encode_frame_head(FrameKind.MODEL, 0, bytes(MAX_HEADER_BYTES + 1), b"")
 
 
-def test_the_head_is_as_the_table_says():
+def test_frame_head_matches_table():
     header, payload = b'{"fragment":2}', b"\1\2\3\4"
-    fields = b"ATLF" + bytes([3, 4, 0, 0]) + (14).to_bytes(4, "little") + (4).to_bytes(8, "little")
-    head = frame_head(Kind.MODEL, 0, header, payload)
+    fields = b"ATLF" + bytes([4, 4, 0, 0]) + (14).to_bytes(4, "little") + (4).to_bytes(8, "little")
+    head = encode_frame_head(FrameKind.MODEL, 0, header, payload)
     assert head == fields + digest(fields + header + payload)
-    assert len(head) == HEAD_BYTES == 36
+    assert len(head) == FRAME_HEAD_BYTES == 36
 
 
-def test_codecs_have_their_numbers():
-    assert {codec.name: codec.number for codec in CODECS} == wire.CODEC_NUMBERS
+def test_codec_numbers_are_stable():
+    assert {codec.name: codec.wire_id for codec in CODECS} == wire.CODEC_NUMBERS
 
 
-def test_only_bodies_and_what_is_in_them_travel():
-    """A record or an event would be a valid value on a tape; no peer may hand us one."""
+def test_only_message_types_are_decoded():
+    """Records and events are valid on a tape, but not in a message."""
     with refused("type"):
-        decode_message(b'ATLL\x03["Envelope",1,1,1,1,1,1,0,["ManifestRecord",[],1,1]]', "syncer")
+        decode_message(b'ATLL\x04["Envelope",1,1,1,1,1,1,0,["ManifestRecord",[],1,1]]', "syncer")
 
 
-def test_reading_and_writing_need_no_torch():
+def test_wire_needs_no_torch():
     code = "import sys, atoll.transport.wire; sys.exit('torch' in sys.modules or 'aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""docs/wire.md says what the code does. Each comparison is shown to be able to fail."""
+"""Compare docs/wire.md with the code, and check that each comparison can fail."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from atoll.core.protocol import LearnerBody, SyncerBody
 from atoll.syncer import fragment_endpoints, http_api
-from atoll.syncer.status import TOLD
+from atoll.syncer.status import LEARNER_METRICS
 from atoll.tensors.codecs import CODECS
 from atoll.transport import wire
-from atoll.transport.websocket import MAX_WAITING
+from atoll.transport.websocket import MAX_QUEUED_MESSAGES
 from tests.transport.test_vectors import FILES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,110 +33,110 @@ def coded(text: str) -> set[str]:
 
 
 def served() -> set[str]:
-    """Methods and paths, as the syncer routes them."""
+    """Return the methods and paths that the syncer routes."""
     source = Path(http_api.__file__).read_text(encoding="utf-8")
     routes = re.findall(r'router\.add_(\w+)\("([^"]+)"', source)
     return {f"{method.upper()} {re.sub(r':[^}]+', '', path)}" for method, path in routes}
 
 
-def told_paths(text: str) -> set[str]:
+def documented_paths(text: str) -> set[str]:
     return {name.split("?")[0] for name in coded(text) if re.match(r"(GET|PUT|POST|DELETE) /", name)}
 
 
-def every_path_is_told_and_served(text: str) -> Iterator[str]:
+def every_path_is_documented_and_served(text: str) -> Iterator[str]:
     first_cells = set(re.findall(r"^\| `([A-Z]+ /[^`]+)`", section(text, "Paths"), re.MULTILINE))
     for path in sorted(served() - first_cells):
         yield f"the table of paths lacks {path}"
-    for path in sorted(told_paths(text) - served()):
+    for path in sorted(documented_paths(text) - served()):
         yield f"{path} is not served"
 
 
-def every_body_is_told(text: str) -> Iterator[str]:
+def every_body_is_documented(text: str) -> Iterator[str]:
     table = section(text, "Control messages")
     for body in (*get_args(LearnerBody), *get_args(SyncerBody)):
         if body.__name__ not in coded(table):
             yield f"the table of messages lacks {body.__name__}"
 
 
-def every_kind_is_told(text: str) -> Iterator[str]:
-    for kind in wire.Kind:
+def every_kind_is_documented(text: str) -> Iterator[str]:
+    for kind in wire.FrameKind:
         if f"| {kind.value} | `{kind.name}` |" not in section(text, "Frames"):
             yield f"the table of kinds lacks {kind.name}"
 
 
-def every_codec_is_told(text: str) -> Iterator[str]:
+def every_codec_is_documented(text: str) -> Iterator[str]:
     for codec in CODECS:
-        if f"| `{codec.name}` | {codec.number} |" not in section(text, "Codecs"):
+        if f"| `{codec.name}` | {codec.wire_id} |" not in section(text, "Codecs"):
             yield f"the table of codecs lacks {codec.name}"
 
 
-def every_error_is_told(text: str) -> Iterator[str]:
-    told = re.findall(r"^\| `(\w+)` \|", section(text, "Errors"), re.MULTILINE)
-    if told != list(get_args(wire.Code)):
-        yield f"the table of errors has {told}, the code {get_args(wire.Code)}"
+def every_error_is_documented(text: str) -> Iterator[str]:
+    documented = re.findall(r"^\| `(\w+)` \|", section(text, "Errors"), re.MULTILINE)
+    if documented != list(get_args(wire.WireErrorCode)):
+        yield f"the table of errors has {documented}, the code {get_args(wire.WireErrorCode)}"
 
 
-def limits_are_those_of_the_code(text: str) -> Iterator[str]:
+def limits_match_code(text: str) -> Iterator[str]:
     mib = 2**20
     wanted = {
-        "a control message": f"{wire.MOST_MESSAGE_BYTES // mib} MiB",
-        "a header": f"{wire.MOST_HEADER_BYTES // mib} MiB",
-        "a payload": f"{wire.MOST_PAYLOAD_BYTES // 2**40} TiB,",
-        "a whole number": f"{(wire.MOST_NUMBER - wire.LEAST_NUMBER).bit_length()} bits",
-        "text with figures": f"{http_api.MOST_METRICS_BYTES} characters",
-        "a plan": f"{http_api.MOST_PLAN_BYTES // mib} MiB",
+        "a control message": f"{wire.MAX_MESSAGE_BYTES // mib} MiB",
+        "a header": f"{wire.MAX_HEADER_BYTES // mib} MiB",
+        "a payload": f"{wire.MAX_PAYLOAD_BYTES // 2**40} TiB,",
+        "a whole number": f"{(wire.MAX_INTEGER - wire.MIN_INTEGER).bit_length()} bits",
+        "text with figures": f"{http_api.MAX_METRICS_BYTES} characters",
+        "a plan": f"{http_api.MAX_PLAN_BYTES // mib} MiB",
         "inner state": f"{wire.STATE_BYTES_PER_PARAMETER} bytes per parameter",
-        "silence in the middle of a body": f"{fragment_endpoints.SILENT_S:g} s",
-        "time in which nobody goes on with one of them": f"{fragment_endpoints.IDLE_S:g} s",
-        "messages that wait for a learner that does not read": f"{MAX_WAITING},",
+        "silence in the middle of a body": f"{fragment_endpoints.STALL_TIMEOUT_S:g} s",
+        "time without a request for one of them": f"{fragment_endpoints.UPLOAD_IDLE_TIMEOUT_S:g} s",
+        "messages that wait for a learner that does not read": f"{MAX_QUEUED_MESSAGES},",
     }
     for what, limit in wanted.items():
         if f"| {what} | {limit}" not in section(text, "Limits"):
             yield f"the limit of {what} is {limit}"
 
 
-def every_vector_file_is_told(text: str) -> Iterator[str]:
-    told = set(re.findall(r"^\| `(\w+\.json)` \|", section(text, "Golden vectors"), re.MULTILINE))
-    if told != set(FILES):
-        yield f"the files are {sorted(FILES)}, told are {sorted(told)}"
+def every_vector_file_is_documented(text: str) -> Iterator[str]:
+    documented = set(re.findall(r"^\| `(\w+\.json)` \|", section(text, "Golden vectors"), re.MULTILINE))
+    if documented != set(FILES):
+        yield f"the files are {sorted(FILES)}, the page has {sorted(documented)}"
 
 
-def figures_for_people_are_told(text: str) -> Iterator[str]:
-    for name in TOLD:
+def learner_metrics_are_documented(text: str) -> Iterator[str]:
+    for name in LEARNER_METRICS:
         if name not in coded(section(text, "Control messages")):
-            yield f"the figure {name} is not told"
+            yield f"the metric {name} is not documented"
 
 
-def the_example_is_what_is_written(text: str) -> Iterator[str]:
-    if "\n    ATLL\\x03" not in text:
+def example_matches_encoding(text: str) -> Iterator[str]:
+    if "\n    ATLL\\x04" not in text:
         yield "no example"
         return
-    example = re.findall(r"^    ATLL\\x03(.*)$", text, re.MULTILINE)[0]
-    envelope = wire.decode_message(b"ATLL\x03" + example.encode(), "learner")
+    example = re.findall(r"^    ATLL\\x04(.*)$", text, re.MULTILINE)[0]
+    envelope = wire.decode_message(b"ATLL\x04" + example.encode(), "learner")
     if wire.encode_message(envelope)[5:].decode() != example:
-        yield "the example is not how it is written"
+        yield "the example differs from the encoding"
 
 
-CHECKS: dict[Check, tuple[str, str]] = {  # each with a word that is changed, and what it is changed to
-    every_path_is_told_and_served: ("| `POST /v1/join`", "| `POST /v1/enter`"),
-    every_body_is_told: ("`RefuseContribution`, `Published`", "`Published`"),
-    every_kind_is_told: ("| 3 | `INNER_STATE`", "| 5 | `INNER_STATE`"),
-    every_codec_is_told: ("| `int8` | 2 |", "| `int8` | 4 |"),
-    every_error_is_told: ("| `digest` | the", "| `checksum` | the"),
-    limits_are_those_of_the_code: ("| a header | 1 MiB", "| a header | 2 MiB"),
-    every_vector_file_is_told: ("| `codecs.json`", "| `numbers.json`"),
-    figures_for_people_are_told: ("`tokens_per_s`", "`tokens`"),
-    the_example_is_what_is_written: ('902,0,["Ping",8]]', '902,0, ["Ping",8]]'),
+CHECKS: dict[Check, tuple[str, str]] = {  # each with a replacement that must make it fail
+    every_path_is_documented_and_served: ("| `POST /v1/join`", "| `POST /v1/enter`"),
+    every_body_is_documented: ("`RefuseContribution`, `Published`", "`Published`"),
+    every_kind_is_documented: ("| 3 | `OPTIMIZER_STATE`", "| 5 | `OPTIMIZER_STATE`"),
+    every_codec_is_documented: ("| `int8` | 2 |", "| `int8` | 4 |"),
+    every_error_is_documented: ("| `digest` | the", "| `checksum` | the"),
+    limits_match_code: ("| a header | 1 MiB", "| a header | 2 MiB"),
+    every_vector_file_is_documented: ("| `codecs.json`", "| `numbers.json`"),
+    learner_metrics_are_documented: ("`tokens_per_s`", "`tokens`"),
+    example_matches_encoding: ('902,0,["Ping",8]]', '902,0, ["Ping",8]]'),
 }
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_page_says_what_the_code_does(check):
+def test_page_matches_code(check):
     assert list(check(TEXT)) == []
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_check_sees_a_planted_mistake(check):
+def test_check_finds_planted_error(check):
     word, other = CHECKS[check]
     assert word in TEXT
     assert list(check(TEXT.replace(word, other))) != []

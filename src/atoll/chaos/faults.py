@@ -1,6 +1,6 @@
-"""The faults that can be asked for: what each strikes, and its options.
+"""Table of all kinds of faults, with their targets and options.
 
-The scenario reader and the plan read this table, `docs/chaos.md` describes it, and injectors are in `injectors`.
+The scenario reader and the plan use this table, `docs/chaos.md` describes it, and `injectors` injects the faults.
 """
 
 from __future__ import annotations
@@ -9,71 +9,73 @@ from dataclasses import dataclass
 from typing import Literal
 
 TargetKind = Literal["learner", "syncer", "shard", "link", "disk", "payload"]
-WAYS = ("both", "up", "down")
+DIRECTIONS = ("both", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """One setting of a fault. `kind` says how it is written: a time, a rate of bytes, a count, or one of some words."""
+class FaultOption:
+    """Option of a fault. `kind` is the type of its value; a `word` is one of `choices`."""
 
     name: str
     kind: Literal["seconds", "bytes_per_s", "count", "word"]
     default: float | str
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
     name: str
     targets: tuple[TargetKind, ...]
-    options: tuple[Option, ...] = ()
+    options: tuple[FaultOption, ...] = ()
 
-    def option(self, name: str) -> Option | None:
+    def option(self, name: str) -> FaultOption | None:
         return next((each for each in self.options if each.name == name), None)
 
     @property
-    def lasts(self) -> str | None:
-        """The option that says how long it goes on; None: it is done at once."""
-        return next((each.name for each in self.options if each.name in ("for", "away")), None)
+    def duration_option(self) -> str | None:
+        """Name of the option with the duration of the fault; None for a fault without a duration."""
+        return next((each.name for each in self.options if each.name in ("for", "downtime")), None)
 
 
-def _for(seconds: float) -> Option:
-    return Option("for", "seconds", seconds)
+def _duration(seconds: float) -> FaultOption:
+    return FaultOption("for", "seconds", seconds)
 
 
-_WAY = Option("way", "word", "both", WAYS)
-_COUNT = Option("count", "count", 3)  # contributions
+_DIRECTION = FaultOption("direction", "word", "both", DIRECTIONS)
+_COUNT = FaultOption("count", "count", 3)  # contributions
 _PROCESSES: tuple[TargetKind, ...] = ("learner", "syncer", "shard")
 
-KINDS: dict[str, FaultKind] = {
+FAULT_KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
-        FaultKind("kill", _PROCESSES, (Option("away", "seconds", 3.0),)),  # SIGKILL; started again after `away`
-        FaultKind("stop", _PROCESSES, (_for(3.0),)),  # SIGSTOP, and SIGCONT after `for`
-        FaultKind("join", ("learner",)),  # a new learner, with a number that no other learner had
-        FaultKind("leave", ("learner",)),  # SIGTERM: the learner leaves and never comes back
-        FaultKind("cut", ("link",), (_for(4.0), _WAY)),  # nothing comes through, and neither end is notified
-        FaultKind("thin", ("link",), (_for(8.0), Option("rate", "bytes_per_s", 50_000.0))),  # in each direction
-        FaultKind("delay", ("link",), (_for(8.0), Option("delay", "seconds", 0.2))),  # in each direction
-        FaultKind("flap", ("link",), (_for(6.0), Option("period", "seconds", 0.5))),  # cut and whole in turn
-        # one byte in `every` bytes, on average, is another one when it arrives
-        FaultKind("damage", ("link",), (_for(4.0), Option("every", "count", 20_000), _WAY)),
-        FaultKind("full", ("disk",), (_for(4.0),)),
-        FaultKind("read-only", ("disk",), (_for(4.0),)),
-        FaultKind("slow", ("disk",), (_for(6.0), Option("wait", "seconds", 0.3))),  # added to every fsync
+        # SIGKILL; restarted after `downtime`
+        FaultKind("kill", _PROCESSES, (FaultOption("downtime", "seconds", 3.0),)),
+        FaultKind("stop", _PROCESSES, (_duration(3.0),)),  # SIGSTOP, and SIGCONT after `for`
+        FaultKind("join", ("learner",)),  # a new learner, with an unused number
+        FaultKind("leave", ("learner",)),  # SIGTERM: the learner leaves for good
+        FaultKind("cut", ("link",), (_duration(4.0), _DIRECTION)),  # drops all bytes; neither end is notified
+        # in each direction
+        FaultKind("throttle", ("link",), (_duration(8.0), FaultOption("rate", "bytes_per_s", 50_000.0))),
+        FaultKind("delay", ("link",), (_duration(8.0), FaultOption("delay", "seconds", 0.2))),  # in each direction
+        FaultKind("flap", ("link",), (_duration(6.0), FaultOption("period", "seconds", 0.5))),  # cut, restored, ...
+        # changes on average one byte in `every` bytes
+        FaultKind("corrupt", ("link",), (_duration(4.0), FaultOption("every", "count", 20_000), _DIRECTION)),
+        FaultKind("full", ("disk",), (_duration(4.0),)),
+        FaultKind("read-only", ("disk",), (_duration(4.0),)),
+        FaultKind("slow", ("disk",), (_duration(6.0), FaultOption("wait", "seconds", 0.3))),  # added to every fsync
         FaultKind("nan", ("payload",), (_COUNT,)),
         FaultKind("infinity", ("payload",), (_COUNT,)),
-        FaultKind("wild", ("payload",), (_COUNT, Option("factor", "count", 1_000_000))),  # finite, and too large
+        FaultKind("wild", ("payload",), (_COUNT, FaultOption("factor", "count", 1_000_000))),  # finite but too large
     )
 }
 
-SEVERAL = ("all", "all-but-one")
-"""Words that stand for several numbers of learners or shards. The seed draws the one that `all-but-one` spares."""
+TARGET_GROUPS = ("all", "all-but-one")
+"""Targets that select several learners or shards. The seed draws the one that `all-but-one` leaves out."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Target:
-    """What one fault strikes. `number` is a learner's, and 0 the syncer; shards have numbers of their own, from 0.
+    """Target of one fault. `number` is the number of a learner, 0 for the syncer, or the number of a shard, from 0.
 
     >>> str(Target("link", 3)), str(Target("disk", 0)), str(Target("syncer", 0)), str(Target("shard", 0))
     ('link 3', 'disk syncer', 'syncer', 'shard 0')
@@ -90,8 +92,8 @@ class Target:
         return f"{self.kind} {self.number or 'syncer'}"
 
     @property
-    def strikes_process(self) -> str:
-        """The process whose steps or merges it may hurt directly."""
+    def affected_process(self) -> str:
+        """Name of the process whose steps or merges the fault may delay directly."""
         if self.kind == "shard":
             return str(self)
         return f"learner {self.number}" if self.number else "syncer"

@@ -1,8 +1,8 @@
-"""What runs inside the processes of a run under fault, around the very functions that `atoll train` starts.
+"""Entry points of the processes of a run under fault. They wrap the functions that `atoll train` starts.
 
-Most faults come from outside: signals, links, mounts. Two cannot: values that go wrong on their way out of a learner,
-and a disk that is slow. For these a process looks at its orders, a small file that the tool writes, whenever it is
-about to send a contribution or to wait for its disk, and it notes down what it did.
+Most faults are injected from outside: signals, links, mounts. Two kinds cannot: corrupt values in a contribution, and a
+slow disk. For these, a process reads its commands before each contribution and each fsync. The commands are in a small
+file that `atoll chaos` writes. The process logs every command that it executes.
 """
 
 from __future__ import annotations
@@ -18,80 +18,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.chaos.netns import enter
+from atoll.chaos.netns import enter_namespace
 from atoll.core.types import RoundId
 from atoll.files import write_text
-from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings
+from atoll.reference.learner_main import train_learner
 from atoll.reference.supervisor import serve_job
 from atoll.tensors.codecs import Codec
 from atoll.tensors.learner_fragment import LearnerFragment
 
-FOLDER = "chaos"
+CHAOS_FOLDER = "chaos"
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What one process is told to do wrong. `run` is the run's directory, `who` such as learner-3 or syncer."""
+class FaultCommands:
+    """Faults that one process injects into itself. `process` is a name such as learner-3 or syncer."""
 
     run: Path
-    who: str
+    process: str
 
     @property
     def path(self) -> Path:
-        return self.run / FOLDER / f"{self.who}.orders.json"
+        return self.run / CHAOS_FOLDER / f"{self.process}.commands.json"
 
     @property
-    def notes(self) -> Path:
-        return self.run / FOLDER / f"{self.who}.done.jsonl"
+    def done_path(self) -> Path:
+        return self.run / CHAOS_FOLDER / f"{self.process}.done.jsonl"
 
-    # ------------------------------------------------------------------------------------------ by the tool
+    # ------------------------------------------------------------------------------------------ called by atoll chaos
 
-    def give(self, **orders: dict[str, Any] | None) -> None:
-        """Change some of the orders. A reader finds the old file or the new one."""
-        told = {**self.read(), **orders}
+    def write(self, **commands: dict[str, Any] | None) -> None:
+        """Change some of the commands; None removes a command. The file is replaced atomically."""
+        pending = {**self.read(), **commands}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({name: order for name, order in told.items() if order is not None})
+        text = json.dumps({name: command for name, command in pending.items() if command is not None})
         write_text(self.path, text, durable=False)
 
-    def done(self, fault: int) -> int:
-        """How often a process has carried out this fault."""
+    def count_done(self, fault: int) -> int:
+        """Return how often the process has injected this fault."""
         try:
-            lines = self.notes.read_text(encoding="utf-8").split("\n")[:-1]
+            lines = self.done_path.read_text(encoding="utf-8").split("\n")[:-1]
         except FileNotFoundError:
             return 0
         return sum(json.loads(line)["fault"] == fault for line in lines)
 
-    # ------------------------------------------------------------------------------------------ in the process
+    # ------------------------------------------------------------------------------------------ called by the process
 
     def read(self) -> dict[str, Any]:
         try:
-            told: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-            return told
+            commands: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+            return commands
         except FileNotFoundError:
             return {}
 
-    def note(self, fault: int, what: str) -> None:
-        line = json.dumps({"at": time.time(), "fault": fault, "what": what}) + "\n"
-        with open(self.notes, "ab", buffering=0) as file:
+    def record_done(self, fault: int, operation: str) -> None:
+        line = json.dumps({"at": time.time(), "fault": fault, "what": operation}) + "\n"
+        with open(self.done_path, "ab", buffering=0) as file:
             file.write(line.encode())
 
 
-def learn_under_faults(
-    orders: Orders, namespace: Path | None, settings: JobSettings, learner: int, syncer: str, token: str, run: Path
+def run_faulty_learner(
+    commands: FaultCommands,
+    namespace: Path | None,
+    settings: JobSettings,
+    learner: int,
+    syncer: str,
+    token: str,
+    run: Path,
 ) -> None:
-    """A learner, in its own network where it has one."""
+    """Train one learner, in its own network namespace if it has one."""
     if namespace is not None:
-        enter(namespace)
-    make_disk_slow(orders)
-    poison_contributions(orders)
-    train_island(settings, learner, f"http://{syncer}", token, run)  # nothing of it leaves this machine
+        enter_namespace(namespace)
+    slow_down_fsync(commands)
+    poison_contributions(commands)
+    train_learner(settings, learner, f"http://{syncer}", token, run)  # plain HTTP: no byte leaves this machine
 
 
-def serve_under_faults(
-    orders: Orders, host: str, settings: JobSettings, run_id: str, run: Path, port: int, token: str
+def run_faulty_syncer(
+    commands: FaultCommands, host: str, settings: JobSettings, run_id: str, run: Path, port: int, token: str
 ) -> None:
-    make_disk_slow(orders)
+    slow_down_fsync(commands)
     serve_job(settings, run_id, run, port, token, host)
 
 
@@ -99,60 +105,61 @@ def serve_under_faults(
 # A slow disk
 
 
-def make_disk_slow(orders: Orders) -> None:
-    """Every fsync takes longer while the orders say so."""
+def slow_down_fsync(commands: FaultCommands) -> None:
+    """Delay every fsync of this process while there is a command for that."""
     fsync = os.fsync
 
-    def slowly(file: Any) -> None:
-        order = orders.read().get("slow")
-        if order is not None:
-            time.sleep(order["wait_s"])
-            orders.note(order["fault"], "fsync")
+    def slow_fsync(file: Any) -> None:
+        command = commands.read().get("slow")
+        if command is not None:
+            time.sleep(command["wait_s"])
+            commands.record_done(command["fault"], "fsync")
         fsync(file)
 
-    os.fsync = slowly  # type: ignore[assignment]
+    os.fsync = slow_fsync  # type: ignore[assignment]
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Poison
 
 
-def poison_contributions(orders: Orders) -> None:
-    """What is sent is wrong; the learner's own weights are not, as with memory that fails on the way out."""
+def poison_contributions(commands: FaultCommands) -> None:
+    """Corrupt encoded contributions while there is a command for that, as failing memory does. Weights stay valid."""
     encode = LearnerFragment.encode
 
-    def poisoned(
+    def poisoned_encode(
         self: LearnerFragment,
         round_id: RoundId,
-        by: Codec,
+        codec: Codec,
         anchor: Tensor,
         copy: Tensor,
         scratch: Tensor,
         out: Tensor | None = None,
-        told: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         values = anchor, copy, scratch
-        order = orders.read().get("poison")
-        if order is None or orders.done(order["fault"]) >= order["count"]:
-            return encode(self, round_id, by, *values, out, told)
-        data = encode(self, round_id, by, *values, out)
-        honest = by.decode(data, copy.numel())
-        data.copy_(by.encode(spoiled(honest, order["how"], order.get("factor", 1.0))))
-        if told is not None:
-            told(0, copy.numel())
-        orders.note(order["fault"], f"fragment {self.id}")
+        command = commands.read().get("poison")
+        if command is None or commands.count_done(command["fault"]) >= command["count"]:
+            return encode(self, round_id, codec, *values, out, on_progress)
+        data = encode(self, round_id, codec, *values, out)
+        original = codec.decode(data, copy.numel())
+        data.copy_(codec.encode(poison_values(original, command["kind"], command.get("factor", 1.0))))
+        if on_progress is not None:
+            on_progress(0, copy.numel())
+        commands.record_done(command["fault"], f"fragment {self.id}")
         return data
 
-    LearnerFragment.encode = poisoned  # type: ignore[method-assign]
+    LearnerFragment.encode = poisoned_encode  # type: ignore[method-assign]
 
 
-def spoiled(values: Tensor, how: str, factor: float) -> Tensor:
-    """
-    >>> spoiled(torch.ones(4), "nan", 1.0)
+def poison_values(values: Tensor, kind: str, factor: float) -> Tensor:
+    """Return the values with a fault of this kind: "nan", "infinity" or "wild".
+
+    >>> poison_values(torch.ones(4), "nan", 1.0)
     tensor([nan, 1., 1., nan])
     """
-    if how == "wild":
+    if kind == "wild":
         return values * factor
     values = values.clone()
-    values[::3] = torch.nan if how == "nan" else torch.inf
+    values[::3] = torch.nan if kind == "nan" else torch.inf
     return values

@@ -1,7 +1,7 @@
-"""Injectors: each begins a fault, keeps it up, ends it, and records evidence that it really happened.
+"""Injectors: each starts a fault, maintains it, ends it, and looks for evidence that it happened.
 
-Evidence never comes from the injector itself. A kill has happened when the process is gone, a stop when the kernel
-reports the process as stopped, a cut when no byte has passed, damage when bytes were changed, a full disk when the
+The evidence is independent of the injection. A kill has happened when the process has exited, a stop when the kernel
+reports the process as stopped, a cut when no byte passes, corruption when bytes were changed, a full disk when the
 kernel refuses a byte.
 """
 
@@ -15,21 +15,21 @@ from typing import Protocol
 
 from atoll.chaos.disks import Disk
 from atoll.chaos.faults import Target
-from atoll.chaos.in_process import Orders
+from atoll.chaos.in_process import FaultCommands
 from atoll.chaos.netns import Namespaces
-from atoll.chaos.plan import Planned
+from atoll.chaos.plan import PlannedFault
 from atoll.chaos.relay import Relay
 from atoll.reference.supervisor import SupervisedProcess
 
 
-class World(Protocol):
-    """The run, as far as an injector needs it."""
+class InjectorContext(Protocol):
+    """Interface of a run for its injectors."""
 
     run: Path
     namespaces: Namespaces | None
 
     def member(self, target: Target) -> SupervisedProcess | None:
-        """Return the process that a fault targets, or the owner of the link, disk or payload; None if there is none."""
+        """Return the process that a fault targets, or that owns the link, disk or payload; None if there is none."""
 
     def is_training(self, target: Target) -> bool:
         """Return whether the process runs and has taken steps or, at the syncer and its shards, merged."""
@@ -40,50 +40,50 @@ class World(Protocol):
 
     def disk(self, number: int) -> Disk: ...
 
-    def orders(self, number: int) -> Orders: ...
+    def fault_commands(self, number: int) -> FaultCommands: ...
 
     def add_learner(self, number: int) -> None: ...
 
     def has_failed_write(self) -> bool:
-        """Return whether a version waits at the syncer because its disk refused it."""
+        """Return whether the syncer has a version that its disk refused to store."""
 
 
 class Injector(ABC):
-    """One fault. `begin` is called once, when `is_ready`; `keep` at every poll until `end`."""
+    """Injector of one fault. `begin` is called once, when `is_ready` returns True; `poll` regularly until `end`."""
 
-    how = ""  # the means, for the verdict
-    why_not = "it was done, and nothing shows that it happened"  # reason if it was never seen
+    method = ""  # how the fault is injected, for the verdict
+    failure_cause = "injected, but there is no evidence that it happened"  # used if `was_observed` stays False
 
-    def __init__(self, planned: Planned, world: World) -> None:
+    def __init__(self, planned: PlannedFault, context: InjectorContext) -> None:
         self.planned = planned
-        self.world = world
+        self.context = context
         self.target = planned.target
         self.number = planned.target.number
-        self.seen = False  # there is evidence that it happened
+        self.was_observed = False  # there is evidence that the fault happened
 
     def is_ready(self) -> bool:
-        """Return whether the target is there."""
-        return self.world.is_training(self.target)
+        """Return whether the target runs and trains, so that the fault can begin."""
+        return self.context.is_training(self.target)
 
     @abstractmethod
     def begin(self) -> None: ...
 
-    def keep(self) -> None:  # noqa: B027 - some have nothing to keep up
-        """Called while the fault lasts, and for faults without a length until it was seen."""
+    def poll(self) -> None:  # noqa: B027 - some faults need no maintenance
+        """Maintain the fault and look for evidence. Called until the fault ends, or until it is observed."""
 
-    def end(self) -> None:  # noqa: B027 - some leave nothing behind
-        """Undo the fault. Called exactly once after `begin`, also when the run is interrupted."""
+    def end(self) -> None:  # noqa: B027 - some faults need no undoing
+        """Undo the fault. Called exactly once after `begin`, even if the run is interrupted."""
 
-    def is_met(self) -> bool:
-        """Return whether the target has met the fault. A fault that has a length does not end before."""
-        return self.seen
+    def has_taken_effect(self) -> bool:
+        """Return whether the fault has affected its target. A fault with a duration does not end before that."""
+        return self.was_observed
 
-    def seconds(self, option: str) -> float:
+    def option_value(self, option: str) -> float:
         return float(self.planned.options[option])
 
-    def process(self) -> SupervisedProcess:
-        member = self.world.member(self.target)
-        assert member is not None, f"{self.target} was there when the fault was ready"
+    def target_process(self) -> SupervisedProcess:
+        member = self.context.member(self.target)
+        assert member is not None, f"{self.target} existed when the fault was ready"
         return member
 
 
@@ -92,64 +92,64 @@ class Injector(ABC):
 
 
 class KillFault(Injector):
-    how = "SIGKILL"
+    method = "SIGKILL"
 
     def begin(self) -> None:
-        member = self.process()
+        member = self.target_process()
         self._pid = member.child.pid
-        member.away_s = self.seconds("away")
+        member.planned_restart_delay_s = self.option_value("downtime")
         member.child.send(signal.SIGKILL)
 
-    def keep(self) -> None:
-        member = self.world.member(self.target)
-        self.seen = self.seen or (member is not None and member.child.pid != self._pid)
+    def poll(self) -> None:
+        member = self.context.member(self.target)
+        self.was_observed = self.was_observed or (member is not None and member.child.pid != self._pid)
 
-    def is_met(self) -> bool:
-        """A process is gone at once; `seen` is set by the next one."""
+    def has_taken_effect(self) -> bool:
+        """Return True: the process exits at once. `was_observed` is set when its successor runs."""
         return True
 
 
 class StopFault(Injector):
-    how = "SIGSTOP"
+    method = "SIGSTOP"
 
     def begin(self) -> None:
-        child = self.process().child
+        child = self.target_process().child
         self._pid = child.pid
         child.send(signal.SIGSTOP)
 
-    def keep(self) -> None:
-        self.seen = self.seen or (self._pid is not None and process_state(self._pid) == "T")
+    def poll(self) -> None:
+        self.was_observed = self.was_observed or (self._pid is not None and process_state(self._pid) == "T")
 
     def end(self) -> None:
-        member = self.world.member(self.target)
-        if member is not None and member.child.pid == self._pid:  # its number may belong to another process by now
+        member = self.context.member(self.target)
+        if member is not None and member.child.pid == self._pid:  # the pid may belong to another process by now
             member.child.send(signal.SIGCONT)
 
 
 class JoinFault(Injector):
-    how = "a new process"
+    method = "a new process"
 
     def is_ready(self) -> bool:
-        return self.world.member(self.target) is None
+        return self.context.member(self.target) is None
 
     def begin(self) -> None:
-        self.world.add_learner(self.number)
+        self.context.add_learner(self.number)
 
-    def keep(self) -> None:
-        self.seen = self.seen or self.world.is_training(self.target)
+    def poll(self) -> None:
+        self.was_observed = self.was_observed or self.context.is_training(self.target)
 
 
 class LeaveFault(Injector):
-    how = "SIGTERM, and never started again"
+    method = "SIGTERM, not restarted"
 
     def begin(self) -> None:
-        member = self.process()
-        member.leaves = True
+        member = self.target_process()
+        member.is_draining = True
         member.child.send(signal.SIGTERM)
 
-    def keep(self) -> None:
-        member = self.world.member(self.target)
-        self.seen = self.seen or (member is not None and member.done)
+    def poll(self) -> None:
+        member = self.context.member(self.target)
+        self.was_observed = self.was_observed or (member is not None and member.is_done)
 
 
 def process_state(pid: int) -> str:
@@ -166,82 +166,87 @@ def process_state(pid: int) -> str:
 
 
 class LinkFault(Injector):
-    """Cut, flap, thin, delay and damage: in the kernel if the run has namespaces, otherwise in the relay.
+    """Cut, flap, throttle, delay and corrupt links: in the kernel if the run has namespaces, otherwise in the relay.
 
-    Damage is always made by a relay: TCP of the kernel would notice, drop the packet and send it again. A delay is,
-    where the kernel has no `netem`.
+    Corruption always uses a relay: the kernel's TCP would detect it, drop the packet and send it again. A delay uses a
+    relay if the kernel has no `netem`.
     """
 
-    def __init__(self, planned: Planned, world: World) -> None:
-        super().__init__(planned, world)
-        kernel = world.namespaces
-        in_kernel = kernel is not None and (kernel.has_netem if planned.fault == "delay" else planned.fault != "damage")
+    def __init__(self, planned: PlannedFault, context: InjectorContext) -> None:
+        super().__init__(planned, context)
+        kernel = context.namespaces
+        in_kernel = kernel is not None and (
+            kernel.has_netem if planned.fault == "delay" else planned.fault != "corrupt"
+        )
         self._kernel = kernel if in_kernel else None
         self._is_cut = planned.fault in ("cut", "flap")
-        self._way = str(planned.options.get("way", "both"))
-        self._passed: tuple[int, int] | None = None  # bytes, at the last poll of a cut
+        self._direction = str(planned.options.get("direction", "both"))
+        self._last_count: tuple[int, int] | None = None  # bytes, at the last poll of a cut
         self._polls = 0  # in a row that found the same count
         self._toggle_at = float("inf")
-        self.how = "network namespace, tc" if in_kernel else "relay"
+        self.method = "network namespace, tc" if in_kernel else "relay"
 
     def is_ready(self) -> bool:
-        return self.world.is_training(self.target) and self.world.is_connected(self.number)
+        return self.context.is_training(self.target) and self.context.is_connected(self.number)
 
     def begin(self) -> None:
-        relay = self.world.relay(self.number)
-        assert self._kernel is not None or relay is not None, f"no relay leads to the link of learner {self.number}"
+        relay = self.context.relay(self.number)
+        assert self._kernel is not None or relay is not None, f"the link of learner {self.number} has no relay"
         self._before = self._count(relay) if relay is not None else 0
         self._set(True)
         if self.planned.fault == "flap":
-            self._toggle_at = time.monotonic() + self.seconds("period")
+            self._toggle_at = time.monotonic() + self.option_value("period")
         if self._kernel is not None:
-            shape = " ".join(self._kernel.shape(self.number))
-            self.seen = any(queue in shape for queue in ("blackhole", "tbf", "netem"))
+            queues = " ".join(self._kernel.queues(self.number))
+            self.was_observed = any(kind in queues for kind in ("blackhole", "tbf", "netem"))
 
     def _set(self, on: bool) -> None:
-        kernel, relay, fault = self._kernel, self.world.relay(self.number), self.planned.fault
+        kernel, relay, fault = self._kernel, self.context.relay(self.number), self.planned.fault
         if kernel is not None:
             if not on:
-                kernel.heal(self.number)
-            elif fault == "thin":
-                kernel.thin(self.number, self.seconds("rate"))
+                kernel.restore(self.number)
+            elif fault == "throttle":
+                kernel.throttle(self.number, self.option_value("rate"))
             elif fault == "delay":
-                kernel.delay(self.number, self.seconds("delay"))
+                kernel.delay(self.number, self.option_value("delay"))
             else:
-                kernel.cut(self.number, self._way)
+                kernel.cut(self.number, self._direction)
         elif relay is not None:
-            if fault == "thin":
-                relay.thin(self.seconds("rate") if on else None)
+            if fault == "throttle":
+                relay.throttle(self.option_value("rate") if on else None)
             elif fault == "delay":
-                relay.delay(self.seconds("delay") if on else 0.0)
-            elif fault == "damage":
-                relay.damage(self.seconds("every") if on else None, self._way)
+                relay.delay(self.option_value("delay") if on else 0.0)
+            elif fault == "corrupt":
+                relay.corrupt(self.option_value("every") if on else None, self._direction)
             else:
-                relay.cut(self._way, on=on)
+                relay.cut(self._direction, is_cut=on)
 
-    def keep(self) -> None:
-        relay = self.world.relay(self.number)
-        if self._kernel is None and relay is not None and not self.seen:
+    def poll(self) -> None:
+        relay = self.context.relay(self.number)
+        if self._kernel is None and relay is not None and not self.was_observed:
             if self.planned.fault not in ("cut", "flap"):
-                self.seen = self._count(relay) > self._before
+                self.was_observed = self._count(relay) > self._before
             elif self._is_cut:
-                self.seen = self._stands_still(relay)
+                self.was_observed = self._has_no_traffic(relay)
         if time.monotonic() >= self._toggle_at:
-            self._toggle_at += self.seconds("period")
+            self._toggle_at += self.option_value("period")
             self._is_cut = not self._is_cut
             self._set(self._is_cut)
 
     def _count(self, relay: Relay) -> int:
-        """Return a count that rises when the fault has met something."""
+        """Return a counter that increases when the fault affects traffic."""
         counts = relay.counts()
-        return counts.damaged_bytes if self.planned.fault == "damage" else counts.slowed_pieces
+        return counts.corrupted_bytes if self.planned.fault == "corrupt" else counts.delayed_chunks
 
-    def _stands_still(self, relay: Relay) -> bool:
+    def _has_no_traffic(self, relay: Relay) -> bool:
         """Return whether two polls in a row found the same count: bytes in flight at the cut have arrived by then."""
         counts = relay.counts()
-        passed = (counts.up_bytes if self._way != "down" else 0, counts.down_bytes if self._way != "up" else 0)
-        self._polls = self._polls + 1 if passed == self._passed else 0
-        self._passed = passed
+        passed = (
+            counts.up_bytes if self._direction != "down" else 0,
+            counts.down_bytes if self._direction != "up" else 0,
+        )
+        self._polls = self._polls + 1 if passed == self._last_count else 0
+        self._last_count = passed
         return self._polls >= 2
 
     def end(self) -> None:
@@ -253,74 +258,80 @@ class LinkFault(Injector):
 
 
 class DiskFault(Injector):
-    """A disk that is full or read-only. At the syncer it lasts until a write of a version has failed."""
+    """A full or read-only disk. At the syncer the fault lasts until a write of a version has failed."""
 
-    def __init__(self, planned: Planned, world: World) -> None:
-        super().__init__(planned, world)
+    def __init__(self, planned: PlannedFault, context: InjectorContext) -> None:
+        super().__init__(planned, context)
         self._has_failed_write = False
         self._is_full = planned.fault == "full"
         if not self._is_full:
-            self.why_not = "root may write everywhere, and nothing can be mounted here"
+            self.failure_cause = "root ignores permissions, and this machine allows no mounts"
 
     def begin(self) -> None:
-        disk = self.world.disk(self.number)
-        self.how = disk.how_full if self._is_full else disk.how_protected
+        disk = self.context.disk(self.number)
+        self.method = disk.full_method if self._is_full else disk.read_only_method
         if not self._is_full:
-            self.seen = disk.protect()
-        self.keep()
+            self.was_observed = disk.make_read_only()
+        self.poll()
 
-    def keep(self) -> None:
+    def poll(self) -> None:
         if self._is_full:
-            member = self.world.member(self.target)
+            member = self.context.member(self.target)
             pid = member.child.pid if member is not None else None
-            self.seen = self.world.disk(self.number).fill(pid) or self.seen
+            self.was_observed = self.context.disk(self.number).fill(pid) or self.was_observed
 
     def end(self) -> None:
-        disk = self.world.disk(self.number)
-        disk.empty() if self._is_full else disk.unprotect()
+        disk = self.context.disk(self.number)
+        disk.free() if self._is_full else disk.make_writable()
 
-    def is_met(self) -> bool:
-        self._has_failed_write = self._has_failed_write or self.world.has_failed_write()
-        return self.seen and (self.number != 0 or self._has_failed_write)
+    def has_taken_effect(self) -> bool:
+        self._has_failed_write = self._has_failed_write or self.context.has_failed_write()
+        return self.was_observed and (self.number != 0 or self._has_failed_write)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# In the process: slow disks and payloads
+# Inside the process: slow disks and payloads
 
 
 class SlowFault(Injector):
-    how = "in the process, at fsync"
+    method = "in the process, at fsync"
 
     def begin(self) -> None:
-        self.world.orders(self.number).give(slow={"fault": self.planned.number, "wait_s": self.seconds("wait")})
+        self.context.fault_commands(self.number).write(
+            slow={"fault": self.planned.number, "wait_s": self.option_value("wait")}
+        )
 
-    def keep(self) -> None:
-        self.seen = self.seen or self.world.orders(self.number).done(self.planned.number) > 0
+    def poll(self) -> None:
+        self.was_observed = (
+            self.was_observed or self.context.fault_commands(self.number).count_done(self.planned.number) > 0
+        )
 
     def end(self) -> None:
-        self.world.orders(self.number).give(slow=None)
-        self.keep()
+        self.context.fault_commands(self.number).write(slow=None)
+        self.poll()
 
 
 class PoisonFault(Injector):
-    how = "in the process, as it encodes a contribution"
+    method = "in the process, when it encodes a contribution"
 
     def is_ready(self) -> bool:
-        """One after the other: a process has one order at a time."""
-        return super().is_ready() and "poison" not in self.world.orders(self.number).read()
+        """Return whether the learner trains and has no other poison command: a process has one at a time."""
+        return super().is_ready() and "poison" not in self.context.fault_commands(self.number).read()
 
     def begin(self) -> None:
-        order = {"fault": self.planned.number, "how": self.planned.fault, "count": self.seconds("count")}
+        command = {"fault": self.planned.number, "kind": self.planned.fault, "count": self.option_value("count")}
         if "factor" in self.planned.options:
-            order["factor"] = self.seconds("factor")
-        self.world.orders(self.number).give(poison=order)
+            command["factor"] = self.option_value("factor")
+        self.context.fault_commands(self.number).write(poison=command)
 
-    def keep(self) -> None:
-        self.seen = self.world.orders(self.number).done(self.planned.number) >= self.seconds("count")
+    def poll(self) -> None:
+        self.was_observed = self.context.fault_commands(self.number).count_done(
+            self.planned.number
+        ) >= self.option_value("count")
 
     def end(self) -> None:
-        self.keep()
-        self.world.orders(self.number).give(poison=None)
+        self.poll()
+        self.context.fault_commands(self.number).write(poison=None)
 
 
 INJECTORS: dict[str, type[Injector]] = {
@@ -328,7 +339,7 @@ INJECTORS: dict[str, type[Injector]] = {
     "stop": StopFault,
     "join": JoinFault,
     "leave": LeaveFault,
-    **dict.fromkeys(("cut", "thin", "delay", "flap", "damage"), LinkFault),
+    **dict.fromkeys(("cut", "throttle", "delay", "flap", "corrupt"), LinkFault),
     **dict.fromkeys(("full", "read-only"), DiskFault),
     "slow": SlowFault,
     **dict.fromkeys(("nan", "infinity", "wild"), PoisonFault),

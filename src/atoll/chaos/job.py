@@ -1,4 +1,4 @@
-"""One run under fault from its plan to its verdict, and the run without faults that it is compared with."""
+"""Run a plan of faults and evaluate it, and train the baseline run without faults."""
 
 from __future__ import annotations
 
@@ -13,39 +13,42 @@ from pathlib import Path
 from types import FrameType
 
 from atoll.chaos import netns
-from atoll.chaos.fault_log import PLAN
-from atoll.chaos.in_process import FOLDER
-from atoll.chaos.judge import Ending, Loss, Verdict, judge
+from atoll.chaos.fault_log import PLAN_FILE
+from atoll.chaos.in_process import CHAOS_FOLDER
 from atoll.chaos.page import save_page
 from atoll.chaos.plan import Plan
 from atoll.chaos.scenario import Scenario
 from atoll.chaos.supervisor import ChaosSupervisor
-from atoll.checkpoint.published import run_settings
+from atoll.chaos.verdict import Loss, RunOutcome, Verdict, evaluate_run
+from atoll.checkpoint.published_model import read_run_settings
 from atoll.dashboard.terminal import LiveView
-from atoll.reference.children import JobFailed, terminated_like_interrupted
-from atoll.reference.data import Text
-from atoll.reference.job import finish, start_job
+from atoll.reference.child_processes import JobFailedError, sigterm_as_interrupt
+from atoll.reference.data import Corpus
+from atoll.reference.job import finish_job, start_job
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.report import REPORT
-from atoll.store.run_settings import CONFIG, check_new
+from atoll.store.run_settings import CONFIG_FILE, check_is_new_run
 from atoll.tape.format import TapeError
 
-LINKS = ("auto", "relay", "netns")
-START_S = 90.0
-SLOWEST = 5.0
-"""A run that takes longer than so many times its duration, and the time to start, will not end."""
+LINK_MODES = ("auto", "relay", "netns")
+START_TIMEOUT_S = 90.0
+MAX_SLOWDOWN = 5.0
+"""A run fails if it takes longer than this multiple of its duration, plus the time to start."""
 
 
-def chosen_links(wish: str, learners: int) -> tuple[str, str]:
-    """`relay` or `netns`, and the words for the verdict. Namespaces where they can be had, unless told otherwise."""
-    if wish == "relay":
+def choose_links(requested: str, learners: int) -> tuple[str, str]:
+    """Return `relay` or `netns`, and a description for the verdict. `auto` prefers namespaces."""
+    if requested == "relay":
         return "relay", "relays in user space"
-    why_not = netns.unavailable() if learners <= netns.MOST_LINKS else f"not for more than {netns.MOST_LINKS} learners"
-    if why_not is None:
+    if learners <= netns.MAX_LINKS:
+        problem = netns.unavailable_reason()
+    else:
+        problem = f"{learners} learners, the limit is {netns.MAX_LINKS}"
+    if problem is None:
         return "netns", "a network namespace per learner, shaped by tc"
-    if wish == "netns":
-        raise ValueError(f"no network namespaces here ({why_not}): use --links relay")
-    return "relay", f"relays in user space (no network namespaces: {why_not})"
+    if requested == "netns":
+        raise ValueError(f"network namespaces are not available ({problem}); use --links relay")
+    return "relay", f"relays in user space (no network namespaces: {problem})"
 
 
 def run_chaos(
@@ -56,74 +59,89 @@ def run_chaos(
     links: str = "auto",
     baseline: bool = False,
 ) -> Verdict:
-    """Ctrl-C ends everything in order, writes the verdict of what there was, and passes on as `KeyboardInterrupt`."""
-    check_new(run)
-    how, words = chosen_links(links, max([scenario.run.learners, *(fault.target.number for fault in plan.faults)]))
+    """Train the scenario's job while injecting the plan's faults, and write the verdict.
+
+    After Ctrl-C the faults end, the processes exit in order, and the verdict of the partial run is written.
+
+    Args:
+        run: directory of the run; must be new.
+        links: "relay", "netns" or "auto".
+        baseline: train the same run without faults first, unless the result of an earlier one exists.
+
+    Raises:
+        ChaosInterrupt: Ctrl-C or SIGTERM; has the verdict.
+    """
+    check_is_new_run(run)
+    last_number = max([scenario.run.learners, *(fault.target.number for fault in plan.faults)])
+    mode, description = choose_links(links, last_number)
     settings = scenario.run.settings(plan.duration_s)
-    corpus = Text.load(settings.data)
+    corpus = Corpus.load(settings.data)
     settings = replace(settings, vocabulary=max(settings.vocabulary, corpus.vocabulary))
     run.mkdir(parents=True, exist_ok=True)
-    settings.save(run / CONFIG)
-    (run / FOLDER).mkdir()
-    (run / FOLDER / PLAN).write_text(plan.text(), encoding="utf-8")
-    ending = Ending(words)
-    with terminated_like_interrupted():
+    settings.save(run / CONFIG_FILE)
+    (run / CHAOS_FOLDER).mkdir()
+    (run / CHAOS_FOLDER / PLAN_FILE).write_text(plan.to_text(), encoding="utf-8")
+    outcome = RunOutcome(description)
+    with sigterm_as_interrupt():
         try:
-            without = _without_faults(settings, run, view, corpus, baseline)
-            ending = replace(ending, loss=without)
-            title = f"{scenario.name}, seed {plan.seed}: {_counted(len(plan.faults))}, {settings.learners} islands"
-            limit_s = START_S + SLOWEST * plan.duration_s
+            baseline_loss = _baseline_loss(settings, run, view, corpus, baseline)
+            outcome = replace(outcome, loss=baseline_loss)
+            faults = _format_fault_count(len(plan.faults))
+            title = f"{scenario.name}, seed {plan.seed}: {faults}, {settings.learners} learners"
+            limit_s = START_TIMEOUT_S + MAX_SLOWDOWN * plan.duration_s
             with view:
-                ChaosSupervisor(settings, run, view, title, plan, how, limit_s).train()
-            view.say("The run is over; its tapes and its model are judged.")
-            report = finish(settings, run, corpus)
-            loss = replace(without, final=report.eval_loss, before=report.eval_loss_before)
-            ending = replace(ending, loss=loss)
-        except (JobFailed, ValueError) as failed:  # a model whose loss is not a number has no report
-            ending = replace(ending, failed=str(failed))
+                ChaosSupervisor(settings, run, view, title, plan, mode, limit_s).train()
+            view.print_line("The run has ended; evaluating its tapes and its model.")
+            report = finish_job(settings, run, corpus)
+            loss = replace(baseline_loss, final=report.eval_loss, initial=report.eval_loss_before)
+            outcome = replace(outcome, loss=loss)
+        except (JobFailedError, ValueError) as error:  # a model whose loss is NaN has no report
+            outcome = replace(outcome, failed=str(error))
         except KeyboardInterrupt:
-            ending = replace(ending, interrupted=True)
-    with undisturbed():
-        verdict = _judged(run, plan, scenario, ending)
-    if ending.interrupted:
-        raise Interrupted(verdict)
+            outcome = replace(outcome, interrupted=True)
+    with ignore_interrupts():
+        verdict = _write_verdict(run, plan, scenario, outcome)
+    if outcome.interrupted:
+        raise ChaosInterrupt(verdict)
     return verdict
 
 
-def _counted(faults: int) -> str:
+def _format_fault_count(faults: int) -> str:
     return "1 fault" if faults == 1 else f"{faults} faults"
 
 
-class Interrupted(KeyboardInterrupt):
+class ChaosInterrupt(KeyboardInterrupt):
+    """Interrupt of a run under fault, raised after its verdict was written."""
+
     def __init__(self, verdict: Verdict) -> None:
         super().__init__()
         self.verdict = verdict
 
 
-def _judged(run: Path, plan: Plan, scenario: Scenario, ending: Ending) -> Verdict:
-    kept = run_settings(run)
-    founded_at = kept.founded_at if kept is not None and any((run / "tapes").glob("*.tape")) else None
+def _write_verdict(run: Path, plan: Plan, scenario: Scenario, outcome: RunOutcome) -> Verdict:
+    stored = read_run_settings(run)
+    epoch_at = stored.founded_at if stored is not None and any((run / "tapes").glob("*.tape")) else None
     try:
-        verdict = judge(run, plan, scenario.expect, ending, founded_at)
-    except TapeError as wrong:
-        ending = replace(ending, failed=f"its tapes cannot be read: {wrong}")
-        verdict = judge(run, plan, scenario.expect, ending, None)
+        verdict = evaluate_run(run, plan, scenario.expect, outcome, epoch_at)
+    except TapeError as error:
+        outcome = replace(outcome, failed=f"the tapes cannot be read: {error}")
+        verdict = evaluate_run(run, plan, scenario.expect, outcome, None)
     verdict.save(run)
     save_page(verdict, run)
     return verdict
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """A second Ctrl-C waits until the verdict is written."""
+def ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C in the block, so that a second one does not prevent the verdict."""
     caught: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         caught.append(number)
 
     try:
-        before = signal.signal(signal.SIGINT, note)
-    except ValueError:  # not in the main thread, where nobody is interrupted
+        before = signal.signal(signal.SIGINT, record)
+    except ValueError:  # not the main thread: only the main thread receives interrupts
         yield
         return
     try:
@@ -133,25 +151,25 @@ def undisturbed() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The same run without faults
+# Baseline: the same run without faults
 
 
-def baseline_run(settings: JobSettings, run: Path) -> Path:
-    """Where the run without faults of these settings is kept: beside the run, for all that have the same settings."""
+def baseline_directory(settings: JobSettings, run: Path) -> Path:
+    """Return the directory of the baseline with these settings, next to the run. Runs with equal settings share it."""
     text = json.dumps(settings.to_json(), sort_keys=True)
     return run.parent / f"chaos-baseline-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def _without_faults(settings: JobSettings, run: Path, view: LiveView, corpus: Text, wanted: bool) -> Loss:
-    """Its loss: from an earlier run of the same settings, or trained now where that is wanted."""
-    place = baseline_run(settings, run)
-    kept = place / REPORT
-    if not kept.is_file():
-        if not wanted:
+def _baseline_loss(settings: JobSettings, run: Path, view: LiveView, corpus: Corpus, train: bool) -> Loss:
+    """Return the loss of the baseline: of an earlier run with the same settings, or of one that is trained now."""
+    directory = baseline_directory(settings, run)
+    report_path = directory / REPORT
+    if not report_path.is_file():
+        if not train:
             return Loss(None, None, None, "")
-        if place.exists():
-            shutil.rmtree(place)  # it was interrupted
-        view.say("First the same run without faults.")
-        start_job(settings, place, view, corpus)
-    report = json.loads(kept.read_text(encoding="utf-8"))
-    return Loss(None, None, report["eval_loss"], str(place))
+        if directory.exists():
+            shutil.rmtree(directory)  # an earlier baseline was interrupted
+        view.print_line("Training the baseline: the same run without faults.")
+        start_job(settings, directory, view, corpus)
+    report = json.loads(report_path.read_text(encoding="utf-8"))
+    return Loss(None, None, report["eval_loss"], str(directory))

@@ -1,4 +1,4 @@
-"""The verdict on one page of HTML: no script, nothing from elsewhere, light and dark, fit to be sent to somebody."""
+"""The verdict as one self-contained HTML page: no script, no external resources, light and dark."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from atoll.chaos.faults import Target
-from atoll.chaos.judge import FaultReport, Verdict
+from atoll.chaos.verdict import FaultReport, Verdict
 from atoll.dashboard.static_page import (
-    LANE,
-    LEFT,
-    RIGHT,
+    LANE_HEIGHT,
+    LEFT_MARGIN,
+    RIGHT_MARGIN,
     WIDTH,
     Html,
     Lanes,
@@ -22,15 +22,15 @@ from atoll.dashboard.static_page import (
     legend,
     table,
 )
-from atoll.dashboard.terminal import share
+from atoll.dashboard.terminal import format_percent
 
-PAGE = "verdict.html"
+PAGE_FILE = "verdict.html"
 
 TOP = 34
 CHART = 120
 
 
-def page(verdict: Verdict) -> str:
+def render_page(verdict: Verdict) -> str:
     parts = [
         *_head(verdict),
         *_cards(verdict),
@@ -40,52 +40,50 @@ def page(verdict: Verdict) -> str:
         *_islands(verdict),
         *_tokens(verdict),
     ]
-    footer = "Everything here is measured from the tapes of the run; docs/chaos.md says what each figure means."
+    footer = "All figures are measured from the tapes of the run. docs/chaos.md explains each of them."
     return document(f"atoll chaos: {verdict.scenario}, seed {verdict.seed}", parts, footer)
 
 
 def save_page(verdict: Verdict, run: Path) -> Path:
-    path = run / PAGE
-    path.write_text(page(verdict), encoding="utf-8")
+    path = run / PAGE_FILE
+    path.write_text(render_page(verdict), encoding="utf-8")
     return path
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Words and figures
+# Summary and tables
 
 
 def _head(verdict: Verdict) -> Iterator[str]:
-    word = badge("survived", "good") if verdict.passed else badge("did not survive", "bad")
-    yield f"<h1>{escape(verdict.scenario)} {word}</h1>"
+    outcome = badge("survived", "good") if verdict.survived else badge("did not survive", "bad")
+    yield f"<h1>{escape(verdict.scenario)} {outcome}</h1>"
     yield f"<p>{escape(verdict.about)}</p>"
     yield (
-        f"<p class='soft'>Seed {verdict.seed}, {verdict.learners} learners, planned for {verdict.duration_s:g} s"
-        f" without faults, {verdict.wall_s:.0f} s with them; links: {escape(verdict.links)}.</p>"
+        f"<p class='soft'>Seed {verdict.seed}, {verdict.learners} learners. Planned for {verdict.duration_s:g} s"
+        f" without faults; took {verdict.wall_s:.0f} s with them. Links: {escape(verdict.links)}.</p>"
     )
 
 
 def _cards(verdict: Verdict) -> Iterator[str]:
     pause = verdict.worst_pause
-    back = [fault.back_training_s for fault in verdict.faults if fault.back_training_s is not None]
+    recoveries = [fault.kill_to_step_s for fault in verdict.faults if fault.kill_to_step_s is not None]
     loss = verdict.loss
     yield from cards(
         [
-            (share(verdict.goodput), "goodput: islands' time in steps"),
-            (share(verdict.goodput_up), "of the time in which they were up"),
-            (share(verdict.uptime), "uptime: at least one island trained"),
-            (share(verdict.merged_of_alive), "of live learners took part in a merge, on average"),
+            (format_percent(verdict.goodput), "goodput: share of the learners' time in steps"),
+            (format_percent(verdict.goodput_up), "goodput while the learners were up"),
+            (format_percent(verdict.uptime), "uptime: at least one learner trained"),
+            (format_percent(verdict.merge_participation), "of live learners took part in a merge, on average"),
             (
                 _seconds(pause.gap_s if pause else None),
-                f"worst pause; a step takes {_seconds(pause.usual_s if pause else None)}",
+                f"longest gap between steps; a step takes {_seconds(pause.typical_s if pause else None)}",
             ),
-            (_seconds(max(back, default=None)), "longest way back to training"),
-            (f"{sum(f.fired for f in verdict.faults)} of {len(verdict.faults)}", "faults happened"),
+            (_seconds(max(recoveries, default=None)), "longest time from a kill to the next step"),
+            (f"{sum(f.was_injected for f in verdict.faults)} of {len(verdict.faults)}", "faults were injected"),
             (f"{verdict.merges:,}", "merges"),
             (
                 "-" if loss.final is None else f"{loss.final:.3f}",
-                "final loss"
-                if loss.without_faults is None
-                else f"final loss; {loss.without_faults:.3f} without faults",
+                "final loss" if loss.baseline is None else f"final loss; {loss.baseline:.3f} without faults",
             ),
         ]
     )
@@ -96,44 +94,44 @@ _MARKS = {True: ("good", "passed"), False: ("bad", "failed"), None: ("unknown", 
 
 def _checks(verdict: Verdict) -> Iterator[str]:
     rows = []
-    for check in verdict.checks:
-        kind, word = _MARKS[check.passed]
-        rows.append((check.name, Html(f"<span class='{kind}'>{word}</span>"), check.sentence, check.because))
+    for check in verdict.criteria:
+        kind, label = _MARKS[check.passed]
+        rows.append((check.name, Html(f"<span class='{kind}'>{label}</span>"), check.finding, check.reason))
     yield "<h2>Criteria</h2>"
     yield from table(("criterion", "", "found", "reason"), rows, ("", "", "what", "why"))
 
 
 def _faults(verdict: Verdict) -> Iterator[str]:
-    begin = verdict.timeline["began_s"]
+    started_s = verdict.timeline["started_s"]
     rows = []
     for fault in verdict.faults:
-        missed = Html(f"<span class='bad'>did not happen: {escape(fault.why_not)}</span>")
-        merged_s = fault.back_merged_s if fault.back_merged_s is not None else fault.healed_merged_s
+        not_injected = Html(f"<span class='bad'>did not happen: {escape(fault.failure_cause)}</span>")
+        merged_s = fault.kill_to_merge_s if fault.kill_to_merge_s is not None else fault.end_to_merge_s
         rows.append(
             (
                 str(fault.number),
-                f"{fault.planned_s - begin:.1f} s",
-                "-" if fault.began_s is None else f"{fault.began_s - begin:.1f} s",
-                fault.sentence,
-                fault.how if fault.fired else missed,
-                _later(fault.back_training_s),
-                _later(merged_s),
+                f"{fault.planned_s - started_s:.1f} s",
+                "-" if fault.started_s is None else f"{fault.started_s - started_s:.1f} s",
+                fault.description,
+                fault.method if fault.was_injected else not_injected,
+                _format_delay(fault.kill_to_step_s),
+                _format_delay(merged_s),
             )
         )
     yield "<h2>Faults</h2>"
-    columns = ("no.", "planned", "at", "what", "by", "trains again", "merged again")
+    columns = ("no.", "planned", "injected", "fault", "method", "next step", "next merge")
     yield from table(columns, rows, ("n", "n", "n", "what", "why", "n", "n"))
-    yield "<p class='soft'>Times are since the first learner trained. Trains again, merged again: after the kill; for"
-    yield " faults that last, after their end.</p>"
+    yield "<p class='soft'>Times count from the first step of a learner. Next step and next merge count from the kill,"
+    yield " or from the end of a fault with a duration.</p>"
 
 
 def _islands(verdict: Verdict) -> Iterator[str]:
     rows = []
     for each in verdict.islands:
         times = (each.allocated_s, each.stepping_s, each.stopped_s, each.away_s, each.joining_s, each.between_s)
-        rows.append((f"learner {each.learner}", *(f"{time_s:.1f} s" for time_s in times), share(each.goodput)))
-    yield "<h2>Where the islands' time went</h2>"
-    columns = ("island", "allotted", "stepping", "stopped", "away", "joining", "between steps", "goodput")
+        rows.append((f"learner {each.learner}", *(f"{time_s:.1f} s" for time_s in times), format_percent(each.goodput)))
+    yield "<h2>Time of each learner</h2>"
+    columns = ("learner", "allocated", "stepping", "stopped", "away", "joining", "between steps", "goodput")
     yield from table(columns, rows, ("", *"nnnnnnn"))
 
 
@@ -142,28 +140,29 @@ def _tokens(verdict: Verdict) -> Iterator[str]:
     counts = {
         "trained, as reported to the syncer": ledger["trained"],
         "merged into the model": ledger["merged"],
-        "pending: trained while the last merges were made": ledger["pending"],
-        **{f"dropped: {why}": lost for why, lost in ledger["dropped"].items()},
-        "trained and never reported: the process died first": ledger["never_told"],
+        "pending: trained during the last merges": ledger["pending"],
+        **{f"dropped: {cause}": tokens for cause, tokens in ledger["dropped"].items()},
+        "trained but not reported: the process exited first": ledger["unreported"],
     }
-    yield "<h2>Where the tokens went</h2>"
-    yield from table((), ((words, f"{count:,}") for words, count in counts.items()), ("", "n"))
+    yield "<h2>Tokens</h2>"
+    yield from table((), ((label, f"{count:,}") for label, count in counts.items()), ("", "n"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The timeline
+# Timeline
 
 
 def _timeline(verdict: Verdict) -> Iterator[str]:
-    told = verdict.timeline
-    if not told["bands"]:
+    timeline = verdict.timeline
+    if not timeline["bands"]:
         return
-    rounds = told["rounds"]
-    bands = {band["learner"]: band["states"] for band in told["bands"]}
-    lanes = Lanes((told["began_s"], told["ended_s"]), told["syncers"], [each[0] for each in rounds], bands, TOP)
+    rounds = timeline["rounds"]
+    bands = {band["learner"]: band["states"] for band in timeline["bands"]}
+    span = timeline["started_s"], timeline["ended_s"]
+    lanes = Lanes(span, timeline["syncers"], [each[0] for each in rounds], bands, TOP)
     chart_top = lanes.bottom + 26
     height = chart_top + CHART + 30
-    yield "<h2>What happened</h2><div class='wide'>"
+    yield "<h2>Timeline</h2><div class='wide'>"
     yield f"<svg viewBox='0 0 {WIDTH} {height}' role='img' aria-label='timeline of the run'>"
     yield from lanes.axis(TOP - 4, chart_top + CHART)
     yield from lanes.draw()
@@ -171,30 +170,30 @@ def _timeline(verdict: Verdict) -> Iterator[str]:
         yield from _fault_mark(fault, lanes)
     yield from _chart(rounds, lanes, chart_top)
     yield "</svg></div>"
-    yield from lanes.legend("ticks on the syncer's lane are merges; a red frame is a fault, with its number")
+    yield from lanes.legend("ticks in the syncer's lane are merges; a red frame with a number is a fault")
     yield from legend(
         {
-            "alive": "alive: live learners, at each merge",
-            "asked": "asked: of those, asked, at each merge",
-            "merged": "merged: of those, in the merge, at each merge",
+            "alive": "alive: live learners at each merge",
+            "pulled": "pulled: learners pulled for each merge",
+            "merged": "merged: learners in each merge",
         }
     )
 
 
 def _fault_mark(fault: FaultReport, lanes: Lanes) -> Iterator[str]:
-    if fault.began_s is None:
+    if fault.started_s is None:
         return
-    words = fault.target.split()
-    is_syncers = words[-1] == "syncer" or words[0] == "shard"  # a shard is a part of it, and has no lane of its own
-    top = lanes.top_of("syncer" if is_syncers else Target("learner", int(words[-1])).strikes_process)
+    parts = fault.target.split()
+    is_syncer = parts[-1] == "syncer" or parts[0] == "shard"  # shards have no lane; they are drawn in the syncer's
+    top = lanes.lane_top("syncer" if is_syncer else Target("learner", int(parts[-1])).affected_process)
     if top is None:
         return
-    x = lanes.x(fault.began_s)
-    width = max(3.0, lanes.x(fault.ended_s if fault.ended_s is not None else fault.began_s) - x)
-    tip = f"<title>fault {fault.number}: {escape(fault.sentence)}</title>"
+    x = lanes.x(fault.started_s)
+    width = max(3.0, lanes.x(fault.ended_s if fault.ended_s is not None else fault.started_s) - x)
+    tip = f"<title>fault {fault.number}: {escape(fault.description)}</title>"
     yield (
-        f"<rect x='{x}' y='{top - 2}' width='{width:.2f}' height='{LANE - 2}' fill='none' stroke='var(--mark)'"
-        f" stroke-width='1.6' stroke-dasharray='{'none' if fault.fired else '3 2'}'>{tip}</rect>"
+        f"<rect x='{x}' y='{top - 2}' width='{width:.2f}' height='{LANE_HEIGHT - 2}' fill='none' stroke='var(--mark)'"
+        f" stroke-width='1.6' stroke-dasharray='{'none' if fault.was_injected else '3 2'}'>{tip}</rect>"
     )
     yield f"<line x1='{x}' x2='{x}' y1='24' y2='{top - 2}' stroke='var(--mark)' stroke-width='0.8' opacity='0.5'/>"
     yield f"<text class='mark' x='{x}' y='{11 + 11 * (fault.number % 2)}' text-anchor='middle'>{fault.number}</text>"
@@ -203,21 +202,22 @@ def _fault_mark(fault: FaultReport, lanes: Lanes) -> Iterator[str]:
 def _chart(rounds: Sequence[Sequence[float]], lanes: Lanes, top: int) -> Iterator[str]:
     if not rounds:
         return
-    most = max(1, *(int(each[1]) for each in rounds), *(int(each[2]) for each in rounds))
+    highest = max(1, *(int(each[1]) for each in rounds), *(int(each[2]) for each in rounds))
 
     def y(value: float) -> float:
-        return round(top + CHART - value / most * (CHART - 8), 2)
+        return round(top + CHART - value / highest * (CHART - 8), 2)
 
-    for value in range(most + 1):
-        if most <= 10 or value % (1 + most // 8) == 0:
-            yield f"<text class='soft' x='{LEFT - 8}' y='{y(value) + 4}' text-anchor='end'>{value}</text>"
-            yield f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y(value)}' y2='{y(value)}' stroke='var(--line)'/>"
-    for place, name in ((3, "merged"), (2, "asked"), (1, "alive")):
-        shift = {1: -2.2, 2: 0.0, 3: 2.2}[place]  # where all are equal all three are to be seen
-        path = f"M{lanes.x(rounds[0][0])} {y(rounds[0][place]) + shift:.2f}"
-        for before, after in pairwise(rounds):
-            if after[place] != before[place]:
-                path += f"H{lanes.x(after[0])}V{y(after[place]) + shift:.2f}"
+    for value in range(highest + 1):
+        if highest <= 10 or value % (1 + highest // 8) == 0:
+            yield f"<text class='soft' x='{LEFT_MARGIN - 8}' y='{y(value) + 4}' text-anchor='end'>{value}</text>"
+            right = WIDTH - RIGHT_MARGIN
+            yield f"<line x1='{LEFT_MARGIN}' x2='{right}' y1='{y(value)}' y2='{y(value)}' stroke='var(--line)'/>"
+    for column, name in ((3, "merged"), (2, "pulled"), (1, "alive")):
+        shift = {1: -2.2, 2: 0.0, 3: 2.2}[column]  # equal values stay visible side by side
+        path = f"M{lanes.x(rounds[0][0])} {y(rounds[0][column]) + shift:.2f}"
+        for steps_before, after in pairwise(rounds):
+            if after[column] != steps_before[column]:
+                path += f"H{lanes.x(after[0])}V{y(after[column]) + shift:.2f}"
         path += f"H{lanes.x(rounds[-1][0])}"
         yield f"<path d='{path}' fill='none' stroke='var(--{name})' stroke-width='1.6'><title>{name}</title></path>"
 
@@ -232,5 +232,5 @@ def _seconds(value: float | None) -> str:
     return f"{1000.0 * value:.0f} ms" if value < 1.0 else f"{value:.1f} s"
 
 
-def _later(value: float | None) -> str:
+def _format_delay(value: float | None) -> str:
     return "" if value is None else f"after {value:.1f} s"

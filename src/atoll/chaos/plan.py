@@ -1,9 +1,8 @@
-"""The plan: every fault of a run with its time, target and options, drawn from a scenario by a seed.
+"""The plan: all faults of a run with their times, targets and options, drawn from a scenario by a seed.
 
-The same scenario, seed and duration give the same plan, bit for bit, on any machine: it is drawn before anything runs,
-and nothing that happens in the run changes it. So a storm must not ask for what cannot happen: it does not kill a
-learner that an earlier fault of the plan keeps away, but another one, and where nobody is free it leaves the fault out
-and the plan says so.
+The same scenario, seed and duration give the same plan, bit for bit, on any machine. The plan is drawn before the run
+starts, and nothing in the run changes it. Therefore a storm plans only possible faults: it kills only learners that no
+earlier fault has stopped or killed. If no target is available, the storm skips the fault, and the plan has the count.
 """
 
 from __future__ import annotations
@@ -14,52 +13,53 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
-from atoll.chaos.faults import KINDS, Target, TargetKind
-from atoll.chaos.scenario import Scenario, ScenarioError, Storm, Wanted
+from atoll.chaos.faults import FAULT_KINDS, Target, TargetKind
+from atoll.chaos.scenario import FaultSpec, Scenario, ScenarioError, Storm
 
 FORMAT = 1
 
-SETTLE_S = 6.0
-"""After a process was struck: it starts, joins and takes a step before it is struck again."""
+SETTLE_TIME_S = 6.0
+"""Time between two faults of one process, in which it starts, joins and takes a step."""
 
-MOST_FAULTS = 2000
+MAX_FAULTS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One fault. Times are seconds since all learners train."""
+class PlannedFault:
+    """Fault of a plan. Times are seconds on the plan's clock, which starts when all learners train."""
 
-    number: int  # from 1, in the order of time
+    number: int  # from 1, in order of time
     at_s: float
     fault: str
     target: Target
     options: Mapping[str, float | str]
-    origin: str  # "schedule 1" or "storm 2": where the scenario asks for it
+    origin: str  # table of the scenario: "schedule 1" or "storm 2"
 
     @property
-    def lasts_s(self) -> float:
-        option = KINDS[self.fault].lasts
+    def duration_s(self) -> float:
+        option = FAULT_KINDS[self.fault].duration_option
         return float(self.options[option]) if option is not None else 0.0
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
+        """Return the fault with its target and options in words.
+
+        >>> PlannedFault(1, 2.0, "cut", Target("link", 3), {"for": 4.0, "direction": "up"}, "schedule 1").describe()
+        'cut link 3 for 4 s, direction up'
         """
-        >>> Planned(1, 2.0, "cut", Target("link", 3), {"for": 4.0, "way": "up"}, "schedule 1").sentence()
-        'cut link 3 for 4 s, way up'
-        """
-        told = []
+        parts = []
         for name, value in self.options.items():
-            option = KINDS[self.fault].option(name)
+            option = FAULT_KINDS[self.fault].option(name)
             assert option is not None
-            if name == "way" and value == "both":
+            if name == "direction" and value == "both":
                 continue
             if option.kind == "seconds":
-                told.append(f"{name} {float(value):.3g} s")
+                parts.append(f"{name} {float(value):.3g} s")
             elif option.kind == "bytes_per_s":
-                told.append(f"{name} {float(value) / 1000:.3g} kB/s")
+                parts.append(f"{name} {float(value) / 1000:.3g} kB/s")
             else:
-                told.append(f"{name} {value:,.0f}" if isinstance(value, float) else f"{name} {value}")
+                parts.append(f"{name} {value:,.0f}" if isinstance(value, float) else f"{name} {value}")
         first = f"{self.fault} {self.target}"
-        return f"{first} {', '.join(told)}" if told else first
+        return f"{first} {', '.join(parts)}" if parts else first
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "target": str(self.target)}
@@ -72,8 +72,8 @@ class Plan:
     seed: int
     duration_s: float
     learners: int
-    faults: tuple[Planned, ...]
-    left_out: int  # arrivals of storms that found nobody to strike
+    faults: tuple[PlannedFault, ...]
+    skipped: int  # faults of storms that had no available target
     shards: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -86,157 +86,163 @@ class Plan:
             "learners": self.learners,
             **({"shards": self.shards} if self.shards else {}),
             "faults": [fault.to_json() for fault in self.faults],
-            "left_out": self.left_out,
+            "skipped": self.skipped,
         }
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"
 
 
-def arrivals(draw: Random, per_minute: float, begin_s: float, end_s: float) -> Iterator[float]:
-    """Times of a Poisson process: gaps are exponential, and nothing remembers the last one."""
+def poisson_times(rng: Random, per_minute: float, begin_s: float, end_s: float) -> Iterator[float]:
+    """Yield the times of a Poisson process with this rate."""
     at_s = begin_s
     while True:
-        at_s += draw.expovariate(per_minute / 60.0)
+        at_s += rng.expovariate(per_minute / 60.0)
         if at_s >= end_s:
             return
         yield at_s
 
 
-class _Drawing:
-    """Who is struck when, so far."""
+class _PlanBuilder:
+    """Builder of a plan: the faults planned so far, and the targets that are still available."""
 
     def __init__(self, scenario: Scenario, seed: int, duration_s: float) -> None:
         self.scenario = scenario
         self.seed = seed
         self.duration_s = duration_s
-        self.faults: list[Planned] = []
-        self.left_out = 0
-        self.members: dict[int, tuple[float, float]] = {  # learner: from when to when it is there
+        self.faults: list[PlannedFault] = []
+        self.skipped = 0
+        self.members: dict[int, tuple[float, float]] = {  # learner: times of its join and its leave
             number: (0.0, float("inf")) for number in range(1, scenario.run.learners + 1)
         }
-        self.newest = scenario.run.learners
+        self.last_number = scenario.run.learners
 
-    def generator(self, origin: str) -> Random:
-        """Each table has its own: one more storm leaves the others as they were."""
+    def make_rng(self, origin: str) -> Random:
+        """Return the random generator of one table of the scenario. Adding a storm does not change the others."""
         return Random(f"{self.scenario.name}/{self.seed}/{origin}")
 
     # ------------------------------------------------------------------------------------------------ one fault
 
-    def add(self, origin: str, at_s: float, what: Wanted, number: int) -> None:
-        target = Target(what.kind, number)
-        self.faults.append(Planned(0, round(at_s, 3), what.fault, target, dict(what.options), origin))
-        if what.fault == "join":
-            self.members[number] = (at_s + SETTLE_S, float("inf"))
-        elif what.fault == "leave":
+    def add(self, origin: str, at_s: float, spec: FaultSpec, number: int) -> None:
+        target = Target(spec.kind, number)
+        self.faults.append(PlannedFault(0, round(at_s, 3), spec.fault, target, dict(spec.options), origin))
+        if spec.fault == "join":
+            self.members[number] = (at_s + SETTLE_TIME_S, float("inf"))
+        elif spec.fault == "leave":
             self.members[number] = (self.members[number][0], at_s)
 
-    def join(self) -> int:
-        self.newest += 1
-        return self.newest
+    def next_number(self) -> int:
+        self.last_number += 1
+        return self.last_number
 
-    def there(self, kind: TargetKind, at_s: float) -> list[int]:
+    def present(self, kind: TargetKind, at_s: float) -> list[int]:
         if kind == "shard":
             return list(range(self.scenario.run.shards))
         return sorted(n for n, (begin, end) in self.members.items() if begin <= at_s < end)
 
-    def free(self, kind: TargetKind, at_s: float, what: Wanted) -> list[int]:
-        """Numbers that a fault could strike now, and that nothing strikes already."""
+    def available(self, kind: TargetKind, at_s: float, spec: FaultSpec) -> list[int]:
+        """Return the possible targets of a fault that no other fault affects at this time."""
         if kind == "syncer":
             candidates = [0]
-        elif what.fault == "leave":
-            there = self.there(kind, at_s)
-            candidates = there if len(there) > 1 else []
+        elif spec.fault == "leave":
+            members = self.present(kind, at_s)
+            candidates = members if len(members) > 1 else []  # the last learner must not leave
         else:
-            candidates = self.there(kind, at_s)
-        return [n for n in candidates if not self.is_busy(Target(kind, n), what, at_s)]
+            candidates = self.present(kind, at_s)
+        return [n for n in candidates if not self.is_busy(Target(kind, n), spec, at_s)]
 
-    def is_busy(self, target: Target, what: Wanted, at_s: float) -> bool:
-        """A process is struck by one thing at a time, and so is a link or a disk; what is dead has no payload."""
-        option = KINDS[what.fault].lasts
-        until_s = at_s + (float(what.options[option]) if option is not None else 0.0) + SETTLE_S
+    def is_busy(self, target: Target, spec: FaultSpec, at_s: float) -> bool:
+        """Return whether another fault affects the target at this time. A killed process sends no payload."""
+        option = FAULT_KINDS[spec.fault].duration_option
+        until_s = at_s + (float(spec.options[option]) if option is not None else 0.0) + SETTLE_TIME_S
         return any(
-            touches(fault.target, target) and fault.at_s < until_s and at_s < fault.at_s + fault.lasts_s + SETTLE_S
+            overlaps(fault.target, target)
+            and fault.at_s < until_s
+            and at_s < fault.at_s + fault.duration_s + SETTLE_TIME_S
             for fault in self.faults
         )
 
 
-def touches(one: Target, other: Target) -> bool:
-    """Whatever strikes a learner's process strikes everything of that learner."""
-    if "shard" in (one.kind, other.kind):
-        return one == other
-    return one.number == other.number and (
-        one.kind == other.kind or "learner" in (one.kind, other.kind) or "payload" in (one.kind, other.kind)
+def overlaps(first: Target, second: Target) -> bool:
+    """Return whether the targets share a process. A learner includes its link, disk and payload."""
+    if "shard" in (first.kind, second.kind):
+        return first == second
+    return first.number == second.number and (
+        first.kind == second.kind or "learner" in (first.kind, second.kind) or "payload" in (first.kind, second.kind)
     )
 
 
 def draw_plan(scenario: Scenario, seed: int, duration_s: float) -> Plan:
-    """All schedules first, as they are exact; then the storms, in the order of time."""
-    drawing = _Drawing(scenario, seed, duration_s)
+    """Draw the plan of a scenario.
+
+    The schedules come first because their times are exact. The faults of the storms follow in order of time.
+    """
+    builder = _PlanBuilder(scenario, seed, duration_s)
     for index, scheduled in enumerate(scenario.schedule, 1):
-        _draw_scheduled(drawing, f"schedule {index}", scheduled.what, scheduled.at.seconds(duration_s))
-    waiting: list[tuple[float, int, Storm, Random]] = []
+        _draw_scheduled(builder, f"schedule {index}", scheduled.spec, scheduled.at.to_seconds(duration_s))
+    arrivals: list[tuple[float, int, Storm, Random]] = []
     for index, storm in enumerate(scenario.storms, 1):
-        draw = drawing.generator(f"storm {index}")
-        begin_s, end_s = storm.begin.seconds(duration_s), storm.end.seconds(duration_s)
-        targets = Random(f"{draw.random()}/targets")  # of its own: who is free must not move the times
-        for at_s in arrivals(draw, storm.per_minute, begin_s, end_s):
-            waiting.append((at_s, index, storm, targets))
-            if len(waiting) > MOST_FAULTS:
+        rng = builder.make_rng(f"storm {index}")
+        begin_s, end_s = storm.begin.to_seconds(duration_s), storm.end.to_seconds(duration_s)
+        # a separate generator: the times must not depend on the available targets
+        targets = Random(f"{rng.random()}/targets")
+        for at_s in poisson_times(rng, storm.per_minute, begin_s, end_s):
+            arrivals.append((at_s, index, storm, targets))
+            if len(arrivals) > MAX_FAULTS:
                 raise ScenarioError(
-                    f"scenario {scenario.name}: more than {MOST_FAULTS} faults in {duration_s:g} s; give a lower"
+                    f"scenario {scenario.name}: more than {MAX_FAULTS} faults in {duration_s:g} s; use a lower"
                     " per_minute or a shorter --duration"
                 )
-    for at_s, index, storm, targets in sorted(waiting, key=lambda each: (each[0], each[1])):
-        _draw_of_storm(drawing, f"storm {index}", storm, at_s, targets)
-    ordered = sorted(drawing.faults, key=lambda each: (each.at_s, each.origin, each.target))
+    for at_s, index, storm, targets in sorted(arrivals, key=lambda each: (each[0], each[1])):
+        _draw_storm_fault(builder, f"storm {index}", storm, at_s, targets)
+    ordered = sorted(builder.faults, key=lambda each: (each.at_s, each.origin, each.target))
     numbered = tuple(replace(fault, number=number) for number, fault in enumerate(ordered, 1))
     run = scenario.run
-    about = (scenario.name, scenario.about, seed, duration_s, run.learners)
-    return Plan(*about, numbered, drawing.left_out, run.shards)
+    header = (scenario.name, scenario.about, seed, duration_s, run.learners)
+    return Plan(*header, numbered, builder.skipped, run.shards)
 
 
-def _draw_scheduled(drawing: _Drawing, origin: str, what: Wanted, at_s: float) -> None:
-    if not 0.0 <= at_s <= drawing.duration_s:
+def _draw_scheduled(builder: _PlanBuilder, origin: str, spec: FaultSpec, at_s: float) -> None:
+    if not 0.0 <= at_s <= builder.duration_s:
         raise ScenarioError(
-            f"scenario {drawing.scenario.name}, [[schedule]] {origin.split()[-1]}: at is {at_s:g} s, and the run takes"
-            f" {drawing.duration_s:g} s; give an earlier time, a share such as 40%, or a longer --duration"
+            f"scenario {builder.scenario.name}, [[schedule]] {origin.split()[-1]}: at is {at_s:g} s, and the run takes"
+            f" {builder.duration_s:g} s; use an earlier time, a share such as 40%, or a longer --duration"
         )
-    if what.number == "new":
-        drawing.add(origin, at_s, what, drawing.join())
+    if spec.number == "new":
+        builder.add(origin, at_s, spec, builder.next_number())
         return
-    there = drawing.there(what.kind, at_s)
-    draw = drawing.generator(origin)
+    members = builder.present(spec.kind, at_s)
+    rng = builder.make_rng(origin)
     chosen: Sequence[int]
-    if what.number == "any":
-        chosen = [draw.choice(drawing.free(what.kind, at_s, what) or there)]
-    elif what.number == "all":
-        chosen = there
-    elif what.number == "all-but-one":
-        spared = draw.choice(there)
-        chosen = [n for n in there if n != spared]
+    if spec.number == "any":
+        chosen = [rng.choice(builder.available(spec.kind, at_s, spec) or members)]
+    elif spec.number == "all":
+        chosen = members
+    elif spec.number == "all-but-one":
+        spared = rng.choice(members)
+        chosen = [n for n in members if n != spared]
     else:
-        assert isinstance(what.number, int)
-        if what.number and what.kind != "shard" and what.number not in there:
+        assert isinstance(spec.number, int)
+        if spec.number and spec.kind != "shard" and spec.number not in members:
             raise ScenarioError(
-                f"scenario {drawing.scenario.name}, [[schedule]] {origin.split()[-1]}: learner {what.number} is not"
-                f" there at {at_s:g} s; it joins later, settles for {SETTLE_S:g} s after it joined, or has left"
+                f"scenario {builder.scenario.name}, [[schedule]] {origin.split()[-1]}: learner {spec.number} is not"
+                f" available at {at_s:g} s: it joins later, joined less than {SETTLE_TIME_S:g} s before, or has left"
             )
-        chosen = [what.number]
+        chosen = [spec.number]
     for number in chosen:
-        drawing.add(origin, at_s, what, number)
+        builder.add(origin, at_s, spec, number)
 
 
-def _draw_of_storm(drawing: _Drawing, origin: str, storm: Storm, at_s: float, targets: Random) -> None:
-    what = storm.what
-    if what.number == "new":
-        drawing.add(origin, at_s, what, drawing.join())
+def _draw_storm_fault(builder: _PlanBuilder, origin: str, storm: Storm, at_s: float, targets: Random) -> None:
+    spec = storm.spec
+    if spec.number == "new":
+        builder.add(origin, at_s, spec, builder.next_number())
         return
-    free = drawing.free(what.kind, at_s, what)
-    if isinstance(what.number, int):
-        busy = drawing.is_busy(Target(what.kind, what.number), what, at_s)
-        free = [] if busy else [what.number]
-    if not free:
-        drawing.left_out += 1
+    candidates = builder.available(spec.kind, at_s, spec)
+    if isinstance(spec.number, int):
+        busy = builder.is_busy(Target(spec.kind, spec.number), spec, at_s)
+        candidates = [] if busy else [spec.number]
+    if not candidates:
+        builder.skipped += 1
         return
-    drawing.add(origin, at_s, what, targets.choice(free))
+    builder.add(origin, at_s, spec, targets.choice(candidates))

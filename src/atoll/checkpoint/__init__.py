@@ -1,1 +1,4 @@
-"""Models and snapshots out of a run and into another: export, import, restore. Starts no process."""
+"""Export a model or a snapshot from a run, and import or restore one into another run.
+
+Starts no process and opens no connection. Knows neither the learner's nor the syncer's process.
+"""

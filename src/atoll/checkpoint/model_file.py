@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from atoll.files import atomic_write
 from atoll.tensors.plan import named_tensors
 
-MODEL = "model.safetensors"
+MODEL_FILE = "model.safetensors"
 
 
 def model_digest(model: nn.Module) -> str:
-    """xxh3 over names, shapes, dtypes and bytes of everything that is trained: two equal models have the same."""
+    """Return the xxh3 over names, shapes, dtypes and bytes of a model's tensors."""
     return tensors_digest(named_tensors(model))
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """The same of a model's tensors, in the order of their names."""
+    """Return the digest of `model_digest` for these tensors."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()
@@ -50,13 +50,15 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, values: Mapping[str, Tensor], whose: str) -> None:
-    """Set every tensor of the model; names and shapes must be exactly its own."""
+def load_into_model(model: nn.Module, values: Mapping[str, Tensor], source: str) -> None:
+    """Set every tensor of the model. Names and shapes must match exactly."""
     tensors = named_tensors(model)
     if set(tensors) != set(values):
         odd = min(set(tensors) ^ set(values))
-        raise ValueError(f"{whose} {'lacks' if odd in tensors else 'has an unknown'} tensor {odd!r}: of another model")
+        raise ValueError(
+            f"{source} {'lacks' if odd in tensors else 'has an unknown'} tensor {odd!r}: it is a file of another model"
+        )
     for name, tensor in tensors.items():
         if tensor.shape != values[name].shape:
-            raise ValueError(f"{whose}: {name} is {tuple(values[name].shape)}, the model has {tuple(tensor.shape)}")
+            raise ValueError(f"{source}: {name} is {tuple(values[name].shape)}, the model has {tuple(tensor.shape)}")
         tensor.copy_(values[name])

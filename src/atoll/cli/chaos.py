@@ -1,4 +1,4 @@
-"""`atoll chaos`: real faults in a real run, by seed, and a verdict from its tapes."""
+"""`atoll chaos`: inject real faults into a real run, drawn by a seed, and evaluate the run from its tapes."""
 
 from __future__ import annotations
 
@@ -9,151 +9,155 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.cli.output import ExitCode, JsonOption, Result, print_to_stderr
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
-    from atoll.chaos.judge import FaultReport, Verdict
     from atoll.chaos.plan import Plan
     from atoll.chaos.scenario import Scenario
+    from atoll.chaos.verdict import FaultReport, Verdict
 
-RUNS = Path("runs")
+RUNS_DIRECTORY = Path("runs")
 
 
-# long: the list of options, with what each one means
+# long: the options with their help
 def run(
     scenario: Annotated[
-        str | None, typer.Argument(metavar="SCENARIO", help="A shipped name (--list), or a TOML file.")
+        str | None, typer.Argument(metavar="SCENARIO", help="Name of a shipped scenario (see --list), or a TOML file.")
     ] = None,
-    seed: Annotated[int, Setting("Fixes the plan, bit for bit.", "N", min=0)] = 0,
+    seed: Annotated[int, Setting("Seed of the plan. The same seed gives the same plan.", "N", min=0)] = 0,
     duration: Annotated[
-        str | None, Setting("Length of the run without faults: 30s, 5m. [default: by the scenario]", "TIME")
+        str | None, Setting("Length of the run without faults, such as 30s or 5m. [default: from the scenario]", "TIME")
     ] = None,
-    out: Annotated[Path | None, Setting("Directory of the run. [default: first free runs/chaos-NAME-N]", "DIR")] = None,
+    out: Annotated[
+        Path | None, Setting("Directory of the run. [default: first unused runs/chaos-NAME-N]", "DIR")
+    ] = None,
     links: Annotated[
-        str, Setting("relay: user space; netns: namespaces and tc, as root; auto: netns if it works.", "HOW")
+        str,
+        Setting("relay: in user space; netns: network namespaces and tc, needs root; auto: netns if available.", "HOW"),
     ] = "auto",
-    baseline: Annotated[bool, Setting("First train the same run without faults, and compare the final loss.")] = False,
-    dry_run: Annotated[bool, Setting("Print the plan and end.")] = False,
-    show_list: Annotated[bool, Setting("The shipped scenarios.", flag="list")] = False,
+    baseline: Annotated[bool, Setting("Train the same run without faults first, and compare the final loss.")] = False,
+    dry_run: Annotated[bool, Setting("Print the plan and exit.")] = False,
+    show_list: Annotated[bool, Setting("List the shipped scenarios and exit.", flag="list")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Hurt a real run of real processes, and judge by its tapes whether it stood.
+    """Inject faults into a real run, and evaluate from its tapes whether it survived.
 
-    A scenario says which faults strike what: learners and the syncer are killed or stopped, links are cut, thinned,
-    delayed or damaged, disks are full, contributions are poisoned, learners come and go. The plan is drawn by the seed
-    before anything runs. The verdict is in verdict.json and, for people, verdict.html; exit code 1: the run did not
-    stand. docs/chaos.md tells the rest.
+    A scenario lists the faults: learners and the syncer are killed or stopped, links are cut, throttled, delayed or
+    corrupted, disks are full, contributions are poisoned, learners join and leave. The seed determines the plan before
+    the run starts. The result is in verdict.json, and as a page in verdict.html. Exit code 1: the run did not survive.
+    See docs/chaos.md.
     """
     if show_list:
-        from atoll.chaos.scenario import read, shipped
+        from atoll.chaos.scenario import parse_scenario, shipped_scenarios
 
-        found = {name: read(text, name, f"scenario {name}").about for name, text in shipped().items()}
-        width = max(map(len, found))
-        return Result({"scenarios": found}, (f"{name:<{width}}  {about}" for name, about in found.items()))
+        shipped = shipped_scenarios().items()
+        scenarios = {name: parse_scenario(text, name, f"scenario {name}").about for name, text in shipped}
+        width = max(map(len, scenarios))
+        return Result({"scenarios": scenarios}, (f"{name:<{width}}  {about}" for name, about in scenarios.items()))
     if scenario is None:
-        raise ValueError("say which scenario: atoll chaos kill-one; atoll chaos --list shows all")
-    plan, loaded = _planned(scenario, seed, duration)
+        raise ValueError("no scenario is given; name one, as in: atoll chaos kill-one (atoll chaos --list shows all)")
+    plan, loaded = _draw_plan(scenario, seed, duration)
     if dry_run:
-        return Result(plan.to_json, _plan_lines(plan))
-    from atoll.reference.children import processes
+        return Result(plan.to_json, _format_plan(plan))
+    from atoll.reference.child_processes import fork_server_context
 
-    processes()  # torch is loaded there while it is loaded here
-    from atoll.chaos.job import LINKS, Interrupted, run_chaos
+    fork_server_context()  # the child loads torch while this process does
+    from atoll.chaos.job import LINK_MODES, ChaosInterrupt, run_chaos
     from atoll.dashboard.terminal import LiveView
 
-    if links not in LINKS:
-        raise ValueError(f"--links {links!r}: give one of {', '.join(LINKS)}")
+    if links not in LINK_MODES:
+        raise ValueError(f"--links {links!r}: give one of {', '.join(LINK_MODES)}")
     if out is None:
-        from atoll.cli.train import next_run
+        from atoll.cli.train import next_run_directory
 
-        out = next_run(RUNS, f"chaos-{loaded.name}")
+        out = next_run_directory(RUNS_DIRECTORY, f"chaos-{loaded.name}")
     try:
         verdict = run_chaos(loaded, plan, out, LiveView(), links, baseline)
-        code = ExitCode.OK if verdict.passed else ExitCode.FAILED
+        code = ExitCode.OK if verdict.survived else ExitCode.FAILED
         if verdict.failed is not None and as_json:
-            complain(verdict.failed)
-    except Interrupted as interrupted:
+            print_to_stderr(verdict.failed)
+    except ChaosInterrupt as interrupted:
         verdict, code = interrupted.verdict, ExitCode.INTERRUPTED
-        complain("interrupted")
-    fields = {key: value for key, value in verdict.to_json().items() if key != "timeline"}  # it is in the file
-    return Result({**fields, "directory": str(out)}, summary(verdict, out), code)
+        print_to_stderr("interrupted")
+    fields = {key: value for key, value in verdict.to_json().items() if key != "timeline"}  # verdict.json has it
+    return Result({**fields, "directory": str(out)}, summary_lines(verdict, out), code)
 
 
-def _planned(wish: str, seed: int, duration: str | None) -> tuple[Plan, Scenario]:
+def _draw_plan(name: str, seed: int, duration: str | None) -> tuple[Plan, Scenario]:
     from atoll.chaos.plan import draw_plan
-    from atoll.chaos.scenario import check_duration, load, seconds
+    from atoll.chaos.scenario import check_duration, load_scenario, parse_seconds
 
-    loaded = load(wish)
+    loaded = load_scenario(name)
     duration_s = loaded.run.duration_s
     if duration is not None:
-        duration_s = seconds(duration, "--duration")
+        duration_s = parse_seconds(duration, "--duration")
         check_duration(duration_s, "--duration")
     return draw_plan(loaded, seed, duration_s), loaded
 
 
-def _plan_lines(plan: Plan) -> Iterator[str]:
+def _format_plan(plan: Plan) -> Iterator[str]:
     yield f"{plan.scenario}, seed {plan.seed}, {plan.duration_s:g} s, {plan.learners} learners: {plan.about}"
     for fault in plan.faults:
-        yield f"{fault.at_s:9.3f} s  {fault.number:>3}  {fault.sentence()}  ({fault.origin})"
+        yield f"{fault.at_s:9.3f} s  {fault.number:>3}  {fault.describe()}  ({fault.origin})"
     if not plan.faults:
-        yield "No fault is drawn: choose a longer --duration or another --seed."
-    if plan.left_out:
-        yield f"{plan.left_out} more were drawn and left out: nobody was free to be struck."
+        yield "The plan has no fault: choose a longer --duration or another --seed."
+    if plan.skipped:
+        yield f"{plan.skipped} more faults were drawn and skipped: every possible target was busy with another fault."
 
 
-WIDTH = 100
-_MARKS = {True: "passed", False: "FAILED", None: "unknown"}
+TEXT_WIDTH = 100
+_CHECK_LABELS = {True: "passed", False: "FAILED", None: "unknown"}
 
 
-def summary(verdict: Verdict, run: Path) -> Iterator[str]:
+def summary_lines(verdict: Verdict, run: Path) -> Iterator[str]:
     yield f"{verdict.scenario}, seed {verdict.seed}: {verdict.about}"
     yield ""
-    yield from _faults(verdict)
+    yield from _fault_lines(verdict)
     yield ""
-    yield from _wrapped(" ".join(_figures(verdict)))
+    yield from _wrap(" ".join(_figure_sentences(verdict)))
     yield ""
-    width = max(len(check.name) for check in verdict.checks)
-    for check in verdict.checks:
-        first = f"{_MARKS[check.passed]:<8} {check.name:<{width}}  "
-        yield from _wrapped(check.sentence, first, " " * len(first))
+    width = max(len(check.name) for check in verdict.criteria)
+    for check in verdict.criteria:
+        first = f"{_CHECK_LABELS[check.passed]:<8} {check.name:<{width}}  "
+        yield from _wrap(check.finding, first, " " * len(first))
     yield ""
-    judged = "The run survived." if verdict.passed else "The run did NOT survive."
-    yield f"{judged} {run / 'verdict.html'} shows it, {run / 'verdict.json'} holds every figure."
+    outcome = "The run survived." if verdict.survived else "The run did NOT survive."
+    yield f"{outcome} {run / 'verdict.html'} shows it, {run / 'verdict.json'} has every figure."
     targets = [fault.target.split() for fault in verdict.faults]
-    struck = next((words[-1] for words in targets if words[-1].isdigit() and words[0] != "shard"), "1")
-    yield f"More: atoll story {run} --learner {struck}"
+    learner = next((parts[-1] for parts in targets if parts[-1].isdigit() and parts[0] != "shard"), "1")
+    yield f"More: atoll story {run} --learner {learner}"
 
 
-def _wrapped(text: str, first: str = "", rest: str = "") -> Iterator[str]:
-    yield from textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
+def _wrap(text: str, first: str = "", rest: str = "") -> Iterator[str]:
+    yield from textwrap.wrap(text, TEXT_WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
 
 
-def _faults(verdict: Verdict) -> Iterator[str]:
-    begin = verdict.timeline["began_s"]
+def _fault_lines(verdict: Verdict) -> Iterator[str]:
+    begin = verdict.timeline["started_s"]
     for fault in verdict.faults:
-        at = "   never" if fault.began_s is None else f"{fault.began_s - begin:6.1f} s"
-        yield f"{at}  {fault.sentence}{_after(fault)}"
+        at = "   never" if fault.started_s is None else f"{fault.started_s - begin:6.1f} s"
+        yield f"{at}  {fault.description}{_recovery_text(fault)}"
 
 
-def _after(fault: FaultReport) -> str:
-    if not fault.fired:
-        return f": did not happen ({fault.why_not})"
-    told = []
-    if fault.back_training_s is not None:
-        told.append(f"trained again after {fault.back_training_s:.1f} s")
-    if fault.back_merged_s is not None:
-        told.append(f"merged again after {fault.back_merged_s:.1f} s")
-    if fault.healed_merged_s is not None:
-        told.append(f"merged again {fault.healed_merged_s:.1f} s after its end")
-    return f" [{fault.how}]" + (f": {', '.join(told)}" if told else "")
+def _recovery_text(fault: FaultReport) -> str:
+    if not fault.was_injected:
+        return f": did not happen ({fault.failure_cause})"
+    parts = []
+    if fault.kill_to_step_s is not None:
+        parts.append(f"trained again after {fault.kill_to_step_s:.1f} s")
+    if fault.kill_to_merge_s is not None:
+        parts.append(f"merged again after {fault.kill_to_merge_s:.1f} s")
+    if fault.end_to_merge_s is not None:
+        parts.append(f"merged again {fault.end_to_merge_s:.1f} s after its end")
+    return f" [{fault.method}]" + (f": {', '.join(parts)}" if parts else "")
 
 
-def _figures(verdict: Verdict) -> Iterator[str]:
+def _figure_sentences(verdict: Verdict) -> Iterator[str]:
     yield (
         f"Goodput was {100.0 * verdict.goodput:.1f} % over {verdict.wall_s:.0f} s"
         f" ({100.0 * verdict.goodput_up:.1f} % of the time in which learners were up),"
-        f" and somebody trained in {100.0 * verdict.uptime:.1f} % of the time."
+        f" and at least one learner trained in {100.0 * verdict.uptime:.1f} % of the time."
     )
     rest = {
         "away": sum(each.away_s for each in verdict.islands),
@@ -161,23 +165,26 @@ def _figures(verdict: Verdict) -> Iterator[str]:
         "stopped": sum(each.stopped_s for each in verdict.islands),
         "between steps": sum(each.between_s for each in verdict.islands),
     }
-    told = ", ".join(f"{seconds:.1f} s {name}" for name, seconds in rest.items() if seconds >= 0.05)
-    if told:
-        yield f"The rest of the islands' time: {told}."
+    parts = ", ".join(f"{seconds:.1f} s {name}" for name, seconds in rest.items() if seconds >= 0.05)
+    if parts:
+        yield f"The rest of the learners' time: {parts}."
     pause = verdict.worst_pause
     if pause is not None:
         during = f" during fault {', '.join(map(str, pause.during))}" if pause.during else ""
         yield (
-            f"The longest gap between two steps of a learner that was not itself struck was {1000 * pause.gap_s:.0f} ms"
-            f" (learner {pause.learner}{during}); its usual step takes {1000 * pause.usual_s:.0f} ms."
+            f"The longest gap between two steps of a learner without a fault was {1000 * pause.gap_s:.0f} ms"
+            f" (learner {pause.learner}{during}); its median step takes {1000 * pause.typical_s:.0f} ms."
         )
-    if verdict.merged_of_alive is not None:
-        yield f"{verdict.merges:,} merges took {100.0 * verdict.merged_of_alive:.0f} % of the learners alive."
+    if verdict.merge_participation is not None:
+        yield (
+            f"{verdict.merges:,} merges; on average {100.0 * verdict.merge_participation:.0f} % of live learners"
+            " took part in a merge."
+        )
     if verdict.refused_contributions:
-        whys = [
-            f"{count:,} {why.removeprefix('contribution-')}" for why, count in verdict.refused_contributions.items()
+        counts = [
+            f"{count:,} {code.removeprefix('contribution-')}" for code, count in verdict.refused_contributions.items()
         ]
-        yield f"Contributions that were refused: {', '.join(whys)}."
+        yield f"Refused contributions: {', '.join(counts)}."
     if verdict.failed_writes:
-        yield f"{verdict.failed_writes:,} writes failed and were made again."
+        yield f"{verdict.failed_writes:,} writes failed and were retried."
     yield f"Links: {verdict.links}."

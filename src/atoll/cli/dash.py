@@ -1,4 +1,4 @@
-"""`atoll dash` and `atoll watch`: a run in the browser and in the terminal. Also `--dash` of other commands."""
+"""`atoll dash` and `atoll watch`: show a run in the browser or in the terminal. Also `--dash` of other commands."""
 
 from __future__ import annotations
 
@@ -16,57 +16,71 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from atoll.cli import options
-from atoll.cli.options import Token
-from atoll.cli.output import JsonOption, Result, complain, progress
+from atoll.cli.options import TokenOption
+from atoll.cli.output import JsonOption, Result, print_to_stderr, progress_bar
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
-    from atoll.dashboard.picture import RunPicture
+    from atoll.dashboard.run_history import RunHistory
 
-Dash = Annotated[bool, Setting("Show the run on a page in the browser while it goes, as atoll dash does.", flag="dash")]
-DashPort = Annotated[int | None, options.port("Of that page. [default: free one from 7410]", "dash-port")]
+DashOption = Annotated[
+    bool, Setting("Show the run on a page in the browser while it trains, as atoll dash does.", flag="dash")
+]
+DashPortOption = Annotated[
+    int | None, options.port_setting("Port of that page. [default: first free one from 7410]", "dash-port")
+]
 
-RulesFile = Annotated[Path | None, Setting("TOML with limits for alerts; docs/dash.md has them.", "FILE", flag="rules")]
-PageRules = Annotated[Path | None, Setting("With --dash: TOML with limits for its alerts.", "FILE", flag="rules")]
+RulesOption = Annotated[
+    Path | None, Setting("TOML file with limits for alerts; see docs/dash.md.", "FILE", flag="rules")
+]
+DashRulesOption = Annotated[
+    Path | None, Setting("With --dash: TOML file with limits for its alerts.", "FILE", flag="rules")
+]
 
-ENDS_S = 5.0
+SHUTDOWN_TIMEOUT_S = 5.0
 
 
-class Page(NamedTuple):
-    """What was said of it on a command line."""
+class DashboardOptions(NamedTuple):
+    """Options of the dashboard page of another command."""
 
-    wanted: bool
+    is_enabled: bool
     port: int | None = None
     rules: Path | None = None
 
     def check(self) -> None:
-        """Before anything is begun: whoever waits for alerts of an hour must not learn of a slip in them then."""
-        from atoll.dashboard.alerts import Rules
+        """Raise `ValueError` for invalid options. Called before the run starts."""
+        from atoll.dashboard.alerts import AlertRules
 
         for name, value in (("--dash-port", self.port), ("--rules", self.rules)):
-            if value is not None and not self.wanted:
-                raise ValueError(f"{name} means nothing without --dash")
+            if value is not None and not self.is_enabled:
+                raise ValueError(f"{name} has no effect without --dash")
         if self.rules is not None:
-            Rules.load(self.rules)
+            AlertRules.load(self.rules)
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         given = (("--port", self.port), ("--rules", self.rules))
-        return [word for name, value in given if value is not None for word in (name, str(value))]
+        return [argument for name, value in given if value is not None for argument in (name, str(value))]
 
 
 @contextmanager
-def page_beside(page_wanted: Page, run: Path, token: str | None, own_token: bool = False) -> Iterator[None]:
-    """A page that cannot be shown is no reason not to train: it is told, and the job goes on.
+def dashboard_process(
+    options: DashboardOptions, run: Path, token: str | None, own_token: bool = False
+) -> Iterator[None]:
+    """Serve the dashboard of a run in a child process. If it cannot start, print that and continue.
 
-    `own_token`: the token is for this page alone, and may stand in a log; that of a run may not.
+    Args:
+        options: Options of the page; nothing is started unless it is enabled.
+        run: Directory of the run.
+        token: Token for requests of the operator on the page.
+        own_token: The token is for this page only, and may be printed to a log. The token of a run may not.
     """
-    if not page_wanted.wanted:
+    if not options.is_enabled:
         yield
         return
-    command = [sys.executable, "-m", "atoll", "dash", str(run), "--wait", "--while-stdin", *page_wanted.words()]
+    command = [sys.executable, "-m", "atoll", "dash", str(run), "--wait", "--while-stdin", *options.arguments()]
     if own_token:
         command.append("--own-token")
-    # The token is in the environment: others can read a command line.
+    # The token is in the environment: other users can read a command line.
     environment = {name: value for name, value in os.environ.items() if name != "ATOLL_TOKEN"}
     if token is not None:
         environment["ATOLL_TOKEN"] = token
@@ -81,12 +95,12 @@ def page_beside(page_wanted: Page, run: Path, token: str | None, own_token: bool
                 first = first.partition("#")[0]
             print(first, file=sys.stderr, flush=True)
         else:
-            complain("the page cannot be shown; the run goes on without it")
+            print_to_stderr("cannot start the dashboard page; the run continues without it")
         yield
     finally:
-        page.stdin.close()  # it ends with that; so it does when this process is killed
+        page.stdin.close()  # the child exits when its stdin closes, even if this process is killed
         try:
-            page.wait(ENDS_S)
+            page.wait(SHUTDOWN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             page.kill()
             page.wait()
@@ -95,27 +109,35 @@ def page_beside(page_wanted: Page, run: Path, token: str | None, own_token: bool
 
 def run_dash(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown beside it.")
+        list[Path],
+        typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown for comparison."),
     ],
-    host: Annotated[str, Setting("Listen there; others need a token, and TLS.", "HOST")] = "127.0.0.1",
-    port: Annotated[int | None, options.port("[default: the first free one from 7410]")] = None,
-    token: Token = None,
-    keys: Annotated[Path | None, Setting("TLS with this key, of atoll keys init; for other machines.", "DIR")] = None,
-    plain_text: Annotated[bool, Setting("Show it to others without TLS: everybody on the way can read it.")] = False,
-    rules: RulesFile = None,
-    wait: Annotated[bool, Setting("The run may begin later: its directory need not hold tapes yet.")] = False,
+    host: Annotated[
+        str, Setting("Address to listen on; beyond this machine it needs a token and TLS.", "HOST")
+    ] = "127.0.0.1",
+    port: Annotated[int | None, options.port_setting("Port to listen on. [default: first free one from 7410]")] = None,
+    token: TokenOption = None,
+    keys: Annotated[
+        Path | None, Setting("Use TLS with the key that atoll keys init made; for other machines.", "DIR")
+    ] = None,
+    plain_text: Annotated[
+        bool, Setting("Serve other machines without TLS: everyone on the network can read it.")
+    ] = False,
+    rules: RulesOption = None,
+    wait: Annotated[bool, Setting("Wait for the run to start: its directory may have no tapes yet.")] = False,
     while_stdin: Annotated[bool, Setting(hidden=True)] = False,
     own_token: Annotated[bool, Setting(hidden=True)] = False,
-    open_browser: Annotated[bool, Setting("Open the page in the browser of this machine.", flag="open")] = False,
+    open_browser: Annotated[bool, Setting("Open the page in a browser on this machine.", flag="open")] = False,
 ) -> None:
-    """Show a run in the browser: islands, rounds, curves, books and stories, now or at any moment before.
+    """Show a run in the browser: learners, rounds, curves, ledger and stories, now or at any earlier time.
 
-    Reads the tapes and metrics of the run's directory and never disturbs it. Works on a run that trains, on a finished
-    one and on the tapes of atoll simulate. Without a token it only shows, and only to this machine. With the token of
-    the run (--token, ATOLL_TOKEN) it can also pause, resume and change it. Ctrl-C ends the page, not the run.
+    Reads the tapes and metrics of the run's directory, and never slows the run down. Works on a live run, on a finished
+    one and on the tapes of atoll simulate. Without a token the page is read-only and for this machine only. With the
+    token of the run (--token, ATOLL_TOKEN) it can also pause, resume and change the run. Ctrl-C ends the page, not the
+    run.
     """
     if len(runs) > 2:
-        raise ValueError(f"{len(runs)} runs are too many for one page: give one, or two to compare")
+        raise ValueError(f"{len(runs)} runs are too many for one page: give one, or two for a comparison")
     try:
         from atoll.dashboard.server import serve
     except ModuleNotFoundError as missing:
@@ -123,61 +145,61 @@ def run_dash(
     serve(runs, host, port, token or None, rules, wait, while_stdin, own_token, open_browser, keys, plain_text)
 
 
-POLL_INTERVAL_S = 1.0
-PLAIN_INTERVAL_S = 10.0
+WATCH_INTERVAL_S = 1.0
+PLAIN_WATCH_INTERVAL_S = 10.0
 
 
 def run_watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: live, finished or simulated.")],
-    at: Annotated[float | None, Setting("Show the run as it was then, and end.", "SECONDS")] = None,
-    rules: RulesFile = None,
-    once: Annotated[bool, Setting("Show it as it is now, and end.")] = False,
+    at: Annotated[float | None, Setting("Show the run at this time, and exit.", "SECONDS")] = None,
+    rules: RulesOption = None,
+    once: Annotated[bool, Setting("Show the run once, and exit.")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Watch a run in the terminal: islands, rounds, books and alerts, from its tapes, without disturbing it.
+    """Watch a run in the terminal: learners, rounds, ledger and alerts, from its tapes.
 
-    Ends with the run, or by Ctrl-C, which ends the watching only. Where stdout is no terminal it prints a line now and
-    then. With --json it prints the picture once, in the shape of docs/dash.md.
+    Exits when the run ends. Ctrl-C ends the view, not the run. If stdout is not a terminal, it prints a line every few
+    seconds. With --json it prints the view once, in the format of docs/dash.md.
     """
-    from atoll.dashboard.alerts import Rules
-    from atoll.dashboard.picture import RunPicture
-    from atoll.dashboard.view import picture_at
+    from atoll.dashboard.alerts import AlertRules
+    from atoll.dashboard.run_history import RunHistory
+    from atoll.dashboard.view import view_at
 
-    picture = RunPicture(run, Rules.load(rules) if rules is not None else None)
-    _catch_up(picture)
-    return Result(partial(picture_at, picture, at), partial(_show, picture, at, once))
-
-
-def _catch_up(picture: RunPicture) -> None:
-    """Read what there is, with a bar where it takes long."""
-    shown = sys.stderr.isatty()
-    with progress("reading", 1000, shown) as tell:
-        while picture.grow(0.25):
-            tell(round(1000 * (picture.loading() or 1.0)))
+    history = RunHistory(run, AlertRules.load(rules) if rules is not None else None)
+    _read_all(history)
+    return Result(partial(view_at, history, at), partial(_print_view, history, at, once))
 
 
-def _shown(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
-    from atoll.dashboard.view import picture_at
+def _read_all(history: RunHistory) -> None:
+    """Read the tapes up to their end, with a progress bar on a terminal."""
+    is_shown = sys.stderr.isatty()
+    with progress_bar("reading", 1000, is_shown) as report:
+        while history.update(0.25):
+            report(round(1000 * (history.loading_progress() or 1.0)))
 
-    return {"title": picture.run.resolve().name, **picture_at(picture, at)}
+
+def _view_fields(history: RunHistory, at: float | None = None) -> dict[str, Any]:
+    from atoll.dashboard.view import view_at
+
+    return {"title": history.run.resolve().name, **view_at(history, at)}
 
 
-def _show(picture: RunPicture, at: float | None, once: bool) -> None:
+def _print_view(history: RunHistory, at: float | None, once: bool) -> None:
     from rich.console import Console
 
-    from atoll.dashboard.terminal import LiveView, rendered
-    from atoll.dashboard.view import picture_at
+    from atoll.dashboard.terminal import LiveView, render
+    from atoll.dashboard.view import view_at
 
-    if at is not None or once or not picture_at(picture)["live"]:
+    if at is not None or once or not view_at(history)["live"]:
         console = Console()
-        console.print(rendered(_shown(picture, at), console.width, picture.bands))
+        console.print(render(_view_fields(history, at), console.width, history.state_spans))
         return
-    shown = _shown(picture)
-    with LiveView(sys.stdout, PLAIN_INTERVAL_S, transient=False) as view:
-        view.show(shown, picture.bands)
+    shown = _view_fields(history)
+    with LiveView(sys.stdout, PLAIN_WATCH_INTERVAL_S, transient=False) as view:
+        view.show(shown, history.state_spans)
         while shown["live"]:
-            time.sleep(POLL_INTERVAL_S)
-            while picture.grow(0.5):
+            time.sleep(WATCH_INTERVAL_S)
+            while history.update(0.5):
                 pass
-            shown = _shown(picture)
-            view.show(shown, picture.bands, None if shown["live"] else math.inf)  # how it ended is always shown
+            shown = _view_fields(history)
+            view.show(shown, history.state_spans, None if shown["live"] else math.inf)  # the last state is always shown

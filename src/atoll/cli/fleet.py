@@ -1,4 +1,4 @@
-"""`atoll up`, `down`, `status` and `logs`: the syncer and the islands of a run that one file describes."""
+"""`atoll up`, `down`, `status` and `logs`: manage the syncer and the islands of a run that one file describes."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.cli.output import ExitCode, JsonOption, Result, print_to_stderr
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from atoll.launch.fleet import Fleet, UnitStatus
+    from atoll.launch.fleet import Fleet, UnitReport
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML with the syncer and the islands: docs/engines.md.")]
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="TOML file with the syncer and the islands; see docs/launchers.md.")
+]
 
-COLOURS = {"running": "green", "failed": "red", "gone": "red", "unknown": "yellow", "waiting": "yellow"}
+STATUS_COLORS = {"running": "green", "failed": "red", "lost": "red", "unknown": "yellow", "waiting": "yellow"}
 
 
-def table_of(statuses: Sequence[UnitStatus]) -> Table:
+def status_table(statuses: Sequence[UnitReport]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("unit", "engine", "standing", "restarts", ""):
-        table.add_column(
-            title, justify="right" if title == "restarts" else "left", no_wrap=title in ("unit", "standing")
-        )
-    for name, engine, standing, restarts, why in statuses:
-        shown = Text(standing, style=COLOURS.get(standing, ""))
-        counted = str(restarts) if standing.is_kept or standing.is_over else ""
-        table.add_row(Text(name), Text(engine), shown, counted, Text(why))
+    for title in ("unit", "launcher", "state", "restarts", ""):
+        table.add_column(title, justify="right" if title == "restarts" else "left", no_wrap=title in ("unit", "state"))
+    for name, launcher, state, restarts, cause in statuses:
+        shown = Text(state, style=STATUS_COLORS.get(state, ""))
+        counted = str(restarts) if state.is_active or state.is_finished else ""
+        table.add_row(Text(name), Text(launcher), shown, counted, Text(cause))
     return table
 
 
-def line_of(status: UnitStatus) -> str:
-    again = f", restarts: {status.restarts}" if status.restarts else ""
-    why = f" ({status.why})" if status.why else ""
-    return f"{status.name}: {status.standing}{again}{why}"
+def format_status(status: UnitReport) -> str:
+    restarts = f", restarts: {status.restarts}" if status.restarts else ""
+    cause = f" ({status.cause})" if status.cause else ""
+    return f"{status.name}: {status.state}{restarts}{cause}"
 
 
-def print_statuses(statuses: Sequence[UnitStatus]) -> None:
+def print_statuses(statuses: Sequence[UnitReport]) -> None:
     if not sys.stdout.isatty():
         for status in statuses:
-            print(line_of(status))
+            print(format_status(status))
         return
     from rich.console import Console
 
-    Console().print(table_of(statuses))
+    Console().print(status_table(statuses))
 
 
 @contextmanager
-def shown(quiet: bool) -> Iterator[Callable[[list[UnitStatus]], None]]:
-    """Yield a function that shows the status of all units, and is called again and again."""
+def live_statuses(quiet: bool) -> Iterator[Callable[[list[UnitReport]], None]]:
+    """Yield a function that shows the status of all units. Call it with every new status."""
     if quiet:
         yield lambda statuses: None
     elif sys.stdout.isatty():
@@ -68,195 +68,195 @@ def shown(quiet: bool) -> Iterator[Callable[[list[UnitStatus]], None]]:
         from rich.live import Live
 
         with Live(console=Console(), auto_refresh=False) as live:
-            yield lambda statuses: live.update(table_of(statuses), refresh=True)
+            yield lambda statuses: live.update(status_table(statuses), refresh=True)
     else:
-        before: dict[str, tuple[str, int]] = {}
+        last: dict[str, tuple[str, int]] = {}
 
-        def changes(statuses: list[UnitStatus]) -> None:
+        def print_changes(statuses: list[UnitReport]) -> None:
             for status in statuses:
-                now = status.standing, status.restarts
-                if before.get(status.name) != now:
-                    before[status.name] = now
-                    print(f"{time.strftime('%H:%M:%S')} {line_of(status)}", flush=True)
+                now = status.state, status.restarts
+                if last.get(status.name) != now:
+                    last[status.name] = now
+                    print(f"{time.strftime('%H:%M:%S')} {format_status(status)}", flush=True)
 
-        yield changes
+        yield print_changes
 
 
 def run_up(
-    file: File,
+    file: FileArgument,
     units: Annotated[
-        list[str] | None, typer.Argument(metavar="UNIT", help="Only these: syncer, an island. [default: all]")
+        list[str] | None,
+        typer.Argument(metavar="UNIT", help="Start only these: syncer, or names of islands. [default: all]"),
     ] = None,
-    detach: Annotated[bool, Setting("Return as soon as everything is started; it goes on.", short="-d")] = False,
+    detach: Annotated[bool, Setting("Exit as soon as all units are started; they keep running.", short="-d")] = False,
     dry_run: Annotated[bool, Setting("Print what would be submitted, without secrets, and start nothing.")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Bring up a run that a file describes, and follow it until its islands have ended.
+    """Start a run that a file describes, and follow it until its islands have ended.
 
-    Everything is checked before anything is started. What runs already is left alone; what has failed, was stopped or
-    has left a run that goes on is started again: the same command once more does no harm, and goes on with a run that
-    was taken down. Ctrl-C ends the following only, the run goes on; come back with atoll up, status or logs, and stop
-    it with atoll down.
+    All settings are checked before the first unit starts. The command is idempotent: running units are left alone;
+    units that failed, were stopped or left an unfinished run are started again. It also resumes a run after atoll down.
+    Ctrl-C ends the view, not the run: follow it again with atoll up, status or logs, and stop it with atoll down.
     """
     from atoll.launch.fleet import Fleet
     from atoll.launch.islands_file import IslandsFile
-    from atoll.launch.units import stays_here, token_of, units_of
+    from atoll.launch.units import build_units, find_address_warning, load_token
 
-    read = IslandsFile.load(file)
-    fleet = Fleet(read)
+    islands = IslandsFile.load(file)
+    fleet = Fleet(islands)
     names = fleet.names(units or ())
-    wanted = [unit for unit in units_of(read, token_of(read, make=False)) if unit.name in names]
-    fleet.check(wanted)
-    if warning := stays_here(read):
-        complain(warning)
+    selected = [unit for unit in build_units(islands, load_token(islands, create=False)) if unit.name in names]
+    fleet.check(selected)
+    if warning := find_address_warning(islands):
+        print_to_stderr(warning)
     if dry_run:
         rendered = [
-            {"name": unit.name, "engine": unit.engine, "submitted": fleet.engine(unit.engine).render(unit)}
-            for unit in wanted
+            {"name": unit.name, "launcher": unit.launcher, "submitted": fleet.launcher(unit.launcher).render(unit)}
+            for unit in selected
         ]
-        fields = {"run": read.run, "directory": str(read.directory), "units": rendered}
+        fields = {"run": islands.run, "directory": str(islands.directory), "units": rendered}
         return Result(fields, ["\n\n".join(each["submitted"].rstrip("\n") for each in rendered)])
-    with fleet.alone("atoll up"):  # two who make a token at once would not have the same
-        token = token_of(read, make=True)
-    wanted = [unit for unit in units_of(read, token) if unit.name in names]
-    come_back = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
+    with fleet.lock("atoll up"):  # two processes at the same time would create two tokens
+        token = load_token(islands, create=True)
+    selected = [unit for unit in build_units(islands, token) if unit.name in names]
+    next_commands = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
     try:
-        started = fleet.up(wanted, Said(as_json))
+        started = fleet.up(selected, UnitMessages(as_json))
         if detach:
             statuses = fleet.statuses()
         else:
-            with shown(quiet=as_json) as show:
+            with live_statuses(quiet=as_json) as show:
                 statuses = fleet.follow(show)
     except KeyboardInterrupt:
-        complain(f"detached; the run goes on: {come_back}")
+        print_to_stderr(f"detached; the run continues: {next_commands}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    lines = [f"It goes on by itself: {come_back}"] if detach else _end_lines(fleet, statuses)
-    wrong = [status for status in statuses if status.is_wrong]
-    if wrong:
-        names = [status.name for status in wrong]
-        complain(f"not well: {', '.join(names)}; what they printed: atoll logs {file} {names[0]}")
+    lines = [f"The run continues in the background: {next_commands}"] if detach else _end_lines(fleet, statuses)
+    problems = [status for status in statuses if status.is_problem]
+    if problems:
+        names = [status.name for status in problems]
+        print_to_stderr(f"units with problems: {', '.join(names)}; show their output: atoll logs {file} {names[0]}")
 
     def text() -> None:
         for line in lines:
             print(line)
-        if wrong:
-            print_statuses(wrong)
+        if problems:
+            print_statuses(problems)
 
     return Result(
         {
-            "run": read.run,
-            "directory": str(read.directory),
+            "run": islands.run,
+            "directory": str(islands.directory),
             "started": started,
             "units": [status._asdict() for status in statuses],
         },
         text,
-        ExitCode.FAILED if wrong else ExitCode.OK,
+        ExitCode.FAILED if problems else ExitCode.OK,
     )
 
 
-def _end_lines(fleet: Fleet, statuses: list[UnitStatus]) -> list[str]:
-    from atoll.launch.engine import is_island
+def _end_lines(fleet: Fleet, statuses: list[UnitReport]) -> list[str]:
+    from atoll.launch.launcher import is_island
 
-    left = [each.name for each in statuses if not each.standing.is_over and not is_island(each.name)]
+    left = [each.name for each in statuses if not each.state.is_finished and not is_island(each.name)]
     if left:
-        return [f"All islands have ended, and {', '.join(left)} goes on: atoll down {fleet.file.path}"]
-    return [] if any(status.is_wrong for status in statuses) else [f"The run in {fleet.file.directory} has ended."]
+        return [f"All islands have ended; {', '.join(left)} still runs, stop it with: atoll down {fleet.file.path}"]
+    return [] if any(status.is_problem for status in statuses) else [f"The run in {fleet.file.directory} has ended."]
 
 
-class Said:
-    """Keeps what each unit was last said to do, and prints it unless the result is JSON."""
+class UnitMessages:
+    """Store the last message about each unit, and print it unless the result is JSON."""
 
     def __init__(self, as_json: bool) -> None:
-        self.words: dict[str, str] = {}
+        self.messages: dict[str, str] = {}
         self._as_json = as_json
 
-    def __call__(self, unit: str, words: str) -> None:
-        self.words[unit] = words
+    def __call__(self, unit: str, message: str) -> None:
+        self.messages[unit] = message
         if not self._as_json:
-            print(f"{unit}: {words}", flush=True)
+            print(f"{unit}: {message}", flush=True)
 
 
 def run_down(
-    file: File,
+    file: FileArgument,
     units: Annotated[
         list[str] | None,
-        typer.Argument(metavar="UNIT", help="Only these: an island, syncer. [default: all, the syncer last]"),
+        typer.Argument(
+            metavar="UNIT", help="Stop only these: names of islands, or syncer. [default: all, the syncer last]"
+        ),
     ] = None,
-    forget: Annotated[bool, Setting("Stop nothing; the named units are on a machine that is gone for good.")] = False,
+    forget: Annotated[bool, Setting("Stop nothing, but drop the named units, whose machine is lost for good.")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Stop a run that can go on later: atoll up on the same file goes on from its store.
+    """Stop a run. atoll up on the same file resumes it from its store.
 
-    Islands are told by SIGTERM and have their notice to send what is not merged yet; what is left then is killed. The
-    syncer is stopped after them. What is stopped already stays so. A unit whose machine or cluster does not answer any
-    more is forgotten by its name with --forget, and can then be started elsewhere.
+    Islands receive SIGTERM and have their notice period to upload unmerged work; then they are killed. The syncer is
+    stopped last. Units that are already stopped stay stopped. If a machine or a cluster no longer answers, drop its
+    units by name with --forget; they can then be started elsewhere.
     """
     from atoll.launch.fleet import Fleet
     from atoll.launch.islands_file import IslandsFile
 
-    read = IslandsFile.load(file)
-    fleet = Fleet(read)
+    islands = IslandsFile.load(file)
+    fleet = Fleet(islands)
     names = fleet.names(units or ())
     if forget and not units:
-        raise ValueError(f"which units are gone for good? Name them: atoll down {file} UNIT --forget")
-    said = Said(as_json)
+        raise ValueError(f"--forget needs the names of the lost units: atoll down {file} UNIT --forget")
+    notify = UnitMessages(as_json)
     is_down, lines = True, []
-    if not fleet.known():
-        said.words |= dict.fromkeys(names, "was not started")
-        lines = [f"Nothing of {file} was started."]
+    if not fleet.read_units():
+        notify.messages |= dict.fromkeys(names, "was not started")
+        lines = [f"No unit of {file} was started."]
     else:
-        is_down = fleet.forget(names, said) if forget else fleet.down(names, said)
+        is_down = fleet.forget(names, notify) if forget else fleet.down(names, notify)
     if not is_down:
-        left = "not everything was forgotten" if forget else "not everything could be stopped"
-        complain(f"{left}; ask again with atoll down")
-    fields = {"run": read.run, "directory": str(read.directory), "down": is_down, "units": said.words}
+        problem = "some units could not be dropped" if forget else "some units could not be stopped"
+        print_to_stderr(f"{problem}; try again with atoll down")
+    fields = {"run": islands.run, "directory": str(islands.directory), "down": is_down, "units": notify.messages}
     return Result(fields, lines, ExitCode.OK if is_down else ExitCode.FAILED)
 
 
-def run_status(file: File, as_json: JsonOption = False) -> Result:
-    """Show how the units of a run are: standing, restarts, and why.
+def run_status(file: FileArgument, as_json: JsonOption = False) -> Result:
+    """Show the state of each unit of a run, its restarts and the cause.
 
-    The exit code is 0 where nothing has failed. An engine that does not answer is no sign that its units are lost: they
-    are shown as unknown, with what it says. What the run itself does is shown by atoll watch and atoll dash.
+    Exits with code 0 if no unit has failed. If a launcher does not answer, its units are shown as unknown with the
+    launcher's error: they may still run. To see the training itself, use atoll watch or atoll dash.
     """
     from atoll.launch.fleet import Fleet
     from atoll.launch.islands_file import IslandsFile
 
-    read = IslandsFile.load(file)
-    statuses = Fleet(read).statuses()
-    wrong = any(status.is_wrong for status in statuses)
+    islands = IslandsFile.load(file)
+    statuses = Fleet(islands).statuses()
+    has_problem = any(status.is_problem for status in statuses)
 
     def fields() -> dict[str, object]:
         units = [status._asdict() for status in statuses]
-        return {"run": read.run, "directory": str(read.directory), "well": not wrong, "units": units}
+        return {"run": islands.run, "directory": str(islands.directory), "well": not has_problem, "units": units}
 
-    return Result(fields, partial(print_statuses, statuses), ExitCode.FAILED if wrong else ExitCode.OK)
+    return Result(fields, partial(print_statuses, statuses), ExitCode.FAILED if has_problem else ExitCode.OK)
 
 
-READ_S = 0.5
+LOG_POLL_INTERVAL_S = 0.5
 
 
 def run_logs(
-    file: File,
-    units: Annotated[list[str] | None, typer.Argument(metavar="UNIT", help="Only these. [default: all]")] = None,
-    follow: Annotated[
-        bool, Setting("Go on with what is printed from now on, until all have ended.", short="-f")
-    ] = False,
-    tail: Annotated[int | None, Setting("Begin with the last N lines of each.", "N", min=0)] = None,
+    file: FileArgument,
+    units: Annotated[list[str] | None, typer.Argument(metavar="UNIT", help="Show only these. [default: all]")] = None,
+    follow: Annotated[bool, Setting("Follow the output until all units have ended.", short="-f")] = False,
+    tail: Annotated[int | None, Setting("Start with the last N lines of each unit.", "N", min=0)] = None,
 ) -> None:
-    """Show what the units of a run have printed, each line with the name of its unit before it.
+    """Show the output of the units of a run. Each line begins with the name of its unit.
 
-    Starts of one unit come one after the other; a line of [atoll] between them says why there was another. Ctrl-C ends
-    the reading only.
+    The output of a restarted unit follows the output of the start before it. A line with [atoll] between them names the
+    cause of the restart. Ctrl-C ends the view, not the run.
     """
-    from atoll.launch.engine import UnitStanding
     from atoll.launch.fleet import POLL_INTERVAL_S, REMOTE_POLL_INTERVAL_S, Fleet, FleetLogs
     from atoll.launch.islands_file import IslandsFile
+    from atoll.launch.launcher import UnitState
 
     fleet = Fleet(IslandsFile.load(file))
     names = fleet.names(units or ())
-    if not fleet.known():
-        raise ValueError(f"nothing of {file} was started yet: atoll up {file}")
+    if not fleet.read_units():
+        raise ValueError(f"no unit of {file} was started yet; start them with: atoll up {file}")
     logs = FleetLogs(fleet, names, tail)
     width = max(map(len, names))
 
@@ -264,20 +264,20 @@ def run_logs(
         for unit, text in lines:
             sys.stdout.write(f"{unit:{width}} | {text}\n")
 
-    ended, next_look = not follow, 0.0
+    ended, next_poll = not follow, 0.0
     while True:
-        if not ended and time.monotonic() >= next_look:
+        if not ended and time.monotonic() >= next_poll:
             statuses = fleet.statuses(names)
-            ended = all(each.standing.is_over or each.standing == UnitStanding.NOT_STARTED for each in statuses)
-            is_near = all(each.engine == "local" for each in statuses)
-            next_look = time.monotonic() + (POLL_INTERVAL_S if is_near else REMOTE_POLL_INTERVAL_S)
-        show(logs.new())
+            ended = all(each.state.is_finished or each.state == UnitState.NOT_STARTED for each in statuses)
+            is_local = all(each.launcher == "local" for each in statuses)
+            next_poll = time.monotonic() + (POLL_INTERVAL_S if is_local else REMOTE_POLL_INTERVAL_S)
+        show(logs.read_new())
         if ended:
             break
         sys.stdout.flush()
-        time.sleep(READ_S)
-    show(logs.rest())
+        time.sleep(LOG_POLL_INTERVAL_S)
+    show(logs.read_unfinished())
     for unit, problem in logs.problems.items():
-        complain(f"what {unit} has printed cannot be read: {problem}")
+        print_to_stderr(f"cannot read the output of {unit}: {problem}")
     if logs.problems:
         raise typer.Exit(ExitCode.FAILED)

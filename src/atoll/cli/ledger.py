@@ -1,4 +1,4 @@
-"""`atoll ledger`: who trained which samples, and what became of them."""
+"""`atoll ledger`: show which learner trained which samples, and where they were merged."""
 
 from __future__ import annotations
 
@@ -8,90 +8,94 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from atoll.cli.check import RunArgument
-from atoll.cli.output import ExitCode, JsonOption, Result, reading
+from atoll.cli.output import ExitCode, JsonOption, Result, reading_progress
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
-    from atoll.core.ledger import Line
+    from atoll.core.ledger import LedgerLine
     from atoll.tape.files import RunTapes
-    from atoll.tape.samples import DataHistory, Range, Stay
+    from atoll.tape.samples import DataHistory, SampleLease, SampleRange
 
 
-class Sums(NamedTuple):
-    """Of samples: leased = merged + held + waiting."""
+class SampleCounts(NamedTuple):
+    """Numbers of samples: leased = merged + held + waiting."""
 
     leased: int
     merged: int
     held: int
     waiting: int
-    held_trained: int  # of those held
+    held_trained: int  # part of `held` that is trained
 
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         return self.leased == self.merged + self.held + self.waiting
 
 
 def run(
     run: RunArgument,
-    rows: Annotated[int, Setting("Rows of the table, at most.", "N", min=1)] = 40,
+    rows: Annotated[int, Setting("Maximum number of rows in the table.", "N", min=1)] = 40,
     as_json: JsonOption = False,
 ) -> Result:
-    """Say of every sample who trained it and where it was merged, and whether the books balance.
+    """Show which learner trained each sample and where it was merged, and whether the ledger balances.
 
-    The data of a run is one line of numbered samples, of which the syncer leases stretches to its learners. A sample is
-    merged when a version of any fragment holds it; what a learner had not merged when it was gone for good is returned
-    and leased to another one, first of all. What is held is with learners that are there, trained and not merged yet or
-    still ahead of them. What is waiting was returned, and nobody has asked since.
+    The data of a run is one sequence of numbered samples. The syncer leases intervals of it to learners. A sample is
+    merged when a version of any fragment contains it. When a learner is lost for good, its unmerged samples are
+    returned, and leased to other learners before new ones. Held samples are leased to a live learner: trained and not
+    merged yet, or not trained yet. Waiting samples were returned and not leased again yet.
 
-    Everything is derived from the tapes alone, and what they lack is said. Ends with exit code 1 if a sample was merged
-    twice or is nowhere, or if tokens trained are not tokens merged, pending and dropped.
+    Everything is derived from the tapes; gaps in them are listed. Exits with code 1 if a sample was merged twice or is
+    missing, or if trained tokens are not the sum of merged, pending and dropped tokens.
     """
     from atoll.tape.files import RunTapes
 
     tapes = RunTapes(run)
     history = read_history(tapes)
-    ranges, tokens = history.ranges(), history.tokens()
-    sums = sums_of(history, ranges)
-    balanced = sums.balanced() and not history.problems and all(line.balanced() for line in tokens.values())
-    found = tapes, history, ranges, tokens, sums, balanced
-    return Result(partial(_fields, *found), _lines(*found, rows), ExitCode.OK if balanced else ExitCode.FAILED)
+    ranges, tokens = history.ranges(), history.token_ledger()
+    sums = count_samples(history, ranges)
+    balanced = sums.is_balanced() and not history.problems and all(line.is_balanced() for line in tokens.values())
+    arguments = tapes, history, ranges, tokens, sums, balanced
+    return Result(
+        partial(_ledger_fields, *arguments),
+        _ledger_lines(*arguments, rows),
+        ExitCode.OK if balanced else ExitCode.FAILED,
+    )
 
 
 def read_history(tapes: RunTapes) -> DataHistory:
     from atoll.tape.samples import DataHistory
 
     history = DataHistory(tapes.config)
-    with reading("reading", tapes) as watched:
-        for entry in watched(tapes.merged()):
+    with reading_progress("reading", tapes) as watched:
+        for entry in watched(tapes.merged_entries()):
             if entry.tick == 1:
-                history.started(entry.actor, tapes.readers[entry.actor].header.restored)
+                history.on_process_started(entry.actor, tapes.readers[entry.actor].header.restored)
             history.observe(entry)
     return history
 
 
-def sums_of(history: DataHistory, ranges: Sequence[Range]) -> Sums:
-    places: Counter[str] = Counter()
+def count_samples(history: DataHistory, ranges: Sequence[SampleRange]) -> SampleCounts:
+    counts: Counter[str] = Counter()
     for each in ranges:
-        places[each.place] += each.end - each.begin
-    trained = sum(each.end - each.begin for each in ranges if each.place == "held" and each.stays[-1].trained)
-    return Sums(history.next, places["merged"], places["held"], places["waiting"], trained)
+        counts[each.status] += each.end - each.begin
+    trained = sum(each.end - each.begin for each in ranges if each.status == "held" and each.leases[-1].trained)
+    return SampleCounts(history.next_sample, counts["merged"], counts["held"], counts["waiting"], trained)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# For scripts
+# JSON output
 
 
-def _fields(
+def _ledger_fields(
     tapes: RunTapes,
     history: DataHistory,
-    ranges: Sequence[Range],
-    tokens: dict[int, Line],
-    sums: Sums,
+    ranges: Sequence[SampleRange],
+    tokens: dict[int, LedgerLine],
+    sums: SampleCounts,
     balanced: bool,
 ) -> dict[str, object]:
     return {
         "balanced": balanced,
         "problems": history.problems,
-        "incomplete": _gaps(tapes, history),
+        "incomplete": _find_gaps(tapes, history),
         "lease_samples": tapes.config.lease_samples,
         "samples": sums._asdict(),
         "repeated_steps": sum(history.repeated.values()),
@@ -99,8 +103,8 @@ def _fields(
             {
                 "begin": each.begin,
                 "end": each.end,
-                "place": each.place,
-                "history": [stay._asdict() for stay in each.stays],
+                "place": each.status,
+                "history": [lease._asdict() for lease in each.leases],
             }
             for each in ranges
         ],
@@ -109,93 +113,93 @@ def _fields(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# For people
+# Text output
 
 
-def _lines(
+def _ledger_lines(
     tapes: RunTapes,
     history: DataHistory,
-    ranges: Sequence[Range],
-    tokens: dict[int, Line],
-    sums: Sums,
+    ranges: Sequence[SampleRange],
+    tokens: dict[int, LedgerLine],
+    sums: SampleCounts,
     balanced: bool,
     rows: int,
 ) -> Iterator[str]:
     if tapes.config.lease_samples:
-        yield from _sample_lines(compact(ranges), rows)
+        yield from _sample_lines(group_ranges(ranges), rows)
         held = f"{sums.held:,} held ({sums.held_trained:,} of them trained)" if sums.held else "0 held"
         yield f"samples: {sums.leased:,} leased = {sums.merged:,} merged + {held} + {sums.waiting:,} waiting"
         if repeated := sum(history.repeated.values()):
-            yield f"{repeated:,} steps were on samples that their learner had had already: it had no lease left"
+            yield f"{repeated:,} steps repeated samples of their learner, because it had no lease left"
     else:
-        yield "samples: this run has no leases, its learners bring their own data"
+        yield "samples: this run has no leases, its learners use their own data"
     yield _tokens_line(tokens)
-    gaps = _gaps(tapes, history)
+    gaps = _find_gaps(tapes, history)
     yield from (f"incomplete: {sentence}" for sentence in gaps)
-    yield from (f"wrong: {sentence}" for sentence in history.problems)
+    yield from (f"problem: {sentence}" for sentence in history.problems)
     if balanced:
-        yield "what is on these tapes balances" if gaps else "everything balances"
+        yield "the ledger of these tapes balances" if gaps else "the ledger balances"
     else:
-        yield "the books do not balance"
+        yield "the ledger does not balance"
 
 
-def _gaps(tapes: RunTapes, history: DataHistory) -> list[str]:
-    """Islands of other sites keep their tapes there, if they keep any."""
-    known = "is on a tape here: only what was merged is known of it"
-    return tapes.gaps() + [f"no step of {actor} {known}" for actor in history.untaped()]
+def _find_gaps(tapes: RunTapes, history: DataHistory) -> list[str]:
+    """Return sentences about missing tapes. Learners at other sites store their tapes there, if they record any."""
+    reason = "is on a tape here: only its merged tokens are known"
+    return tapes.describe_gaps() + [f"no step of {actor} {reason}" for actor in history.untaped_actors()]
 
 
-def compact(ranges: Sequence[Range]) -> list[list[Range]]:
-    """Neighbours with the same fate, whatever version they are in."""
-    found: list[list[Range]] = []
+def group_ranges(ranges: Sequence[SampleRange]) -> list[list[SampleRange]]:
+    """Group adjacent ranges with the same history. The versions that contain them may differ."""
+    groups: list[list[SampleRange]] = []
     for each in ranges:
-        last = found[-1][-1].stays if found else ()
-        same = found and len(last) == len(each.stays)
-        if same and all(a.same(b) for a, b in zip(last, each.stays, strict=True)):
-            found[-1].append(each)
+        last = groups[-1][-1].leases if groups else ()
+        same = groups and len(last) == len(each.leases)
+        if same and all(a.matches(b) for a, b in zip(last, each.leases, strict=True)):
+            groups[-1].append(each)
         else:
-            found.append([each])
-    return found
+            groups.append([each])
+    return groups
 
 
-def _sample_lines(groups: Sequence[Sequence[Range]], rows: int) -> Iterator[str]:
+def _sample_lines(groups: Sequence[Sequence[SampleRange]], rows: int) -> Iterator[str]:
     spans = [f"{group[0].begin:,} to {group[-1].end - 1:,}" for group in groups[:rows]]
     width = max(map(len, spans), default=0)
     for span, group in zip(spans, groups, strict=False):
-        yield f"{span:>{width}}  {_told(group)}"
+        yield f"{span:>{width}}  {_format_history(group)}"
     if len(groups) > rows:
-        yield f"... and {len(groups) - rows:,} more; --rows shows more of them, --json all"
+        yield f"... and {len(groups) - rows:,} more; increase --rows, or use --json for all"
 
 
-def _told(group: Sequence[Range]) -> str:
+def _format_history(group: Sequence[SampleRange]) -> str:
     parts = []
-    for place, stay in enumerate(group[0].stays):
-        who = f"learner {stay.learner} incarnation {stay.incarnation}"
-        if stay.fate == "merged":
-            parts.append(f"{who}: merged, {_where(stay, group[-1].stays[place])}")
+    for index, lease in enumerate(group[0].leases):
+        holder = f"learner {lease.learner} incarnation {lease.incarnation}"
+        if lease.outcome == "merged":
+            parts.append(f"{holder}: merged, {_format_versions(lease, group[-1].leases[index])}")
         else:
-            trained = "trained, " if stay.trained else ""
-            why = f": {stay.why}" if stay.why else ""
-            parts.append(f"{who}: {trained}{stay.fate}{why}")
-    return "; then ".join(parts) if parts else "nobody"
+            trained = "trained, " if lease.trained else ""
+            cause = f": {lease.cause}" if lease.cause else ""
+            parts.append(f"{holder}: {trained}{lease.outcome}{cause}")
+    return "; then ".join(parts) if parts else "never leased"
 
 
-def _where(first: Stay, last: Stay) -> str:
+def _format_versions(first: SampleLease, last: SampleLease) -> str:
     """
-    >>> from atoll.tape.samples import Stay
-    >>> a, b = (Stay(1, 1, True, "merged", "", 0, version) for version in (3, 9))
-    >>> _where(a, a), _where(a, b)
+    >>> from atoll.tape.samples import SampleLease
+    >>> a, b = (SampleLease(1, 1, True, "merged", "", 0, version) for version in (3, 9))
+    >>> _format_versions(a, a), _format_versions(a, b)
     ('version 3 of fragment 0', 'version 3 of fragment 0 up to version 9 of fragment 0')
     """
-    begin, end = (f"version {stay.version} of fragment {stay.fragment}" for stay in (first, last))
+    begin, end = (f"version {lease.version} of fragment {lease.fragment}" for lease in (first, last))
     return begin if begin == end else f"{begin} up to {end}"
 
 
-def _tokens_line(tokens: dict[int, Line]) -> str:
-    """Return the mean over fragments: a token settles in each of them at another time."""
-    from atoll.tape.syncer_tenures import mean_line
+def _tokens_line(tokens: dict[int, LedgerLine]) -> str:
+    """Return the means over all fragments. A token is merged into each fragment at another time."""
+    from atoll.tape.syncer_tenures import mean_ledger_line
 
-    trained, merged, pending, dropped = mean_line(list(tokens.values()))
-    lost = "".join(f" + {total:,} dropped ({why})" for why, total in sorted(dropped.items()))
-    of = f", the mean of {len(tokens)} fragments" if len(tokens) > 1 else ""
-    return f"tokens: {trained:,} trained = {merged:,} merged + {pending:,} pending{lost or ' + 0 dropped'}{of}"
+    trained, merged, pending, dropped = mean_ledger_line(list(tokens.values()))
+    lost = "".join(f" + {total:,} dropped ({reason})" for reason, total in sorted(dropped.items()))
+    mean = f", the mean of {len(tokens)} fragments" if len(tokens) > 1 else ""
+    return f"tokens: {trained:,} trained = {merged:,} merged + {pending:,} pending{lost or ' + 0 dropped'}{mean}"

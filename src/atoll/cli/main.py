@@ -1,8 +1,8 @@
-"""The `atoll` command: the table of its subcommands, and what happens when one of them fails.
+"""The `atoll` command: the table of its subcommands, and the handling of their errors.
 
-A command raises `ValueError` with a sentence and the fix when the user asked for something that cannot be done; that
-sentence becomes one line on stderr and exit code 2. It raises `typer.Exit(ExitCode.FAILED)` when it did its work and
-found something wrong. Anything else is our bug and shows its traceback.
+A command raises `ValueError` with the cause and the fix if the request of the user cannot be carried out. The message
+becomes one line on stderr, with exit code 2. A command raises `typer.Exit(ExitCode.FAILED)` if it did its work and
+found a problem. Any other exception is a bug in Atoll and shows its traceback.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from atoll.cli import (
     syncer,
     train,
 )
-from atoll.cli.options import expand
+from atoll.cli.options import expand_options
 from atoll.cli.output import (
     ExitCode,
     JsonOption,
     Result,
-    complain,
+    ensure_standard_streams,
     flush_stdout,
-    give_up_stdout,
     interruptible,
-    open_streams,
+    print_to_stderr,
+    redirect_stdout_to_null,
 )
 
-EXTRA_OF = {
+MODULE_EXTRAS = {
     "accelerate": "transformers",
     "aiohttp": "train",
     "cryptography": "train",
@@ -63,25 +63,25 @@ EXTRA_OF = {
     "wandb": "wandb",
     "xxhash": "train",
 }
-"""Which extra of the package brings a module that is not always there."""
+"""Extra of the package that installs each optional module."""
 
 
 class Command(NamedTuple):
-    """A subcommand: its function, with options as annotated parameters and help as docstring, and one command line."""
+    """A subcommand: its function, with options as annotated parameters and help as docstring, and one example."""
 
     run: Callable[..., Result | None]
     example: str  # shown at the end of the help
 
 
 @dataclass(slots=True)
-class Session:
-    """What the options before the subcommand chose. Made anew by each call of `main`."""
+class GlobalOptions:
+    """Values of the options before the subcommand. Each call of `main` creates a new one."""
 
     traceback: bool = False
 
 
 def _run_version(as_json: JsonOption = False) -> Result:
-    """Show the versions of Atoll and of the Python that runs it."""
+    """Show the versions of Atoll and of Python."""
     import platform
 
     python = platform.python_version()
@@ -122,40 +122,40 @@ COMMANDS = {
 
 
 @interruptible
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         print(f"atoll {__version__}")
         raise typer.Exit(ExitCode.OK)
 
 
-def _before_any_command(
+def _handle_global_options(
     context: typer.Context,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Decoupled DiLoCo: training on islands that never wait for each other."""
+    """Decoupled DiLoCo: fault-tolerant training on islands that never wait for each other."""
     context.obj.traceback = traceback
 
 
-_STYLE: dict[str, Any] = {
+_TYPER_OPTIONS: dict[str, Any] = {
     "add_completion": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,  # its panels print a value type behind every flag, as if the flag took one
+    "rich_markup_mode": None,  # its panels print a value type after every flag, as if the flag took a value
 }
 
 
 def build_command(name: str, command: Command) -> Any:
-    """Return the parser of one subcommand, with its options and its help, which ends with the example."""
-    app = typer.Typer(**_STYLE)
-    app.command(name, epilog=f"Example: {command.example}")(interruptible(expand(command.run)))
+    """Return the parser of one subcommand. Its help ends with the example."""
+    app = typer.Typer(**_TYPER_OPTIONS)
+    app.command(name, epilog=f"Example: {command.example}")(interruptible(expand_options(command.run)))
     return typer.main.get_command(app)
 
 
 def build_app(commands: Mapping[str, Command]) -> Any:
-    """Return the parser of all subcommands. A subcommand is built on request, because options take long to build."""
+    """Return the parser of all subcommands. Subcommands are built when used, because options take long to build."""
 
     class Subcommands(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
@@ -165,52 +165,54 @@ def build_app(commands: Mapping[str, Command]) -> Any:
             return build_command(cmd_name, commands[cmd_name]) if cmd_name in commands else None
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
-            room = formatter.width - 6 - max(map(len, commands))
-            first = {name: (each.run.__doc__ or "").partition("\n\n")[0] for name, each in commands.items()}
+            width = formatter.width - 6 - max(map(len, commands))
+            summaries = {name: (each.run.__doc__ or "").partition("\n\n")[0] for name, each in commands.items()}
             with formatter.section("Commands"):
-                formatter.write_dl([(name, shorten(text, room, placeholder="...")) for name, text in first.items()])
+                formatter.write_dl(
+                    [(name, shorten(text, width, placeholder="...")) for name, text in summaries.items()]
+                )
 
-    app = typer.Typer(no_args_is_help=True, **_STYLE)
-    app.callback(cls=Subcommands, epilog="Example: atoll COMMAND --help")(_before_any_command)
+    app = typer.Typer(no_args_is_help=True, **_TYPER_OPTIONS)
+    app.callback(cls=Subcommands, epilog="Example: atoll COMMAND --help")(_handle_global_options)
     return typer.main.get_command(app)
 
 
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
     """Run one command line and return its exit code. Both arguments are for tests."""
-    open_streams()
-    session = Session()
+    ensure_standard_streams()
+    global_options = GlobalOptions()
     app = build_app(commands)
     try:
-        app(args=None if argv is None else list(argv), prog_name="atoll", obj=session)
+        app(args=None if argv is None else list(argv), prog_name="atoll", obj=global_options)
         code = int(ExitCode.OK)
-    except SystemExit as end:  # how Typer returns
+    except SystemExit as end:  # Typer raises this to exit
         code = end.code if isinstance(end.code, int) else int(ExitCode.OK)
-    except KeyboardInterrupt:  # before a command began
-        complain("interrupted")
+    except KeyboardInterrupt:  # before a command started
+        print_to_stderr("interrupted")
         return ExitCode.INTERRUPTED
     except (ValueError, OSError) as error:
-        if session.traceback:
+        if global_options.traceback:
             raise
-        complain(_sentence(error))
+        print_to_stderr(_error_message(error))
         return ExitCode.USAGE
     except ModuleNotFoundError as missing:
         name = (missing.name or "").partition(".")[0]
-        if session.traceback or name not in EXTRA_OF:
+        if global_options.traceback or name not in MODULE_EXTRAS:
             raise
-        complain(f"this needs {name}, which is not installed: pip install 'atoll[{EXTRA_OF[name]}]'")
+        print_to_stderr(f"this needs {name}, which is not installed: pip install 'atoll[{MODULE_EXTRAS[name]}]'")
         return ExitCode.USAGE
     try:
         flush_stdout()
-    except BrokenPipeError:  # help is printed outside any command
-        give_up_stdout()
-        return ExitCode.NO_READER
+    except BrokenPipeError:  # help is printed outside of any command
+        redirect_stdout_to_null()
+        return ExitCode.BROKEN_PIPE
     except OSError as error:
-        complain(_sentence(error))
+        print_to_stderr(_error_message(error))
         return ExitCode.USAGE
     return code
 
 
-def _sentence(error: ValueError | OSError) -> str:
+def _error_message(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""What every command shares: `--json`, exit codes, one line on stderr, progress bars, work over processes."""
+"""Output that all commands share: `--json`, exit codes, error lines, progress bars, and tasks in several processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atoll.tape.files import RunTapes
     from atoll.tape.format import Entry
 
-    Watched = Callable[[Iterable[Entry]], Iterator[Entry]]
+    EntryTracker = Callable[[Iterable[Entry]], Iterator[Entry]]
 
 JsonOption = Annotated[bool, Setting("Print one JSON object to stdout, for scripts.", flag="json")]
 
@@ -28,17 +28,17 @@ _P = ParamSpec("_P")
 
 
 class ExitCode(IntEnum):
-    """What the shell is told."""
+    """Exit code of the command."""
 
     OK = 0
-    FAILED = 1  # the command did its work and found something wrong: a violation, a difference
-    USAGE = 2  # the user asked for something that cannot be done; stderr has one line that says what
+    FAILED = 1  # the command did its work and found a problem, such as a violation or a difference
+    USAGE = 2  # the request cannot be carried out; stderr has one line with the cause and the fix
     INTERRUPTED = 130  # Ctrl-C
-    NO_READER = 141  # whoever read our output has gone, as in `atoll story run | head`
+    BROKEN_PIPE = 141  # the reader of stdout has exited, as in `atoll story run | head`
 
 
 class Result(NamedTuple):
-    """The result of a command. `atoll.cli.main` shows it: one JSON object with `--json`, text otherwise."""
+    """Result of a command, shown by `interruptible` as one JSON object with `--json`, and as text without."""
 
     fields: Mapping[str, object] | Callable[[], Mapping[str, object]]
     text: Iterable[str] | Callable[[], None]  # lines, or a function that prints
@@ -55,33 +55,30 @@ class Result(NamedTuple):
 
 
 def print_json(fields: Mapping[str, object]) -> None:
-    """Print one object on one line.
-
-    Infinities and NaN are not JSON and many readers choke on them: they are refused here, before a script sees them.
-    """
+    """Print one JSON object on one line. Raise `ValueError` for infinities and NaN, which are not JSON."""
     sys.stdout.write(json.dumps(dict(fields), ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def complain(sentence: str) -> None:
-    """One line on stderr, whatever the sentence holds. Never anything on stdout, which may be feeding a script."""
-    print(f"atoll: {' '.join(sentence.split())}", file=sys.stderr)
+def print_to_stderr(message: str) -> None:
+    """Print a message as one line to stderr. Line breaks become spaces."""
+    print(f"atoll: {' '.join(message.split())}", file=sys.stderr)
 
 
-def give_up_stdout() -> None:
-    """Point stdout at nothing after its reader has gone, or the interpreter complains when it flushes at exit."""
+def redirect_stdout_to_null() -> None:
+    """Redirect stdout to the null device. Otherwise the interpreter reports an error when it flushes at exit."""
     try:
         stdout = sys.stdout.fileno()
-    except (OSError, ValueError):  # not a real file, as under a test runner
+    except (OSError, ValueError):  # not a real file, as in a test
         return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, stdout)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stdout)
+    os.close(null)
 
 
-def open_streams() -> None:
-    """Where the shell has closed a stream, as by `>&-`, Python has None, and the next file would take its number."""
+def ensure_standard_streams() -> None:
+    """Open the null device for a closed stdout or stderr, as with `>&-`. The next file would get its descriptor."""
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process exits
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
@@ -91,16 +88,16 @@ def flush_stdout() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
-    except OSError as wrong:
-        wrong.filename = "standard output"
-        give_up_stdout()
+    except OSError as error:
+        error.filename = "standard output"
+        redirect_stdout_to_null()
         raise
 
 
 def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
-    """Wrap a command: show its result, end Ctrl-C in one line, and a reader that went away in silence.
+    """Wrap a command: show its result, and turn Ctrl-C and a closed pipe into exit codes.
 
-    Typer would turn both into exit codes before `main` could tell them from anything else. Errors pass through.
+    Typer would turn both into its own exit codes before `main` sees them. Errors pass through.
     """
 
     @functools.wraps(run)
@@ -111,20 +108,20 @@ def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
                 result.show(bool(kwargs.get("as_json")))
             flush_stdout()
         except KeyboardInterrupt:
-            complain("interrupted")
+            print_to_stderr("interrupted")
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         except BrokenPipeError:
-            give_up_stdout()
-            raise typer.Exit(ExitCode.NO_READER) from None
+            redirect_stdout_to_null()
+            raise typer.Exit(ExitCode.BROKEN_PIPE) from None
         if result is not None and result.code:
             raise typer.Exit(result.code)
 
     return wrapped
 
 
-def size_text(count: float) -> str:
+def format_size(count: float) -> str:
     """
-    >>> size_text(1_250_000), size_text(12)
+    >>> format_size(1_250_000), format_size(12)
     ('1.2 MB', '12 B')
     """
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -133,16 +130,19 @@ def size_text(count: float) -> str:
     return f"{count:.0f} B"
 
 
-LONG_BYTES = 8 * 1024 * 1024
-"""Tapes of this size take a few seconds to read."""
+MIN_PROGRESS_BYTES = 8 * 1024 * 1024
+"""Minimum size of tapes for a progress bar: reading them takes a few seconds."""
 
-_ENTRIES_PER_LOOK = 512
+_ENTRIES_PER_UPDATE = 512
 
 
 @contextmanager
-def progress(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields a function that is told how much of `total` is done. Nothing is drawn where nobody watches."""
-    if not shown or not sys.stderr.isatty():
+def progress_bar(title: str, total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr, and yield a function that sets how much of `total` is done.
+
+    Nothing is drawn if stderr is not a terminal or `is_shown` is false.
+    """
+    if not is_shown or not sys.stderr.isatty():
         yield lambda done: None
         return
     from rich.console import Console
@@ -154,108 +154,117 @@ def progress(title: str, total: int, shown: bool) -> Iterator[Callable[[int], No
         yield lambda done: bar.update(task, completed=done)
 
 
-def reading(title: str, tapes: RunTapes) -> AbstractContextManager[Watched]:
-    """Yields a function through which entries are read while the bar shows how much of the tapes is behind us."""
-    return _watching(title, tapes, tapes.size_bytes() >= LONG_BYTES, _ENTRIES_PER_LOOK)
+def reading_progress(title: str, tapes: RunTapes) -> AbstractContextManager[EntryTracker]:
+    """Yield a function that passes entries through, while a bar shows how much of the tapes has been read."""
+    return _entry_progress(title, tapes, tapes.size_bytes() >= MIN_PROGRESS_BYTES, _ENTRIES_PER_UPDATE)
 
 
-def training_again(tapes: RunTapes) -> AbstractContextManager[Watched]:
-    """The same, where an entry may be an inner step: it is long, however short the tapes are."""
-    return _watching("training again", tapes, True, 16)
+def retraining_progress(tapes: RunTapes) -> AbstractContextManager[EntryTracker]:
+    """Like `reading_progress`, for entries that are trained again: short tapes take long, too."""
+    return _entry_progress("training again", tapes, True, 16)
 
 
 @contextmanager
-def _watching(title: str, tapes: RunTapes, shown: bool, every: int) -> Iterator[Watched]:
-    with progress(title, tapes.size_bytes(), shown) as tell:
+def _entry_progress(title: str, tapes: RunTapes, is_shown: bool, every: int) -> Iterator[EntryTracker]:
+    with progress_bar(title, tapes.size_bytes(), is_shown) as report:
 
-        def watched(entries: Iterable[Entry]) -> Iterator[Entry]:
+        def track(entries: Iterable[Entry]) -> Iterator[Entry]:
             for number, entry in enumerate(entries):
                 if number % every == 0:
-                    tell(tapes.bytes_read())
+                    report(tapes.bytes_read())
                 yield entry
 
-        yield watched
+        yield track
 
 
 R = TypeVar("R")
-Tell = Callable[[float], None]
-Task = Callable[[Tell], R]
+ReportProgress = Callable[[float], None]
+Task = Callable[[ReportProgress], R]
 
-_UNITS = 1_000  # of the bar
-_LOOK_S = 0.2  # how often the bar is brought up to date
+_PROGRESS_STEPS = 1_000  # resolution of the bar
+_PROGRESS_INTERVAL_S = 0.2  # interval between updates of the bar
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_all(
-    title: str, tasks: Sequence[Task[R]], jobs: int, weights: Sequence[float] = (), shown: bool = True
+def run_tasks(
+    title: str, tasks: Sequence[Task[R]], jobs: int, weights: Sequence[float] = (), is_shown: bool = True
 ) -> list[R]:
-    """The results of all tasks. The first one that fails ends the rest; so does Ctrl-C.
+    """Run tasks in several processes and return their results in order.
 
-    `weights` say how long each task takes beside the others, for the bar; all alike, if they are left out.
+    The first task that fails ends the others, and its exception is raised. Ctrl-C ends all tasks.
+
+    Args:
+        title: Title of the progress bar.
+        tasks: Functions that take a function to report their progress, from 0 to 1.
+        jobs: Maximum number of processes. With 1 the tasks run in this process.
+        weights: Relative durations of the tasks, for the progress bar; empty: all equal.
+        is_shown: Show the progress bar.
     """
     weights = weights or [1.0] * len(tasks)
     jobs = min(jobs, len(tasks))
     if jobs > 1:
-        return _in_processes(title, tasks, jobs, weights, shown)
+        return _run_in_processes(title, tasks, jobs, weights, is_shown)
     shares = [0.0] * len(tasks)
     results: list[R] = []
-    with progress(title, _UNITS, shown) as tell:
+    with progress_bar(title, _PROGRESS_STEPS, is_shown) as report:
         for number, task in enumerate(tasks):
 
-            def told(share: float, number: int = number) -> None:
+            def report_share(share: float, number: int = number) -> None:
                 shares[number] = share
-                tell(_done(weights, shares))
+                report(_weighted_progress(weights, shares))
 
-            results.append(task(told))
-            told(1.0)
+            results.append(task(report_share))
+            report_share(1.0)
     return results
 
 
-def _done(weights: Sequence[float], shares: Sequence[float]) -> int:
-    return round(_UNITS * sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights))
+def _weighted_progress(weights: Sequence[float], shares: Sequence[float]) -> int:
+    return round(_PROGRESS_STEPS * sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights))
 
 
-def _in_processes(
-    title: str, tasks: Sequence[Task[Any]], jobs: int, weights: Sequence[float], shown: bool
+def _run_in_processes(
+    title: str, tasks: Sequence[Task[Any]], jobs: int, weights: Sequence[float], is_shown: bool
 ) -> list[Any]:
     from concurrent.futures import FIRST_EXCEPTION, wait
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import RawArray
 
-    from atoll.sim.swarm import forks
+    from atoll.sim.swarm import process_pool
 
-    shares = RawArray("d", len(tasks))  # each process writes the places of its own tasks
+    shares = RawArray("d", len(tasks))  # each process writes the elements of its own tasks
     try:
-        with forks(jobs, _take, tasks, shares) as pool:
-            # Submitted, and so forked, before the bar starts: its thread must not be copied into the processes.
-            futures = [pool.submit(_do, number) for number in range(len(tasks))]
-            with progress(title, _UNITS, shown) as tell:
+        with process_pool(jobs, _init_worker, tasks, shares) as pool:
+            # Submit the tasks, and so fork the processes, before the thread of the bar starts: forks must not copy it.
+            futures = [pool.submit(_run_task, number) for number in range(len(tasks))]
+            with progress_bar(title, _PROGRESS_STEPS, is_shown) as report:
                 waiting = set(futures)
                 while waiting:
-                    done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                    done, waiting = wait(waiting, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_EXCEPTION)
                     for future in done:
                         future.result()
-                    tell(_done(weights, shares))
+                    report(_weighted_progress(weights, shares))
             return [future.result() for future in futures]
     except BrokenProcessPool:
-        raise OSError("a process of the simulation was killed, perhaps for lack of memory") from None
+        raise OSError(
+            "a process of the simulation was killed, perhaps because memory ran out; try fewer --jobs"
+        ) from None
 
 
 _tasks: Sequence[Task[Any]] = ()
 _shares: MutableSequence[float] = []
 
 
-def _take(tasks: Sequence[Task[Any]], shares: MutableSequence[float]) -> None:
-    """In a new process: what it was forked with. A task is then named by its number, and need not be picklable."""
+def _init_worker(tasks: Sequence[Task[Any]], shares: MutableSequence[float]) -> None:
+    """Store the tasks in a new process. They are inherited by fork, so they need not be picklable."""
     global _tasks, _shares
     _tasks, _shares = tasks, shares
 
 
-def _do(number: int) -> Any:
+def _run_task(number: int) -> Any:
     result = _tasks[number](partial(_shares.__setitem__, number))
     _shares[number] = 1.0
     return result

@@ -1,113 +1,114 @@
-"""A simulation: its options, the work over seeds and processes, its figures and its tapes, for people and scripts."""
+"""Run a simulation over seeds and processes, and print its figures as text, JSON, plots and tapes."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
-from atoll.cli.output import Result, Task, Tell, run_all, usable_cores
+from atoll.cli.figures import check_plot, draw_figure, format_amount, format_percent, make_console
+from atoll.cli.output import ReportProgress, Result, Task, run_tasks, usable_cores
 from atoll.core.settings import setting
 from atoll.sim.decoupled import (
-    MOST_EVENTS,
-    MOST_TAPE_EVENTS,
+    MAX_EVENTS,
+    MAX_TAPE_EVENTS,
     DecoupledConfig,
     DecoupledResult,
     DecoupledRun,
-    Detail,
+    SimulationDetail,
     choose_detail,
-    span,
+    format_hours,
 )
 from atoll.sim.fleet import DAY_S, ExtraLearners, FleetConfig, build_islands, parse_speed_classes
 from atoll.sim.goodput import (
     TABLE_CHIPS,
     TABLE_ROWS,
     BarrierConfig,
-    Figure,
     GoodputResult,
+    MeanEstimate,
     TableCell,
-    estimate,
-    over_seeds,
+    estimate_goodput,
+    estimate_over_seeds,
     simulate,
 )
-from atoll.sim.mixed import MIXED_ROWS, MixedResult, MixedRow, run_mixed
+from atoll.sim.mixed_hardware import MIXED_ROWS, MixedResult, MixedRow, run_mixed
 from atoll.sim.published import Method, Metric, published_percent
-from atoll.tape.files import Simulated, SimulatedTapes, TapeTotals, check_tape_directory
+from atoll.tape.files import SimulatedTapeWriter, SimulationRecord, TapeTotals, require_empty_directory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ONE_JOB = ("data-parallel", "elastic")
+SINGLE_JOB_METHODS = ("data-parallel", "elastic")
 
 
 TABLE_DAYS = 4.0
 TABLE_SEEDS = 5
-"""Together enough for intervals well below a point."""
+"""Default days and seeds of --table. They give intervals well below one percentage point."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """One call of the command."""
+    """Options of one call of the command."""
 
     method: Method = setting(
         "decoupled",
-        "decoupled runs the cores of the protocol; data-parallel and elastic are one job with all chips; diloco and"
+        "decoupled runs the cores of the protocol; data-parallel and elastic are one job on all chips; diloco and"
         " streaming wait for the slowest learner.",
         "NAME",
     )
-    learners: int = setting(8, "Learners, one per island.", "M")
-    chips: int = setting(1_200_000, "Chips of all learners together.", "N")
-    given_days: float | None = setting(
+    learners: int = setting(8, "Number of learners.", "M")
+    chips: int = setting(1_200_000, "Total number of chips of all learners.", "N")
+    requested_days: float | None = setting(
         None, "Simulated days.", "DAYS", flag="days", default_text="30; 4 with --table, 1/24 with --mixed"
     )
-    seed: int = setting(0, "First seed. A seed fixes the whole world.", "S")
-    given_count: int | None = setting(
+    seed: int = setting(0, "First seed. The same seed gives the same simulation.", "S")
+    requested_seed_count: int | None = setting(
         None,
-        "Seeds, counted up from the first; intervals are over them.",
+        "Number of seeds from the first one on. Intervals are over seeds.",
         "COUNT",
         flag="seeds",
         default_text="3; 5 with --table or --mixed, 1 with --tape",
     )
-    jobs: int | None = setting(None, "Processes to use.", "COUNT", default_text="all cores")
-    table: bool = setting(False, "Goodput and uptime of all methods and sizes, beside the published figures.")
-    mixed: bool = setting(False, "The published comparison of quorum and grace on two hardware generations.")
+    jobs: int | None = setting(None, "Number of processes.", "COUNT", default_text="all cores")
+    table: bool = setting(False, "Show goodput and uptime of all methods and sizes next to the published figures.")
+    mixed: bool = setting(False, "Run the published comparison of quorum and grace on two hardware generations.")
     plot: Path | None = setting(
         None,
-        "Draw the figure of --table into FILE (.png, .svg or .pdf); without --table this run is marked in it. Needs the"
+        "Plot the figure of --table to FILE (.png, .svg or .pdf). Without --table this run is marked in it. Needs the"
         " extra 'plot'.",
         "FILE",
     )
     tape: Path | None = setting(
         None,
-        "Write the tapes of one decoupled run into DIR, for check, story and replay; replay can train a model on them,"
-        " if they have every fragment: give --full for long ones.",
+        "Write the tapes of one decoupled run to DIR, for check, story and replay. Replay can train a model on them if"
+        " they have every fragment: give --full for long runs.",
         "DIR",
     )
-    full: bool = setting(False, "Simulate every fragment and every step of the protocol, however long it takes.")
+    full: bool = setting(False, "Simulate every fragment and every step of the protocol, even if it takes long.")
     protocol_hours: float | None = setting(
         None,
-        "Simulate the cores of the protocol for the first so many hours only; goodput and uptime still cover all days.",
+        "Simulate the cores of the protocol for this many hours only; goodput and uptime still cover all days.",
         "HOURS",
-        default_text="what takes some eight seconds per seed",
+        default_text="as many as take about 8 s per seed",
     )
     protocol: DecoupledConfig = field(default_factory=DecoupledConfig)
-    exchange_time: float = setting(0.8, "One exchange of diloco and streaming.", "SECONDS")
+    exchange_time: float = setting(0.8, "Duration of one exchange of diloco and streaming.", "SECONDS")
     fleet: FleetConfig = field(default_factory=FleetConfig)
     speeds: tuple[float, ...] = setting(
-        (), "Speed classes: 1.0x4,0.82x4 is four at 1 and four at 0.82.", "CLASSES", parse=parse_speed_classes
+        (),
+        "Speed classes: 1.0x4,0.82x4 is four learners at speed 1 and four at 0.82.",
+        "CLASSES",
+        parse=parse_speed_classes,
     )
     extras: tuple[ExtraLearners, ...] = setting(
         (),
-        "Learners that come and go: 4x0.8@0-3600 is four of speed 0.8 in the first hour. Repeatable.",
+        "Learners that join and leave: 4x0.8@0-3600 is four of speed 0.8 in the first hour. Repeatable.",
         "WHO@WHEN",
         flag="extra",
         parse=ExtraLearners.parse,
@@ -115,15 +116,17 @@ class SimulateOptions:
     )
 
     def check(self) -> None:
-        """Raise `ValueError` with the fix where it cannot be done."""
+        """Raise `ValueError` for options that cannot be simulated."""
         if not 0.0 < self.days < math.inf:
             raise ValueError(f"days is {self.days:g}; give a number above 0")
-        if self.count < 1:
-            raise ValueError(f"{self.count} seeds say nothing; give at least 1, and 2 for an interval")
+        if self.seed_count < 1:
+            raise ValueError(f"seeds is {self.seed_count}; give at least 1, or 2 for an interval")
         if self.jobs is not None and self.jobs < 1:
-            raise ValueError(f"{self.jobs} jobs do nothing; give at least 1")
-        if self.tape is not None and self.count != 1:
-            raise ValueError(f"a tape is of one run, and {self.count} seeds are {self.count} runs; give --seeds 1")
+            raise ValueError(f"jobs is {self.jobs}; give at least 1")
+        if self.tape is not None and self.seed_count != 1:
+            raise ValueError(
+                f"--tape records one run, and {self.seed_count} seeds are {self.seed_count} runs; give --seeds 1"
+            )
         self.barrier()
         build_islands(self.fleet, self.learners, self.chips, 0, speeds=self.speeds, extras=self.extras)
         if self.method == "decoupled":
@@ -137,17 +140,16 @@ class SimulateOptions:
     @property
     def days(self) -> float:
         default = TABLE_DAYS if self.table else 1.0 / 24.0 if self.mixed else 30.0
-        return default if self.given_days is None else self.given_days
+        return default if self.requested_days is None else self.requested_days
 
     @property
-    def count(self) -> int:
-        """Number of seeds."""
+    def seed_count(self) -> int:
         default = TABLE_SEEDS if self.table or self.mixed else 3 if self.tape is None else 1
-        return default if self.given_count is None else self.given_count
+        return default if self.requested_seed_count is None else self.requested_seed_count
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        return tuple(range(self.seed, self.seed + self.count))
+        return tuple(range(self.seed, self.seed + self.seed_count))
 
     @property
     def processes(self) -> int:
@@ -160,7 +162,7 @@ class SimulateOptions:
         return BarrierConfig(protocol.every_steps, protocol.fragments, protocol.overlap_steps, self.exchange_time)
 
     def learner_steps_per_s(self) -> float:
-        """Return the steps that all learners together take in a second without failures."""
+        """Return the total steps per second of all learners without failures."""
         speeds = sum(self.speeds) if self.speeds else float(self.learners)
         horizon_s = self.days * DAY_S
         for extra in self.extras:
@@ -169,16 +171,16 @@ class SimulateOptions:
         return speeds / self.fleet.step_time_s
 
     def settings(self) -> dict[str, object]:
-        """Return everything that shaped the result, for the JSON."""
+        """Return all settings that influence the result, for the JSON."""
         fleet, protocol, barrier = asdict(self.fleet), asdict(self.protocol), self.barrier()
-        slows = fleet["slowdowns_per_hour"] > 0.0
+        has_slowdowns = fleet["slowdowns_per_hour"] > 0.0
         fields = {name: fleet[name] for name in _FLEET_FIELDS} | {
             "mtbi_days": _finite(self.fleet.mtbi_s / DAY_S),
             "repair_mean_s": self.fleet.repair.mean_s,
             "chip_variance": fleet["chip_time_sigma"],
             "slow_downs_per_hour": fleet["slowdowns_per_hour"],
-            "slow_down_factor": fleet["slowdown_factor"] if slows else None,
-            "slow_down_mean_s": fleet["slowdown_mean_s"] if slows else None,
+            "slow_down_factor": fleet["slowdown_factor"] if has_slowdowns else None,
+            "slow_down_mean_s": fleet["slowdown_mean_s"] if has_slowdowns else None,
             "speeds": list(self.speeds) or None,
             "extra": [
                 {
@@ -195,10 +197,10 @@ class SimulateOptions:
             fields["fragment_time_s"] = protocol["fragment_s"]
         elif barrier is not None:
             fields |= {
-                "every_steps": barrier.h_steps,
+                "every_steps": barrier.every_steps,
                 "fragments": barrier.fragments if self.method == "streaming" else 1,
                 "tau_steps": barrier.tau_steps if self.method == "streaming" else 0,
-                "exchange_time_s": barrier.comm_s,
+                "exchange_time_s": barrier.exchange_s,
             }
         return fields
 
@@ -213,12 +215,12 @@ _PROTOCOL_FIELDS = (
 
 
 def _finite(value: float) -> float | None:
-    """For JSON, which has no infinity."""
+    """Replace infinities, which are not JSON, by None."""
     return value if math.isfinite(value) else None
 
 
 def read_slow_downs(text: str) -> dict[str, Any]:
-    """Return fields of `FleetConfig`.
+    """Parse --slow-downs into fields of `FleetConfig`.
 
     >>> read_slow_downs("0.5:0.6:120")
     {'slowdowns_per_hour': 0.5, 'slowdown_factor': 0.6, 'slowdown_mean_s': 120.0}
@@ -226,12 +228,12 @@ def read_slow_downs(text: str) -> dict[str, Any]:
     try:
         rate, factor, seconds = (float(part) for part in text.split(":"))
     except ValueError:
-        raise ValueError(f"slow-downs {text!r} are not readable; write RATE:FACTOR:SECONDS, as 0.5:0.6:120") from None
+        raise ValueError(f"cannot parse slow-downs {text!r}; write RATE:FACTOR:SECONDS, such as 0.5:0.6:120") from None
     return {"slowdowns_per_hour": rate, "slowdown_factor": factor, "slowdown_mean_s": seconds}
 
 
 class CoreRun(NamedTuple):
-    """The cores on one seed, and what the fleet model says of the same hours (it has no lockstep)."""
+    """Result of the cores for one seed, and of the fleet model for the same hours. The fleet model has no lockstep."""
 
     result: DecoupledResult
     fleet: GoodputResult | None
@@ -240,187 +242,196 @@ class CoreRun(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
-    """Where the tokens went in the hours that the cores ran; trained = merged + pending + dropped."""
+class TokenFigures:
+    """Token ledger of the hours that the cores ran: trained = merged + pending + dropped."""
 
-    trained: Figure
-    merged: Figure
-    pending: Figure
-    dropped: Figure
-    merged_share: Figure  # of trained
-    pending_share: Figure
-    dropped_share: Figure
+    trained: MeanEstimate
+    merged: MeanEstimate
+    pending: MeanEstimate
+    dropped: MeanEstimate
+    merged_share: MeanEstimate  # share of the trained tokens
+    pending_share: MeanEstimate
+    dropped_share: MeanEstimate
     dropped_by_reason: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Figures over seeds. Those that have no meaning for the method are None."""
+class SimulationResult:
+    """Figures over all seeds. Those that do not exist for the method are None."""
 
-    wish: SimulateOptions
+    options: SimulateOptions
     learners: int
-    goodput: Figure
-    uptime: Figure
-    failures: Figure
-    tokens_trained: Figure  # in the days that goodput covers
-    goodput_days: float  # that goodput and uptime cover: all, except where only the cores can tell
-    detail: Detail | None = None
-    ledger: Ledger | None = None
-    contributions_per_merge: Figure | None = None
-    effective_h: Figure | None = None
-    staleness_steps: Figure | None = None
-    merges_per_fragment: Figure | None = None
-    suspected: Figure | None = None
-    core_goodput: Figure | None = None  # of the hours that the cores ran
-    fleet_goodput: Figure | None = None  # of the same hours
+    goodput: MeanEstimate
+    uptime: MeanEstimate
+    failures: MeanEstimate
+    tokens_trained: MeanEstimate  # in the days that goodput covers
+    goodput_days: float  # days of goodput and uptime: all, unless only the cores can simulate them
+    detail: SimulationDetail | None = None
+    ledger: TokenFigures | None = None
+    contributions_per_merge: MeanEstimate | None = None
+    effective_h: MeanEstimate | None = None
+    staleness_steps: MeanEstimate | None = None
+    merges_per_fragment: MeanEstimate | None = None
+    suspected: MeanEstimate | None = None
+    core_goodput: MeanEstimate | None = None  # for the hours that the cores ran
+    fleet_goodput: MeanEstimate | None = None  # for the same hours
     tapes: TapeTotals | None = None
 
     def published(self, metric: Metric) -> float | None:
-        """The published figure as a fraction, if this is the published case."""
-        wish = self.wish
-        if wish.fleet != FleetConfig() or wish.speeds or wish.extras or wish.protocol.lockstep:
+        """Return the published figure as a fraction, or None if this case was not published."""
+        options = self.options
+        if options.fleet != FleetConfig() or options.speeds or options.extras or options.protocol.lockstep:
             return None
-        percent = published_percent(wish.method, self.learners, wish.chips, metric)
+        percent = published_percent(options.method, self.learners, options.chips, metric)
         return None if percent is None else percent / 100.0
 
 
-def simulate_run(wish: SimulateOptions) -> Outcome:
-    """Run all seeds of one run, on as many processes as the user allows."""
-    wish.check()
-    if wish.method != "decoupled":
-        return _without_cores(wish)
-    if wish.tape is not None:
-        check_tape_directory(wish.tape)
+def simulate_seeds(options: SimulateOptions) -> SimulationResult:
+    """Simulate one run over all seeds, in several processes."""
+    options.check()
+    if options.method != "decoupled":
+        return _simulate_synchronous(options)
+    if options.tape is not None:
+        require_empty_directory(options.tape)
     detail = choose_detail(
-        wish.protocol,
-        wish.days,
-        wish.learner_steps_per_s(),
-        full=wish.full,
-        hours=wish.protocol_hours,
-        most_events=MOST_EVENTS if wish.tape is None else MOST_TAPE_EVENTS,
+        options.protocol,
+        options.days,
+        options.learner_steps_per_s(),
+        full=options.full,
+        hours=options.protocol_hours,
+        max_events=MAX_EVENTS if options.tape is None else MAX_TAPE_EVENTS,
     )
-    by_cores = detail.whole or wish.protocol.lockstep
-    tasks: list[Task[CoreRun | GoodputResult]] = [partial(_run_cores, wish, detail, seed) for seed in wish.seeds]
-    weights = [10.0] * wish.count
-    if not by_cores:
-        tasks += [partial(_run_fleet, wish, seed) for seed in wish.seeds]
-        weights += [1.0] * wish.count
-    results = run_all("simulating", tasks, wish.processes, weights)
+    is_by_cores = detail.covers_run or options.protocol.lockstep
+    tasks: list[Task[CoreRun | GoodputResult]] = [partial(_run_cores, options, detail, seed) for seed in options.seeds]
+    weights = [10.0] * options.seed_count
+    if not is_by_cores:
+        tasks += [partial(_run_fleet, options, seed) for seed in options.seeds]
+        weights += [1.0] * options.seed_count
+    results = run_tasks("simulating", tasks, options.processes, weights)
     cores = [result for result in results if isinstance(result, CoreRun)]
     fleets = [result for result in results if isinstance(result, GoodputResult)]
-    outcome = _outcome(wish, detail, cores, fleets)
-    if wish.tape is not None:
-        Simulated(cores[0].full_step_tokens, outcome_fields(outcome)).save(wish.tape)
+    outcome = _combine_results(options, detail, cores, fleets)
+    if options.tape is not None:
+        SimulationRecord(cores[0].full_step_tokens, result_fields(outcome)).save(options.tape)
     return outcome
 
 
-def _run_fleet(wish: SimulateOptions, seed: int, tell: Tell) -> GoodputResult:
-    return _fleet(wish, wish.days, seed)
+def _run_fleet(options: SimulateOptions, seed: int, report: ReportProgress) -> GoodputResult:
+    return _simulate_fleet(options, options.days, seed)
 
 
-def _fleet(wish: SimulateOptions, days: float, seed: int) -> GoodputResult:
+def _simulate_fleet(options: SimulateOptions, days: float, seed: int) -> GoodputResult:
     return simulate(
-        wish.fleet,
-        wish.method,
-        wish.learners,
-        wish.chips,
+        options.fleet,
+        options.method,
+        options.learners,
+        options.chips,
         days,
         seed,
-        speeds=wish.speeds,
-        extras=wish.extras,
-        barrier=wish.barrier(),
+        speeds=options.speeds,
+        extras=options.extras,
+        barrier=options.barrier(),
     )
 
 
-def _run_cores(wish: SimulateOptions, detail: Detail, seed: int, tell: Tell) -> CoreRun:
+def _run_cores(options: SimulateOptions, detail: SimulationDetail, seed: int, report: ReportProgress) -> CoreRun:
     days = detail.hours / 24.0
     config = detail.protocol.run_config()
-    with nullcontext() if wish.tape is None else SimulatedTapes(wish.tape, config, seed) as tapes:
+    with nullcontext() if options.tape is None else SimulatedTapeWriter(options.tape, config, seed) as tapes:
         run = DecoupledRun(
-            wish.fleet,
+            options.fleet,
             detail.protocol,
-            wish.learners,
-            wish.chips,
+            options.learners,
+            options.chips,
             days,
             seed,
-            speeds=wish.speeds,
-            extras=wish.extras,
+            speeds=options.speeds,
+            extras=options.extras,
             on_entry=None if tapes is None else tapes.write,
-            on_start=None if tapes is None else tapes.start,
+            on_start=None if tapes is None else tapes.start_tape,
         )
-        result = run.run(tell)
+        result = run.run(report)
         if tapes is not None:
             tapes.finished = run.finish()
             tapes.merges = run.syncer.state.merges
-    fleet = None if wish.protocol.lockstep else _fleet(wish, days, seed)
+    fleet = None if options.protocol.lockstep else _simulate_fleet(options, days, seed)
     full_step_tokens = {i: round(learner.tokens_per_step) for i, learner in run.learners.items()}
     return CoreRun(result, fleet, None if tapes is None else tapes.totals(), full_step_tokens)
 
 
-def _shares(values: list[float]) -> Figure:
-    return over_seeds(values, least=0.0, most=1.0)
+def _share_figure(values: list[float]) -> MeanEstimate:
+    return estimate_over_seeds(values, lower=0.0, upper=1.0)
 
 
-def _counts(values: list[float]) -> Figure:
-    return over_seeds(values, least=0.0)
+def _count_figure(values: list[float]) -> MeanEstimate:
+    return estimate_over_seeds(values, lower=0.0)
 
 
-def _without_cores(wish: SimulateOptions) -> Outcome:
-    """Synchronous methods by the fleet model: what they merge, and how often, holds by construction."""
-    tasks: list[Task[GoodputResult]] = [partial(_run_fleet, wish, seed) for seed in wish.seeds]
-    runs = run_all("simulating", tasks, wish.processes)
+def _simulate_synchronous(options: SimulateOptions) -> SimulationResult:
+    """Simulate a synchronous method with the fleet model. Its contributions per merge and effective H are fixed."""
+    tasks: list[Task[GoodputResult]] = [partial(_run_fleet, options, seed) for seed in options.seeds]
+    runs = run_tasks("simulating", tasks, options.processes)
     learners = runs[0].learners
-    barrier = wish.barrier()
-    return Outcome(
-        wish=wish,
+    barrier = options.barrier()
+    return SimulationResult(
+        options=options,
         learners=learners,
-        goodput=_shares([run.goodput for run in runs]),
-        uptime=_shares([run.uptime for run in runs]),
-        failures=_counts([run.failures for run in runs]),
-        tokens_trained=_counts([run.tokens for run in runs]),
-        goodput_days=wish.days,
-        contributions_per_merge=over_seeds([float(learners)] * wish.count) if barrier is not None else None,
-        effective_h=over_seeds([float(barrier.h_steps)] * wish.count) if barrier is not None else None,
+        goodput=_share_figure([run.goodput for run in runs]),
+        uptime=_share_figure([run.uptime for run in runs]),
+        failures=_count_figure([run.failures for run in runs]),
+        tokens_trained=_count_figure([run.tokens for run in runs]),
+        goodput_days=options.days,
+        contributions_per_merge=estimate_over_seeds([float(learners)] * options.seed_count)
+        if barrier is not None
+        else None,
+        effective_h=estimate_over_seeds([float(barrier.every_steps)] * options.seed_count)
+        if barrier is not None
+        else None,
     )
 
 
-def _outcome(wish: SimulateOptions, detail: Detail, cores: list[CoreRun], fleets: list[GoodputResult]) -> Outcome:
+def _combine_results(
+    options: SimulateOptions, detail: SimulationDetail, cores: list[CoreRun], fleets: list[GoodputResult]
+) -> SimulationResult:
     results = [core.result for core in cores]
     same_hours = [core.fleet for core in cores if core.fleet is not None]
     fragments = len(detail.protocol.run_config().fragment_ids())
 
-    def figure(read: Callable[[DecoupledResult], float]) -> Figure:
-        return _counts([read(result) for result in results])
+    def figure(read: Callable[[DecoupledResult], float]) -> MeanEstimate:
+        return _count_figure([read(result) for result in results])
 
-    reasons = sorted({why for result in results for why, _ in result.dropped_by_reason})
-    ledger = Ledger(
+    reasons = sorted({reason for result in results for reason, _ in result.dropped_by_reason})
+    ledger = TokenFigures(
         trained=figure(lambda r: r.tokens_trained),
         merged=figure(lambda r: r.tokens_merged),
         pending=figure(lambda r: r.tokens_pending),
         dropped=figure(lambda r: r.tokens_dropped),
-        merged_share=_shares([r.tokens_merged / (r.tokens_trained or 1.0) for r in results]),
-        pending_share=_shares([r.tokens_pending / (r.tokens_trained or 1.0) for r in results]),
-        dropped_share=_shares([r.tokens_dropped / (r.tokens_trained or 1.0) for r in results]),
+        merged_share=_share_figure([r.tokens_merged / (r.tokens_trained or 1.0) for r in results]),
+        pending_share=_share_figure([r.tokens_pending / (r.tokens_trained or 1.0) for r in results]),
+        dropped_share=_share_figure([r.tokens_dropped / (r.tokens_trained or 1.0) for r in results]),
         dropped_by_reason={
-            why: figure(lambda r, why=why: dict(r.dropped_by_reason).get(why, 0.0)).mean  # type: ignore[misc]
-            for why in reasons
+            reason: figure(lambda r, reason=reason: dict(r.dropped_by_reason).get(reason, 0.0)).mean  # type: ignore[misc]
+            for reason in reasons
         },
     )
-    core_goodput = _shares([result.goodput for result in results])
+    core_goodput = _share_figure([result.goodput for result in results])
     if fleets:
-        goodput, uptime = _shares([run.goodput for run in fleets]), _shares([run.uptime for run in fleets])
-        failures, tokens = _counts([run.failures for run in fleets]), _counts([run.tokens for run in fleets])
+        goodput, uptime = _share_figure([run.goodput for run in fleets]), _share_figure([run.uptime for run in fleets])
+        failures, tokens = (
+            _count_figure([run.failures for run in fleets]),
+            _count_figure([run.tokens for run in fleets]),
+        )
     else:
-        goodput, uptime = core_goodput, _shares([result.uptime for result in results])
+        goodput, uptime = core_goodput, _share_figure([result.uptime for result in results])
         failures, tokens = figure(lambda r: r.failures), ledger.trained
-    return Outcome(
-        wish=wish,
-        learners=wish.learners,
+    return SimulationResult(
+        options=options,
+        learners=options.learners,
         goodput=goodput,
         uptime=uptime,
         failures=failures,
         tokens_trained=tokens,
-        goodput_days=wish.days if fleets else detail.hours / 24.0,
+        goodput_days=options.days if fleets else detail.hours / 24.0,
         detail=detail,
         ledger=ledger,
         contributions_per_merge=figure(lambda r: r.contributions_per_merge),
@@ -429,24 +440,24 @@ def _outcome(wish: SimulateOptions, detail: Detail, cores: list[CoreRun], fleets
         merges_per_fragment=figure(lambda r: r.merges / fragments),
         suspected=figure(lambda r: r.suspected),
         core_goodput=core_goodput,
-        fleet_goodput=_shares([run.goodput for run in same_hours]) if same_hours else None,
+        fleet_goodput=_share_figure([run.goodput for run in same_hours]) if same_hours else None,
         tapes=cores[0].tapes,
     )
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# For scripts
+# JSON output
 
 
-def outcome_fields(outcome: Outcome) -> dict[str, object]:
-    """The JSON object. Shares are fractions; an interval is null over one seed."""
-    wish, ledger, detail = outcome.wish, outcome.ledger, outcome.detail
+def result_fields(outcome: SimulationResult) -> dict[str, object]:
+    """Return the fields of the JSON output. Shares are fractions; intervals over one seed are null."""
+    options, ledger, detail = outcome.options, outcome.ledger, outcome.detail
     fields: dict[str, object] = {
-        "method": wish.method,
+        "method": options.method,
         "learners": outcome.learners,
-        "chips": wish.chips,
-        "days": wish.days,
-        "seeds": list(wish.seeds),
+        "chips": options.chips,
+        "days": options.days,
+        "seeds": list(options.seeds),
     }
     for name in ("goodput", "uptime", "failures"):
         fields |= _with_interval(name, getattr(outcome, name))
@@ -464,85 +475,77 @@ def outcome_fields(outcome: Outcome) -> dict[str, object]:
         "goodput_days": outcome.goodput_days,
         "goodput_by": "cores" if detail is not None and outcome.goodput is outcome.core_goodput else "fleet",
         "protocol_hours": detail.hours if detail else None,
-        "full": detail.full if detail else None,
+        "full": detail.is_full if detail else None,
         "fragments": (detail.protocol.sampled_fragments or detail.protocol.fragments) if detail else None,
         "steps_per_event": detail.protocol.steps_per_event if detail else None,
         "core_goodput_in_protocol_hours": outcome.core_goodput.mean if outcome.core_goodput else None,
         "fleet_goodput_in_protocol_hours": outcome.fleet_goodput.mean if outcome.fleet_goodput else None,
-        "sentence": how_sentence(outcome),
+        "sentence": describe_method(outcome),
     }
-    fields["settings"] = wish.settings()
+    fields["settings"] = options.settings()
     tapes = outcome.tapes
     fields["tape"] = None if tapes is None else tapes._asdict()
     return fields
 
 
-def _with_interval(name: str, figure: Figure | None) -> dict[str, object]:
+def _with_interval(name: str, figure: MeanEstimate | None) -> dict[str, object]:
     return {name: figure.mean if figure else None, f"{name}_ci": figure.interval() if figure else None}
 
 
-def how_sentence(outcome: Outcome) -> str:
-    """What was simulated how, and for how long."""
-    wish, detail = outcome.wish, outcome.detail
+def describe_method(outcome: SimulationResult) -> str:
+    """Return sentences about which model simulated which figures, and for how long."""
+    options, detail = outcome.options, outcome.detail
     if detail is None:
-        return f"The fleet model ran all of it; {wish.method} has no cores of its own."
-    said = detail.sentence()
+        return f"The fleet model simulated all figures; the method {options.method} has no cores."
+    sentence = detail.description()
     if outcome.goodput is outcome.core_goodput:
-        lockstep = "; the fleet model knows no lockstep, so goodput is of these hours too" if not detail.whole else ""
-        return f"{said[0].upper()}{said[1:]}{lockstep}."
-    return f"Goodput, uptime and failures are of all {span(24.0 * wish.days)}, by the fleet model; {said}."
+        lockstep = (
+            "; the fleet model has no lockstep, so goodput is for these hours, too" if not detail.covers_run else ""
+        )
+        return f"{sentence[0].upper()}{sentence[1:]}{lockstep}."
+    hours = format_hours(24.0 * options.days)
+    return f"Goodput, uptime and failures are for all {hours}, from the fleet model; {sentence}."
 
 
-def seeds_sentence(wish: SimulateOptions) -> str:
-    return f"seed {wish.seed}" if wish.count == 1 else f"seeds {wish.seeds[0]} to {wish.seeds[-1]}"
+def format_seeds(options: SimulateOptions) -> str:
+    return f"seed {options.seed}" if options.seed_count == 1 else f"seeds {options.seeds[0]} to {options.seeds[-1]}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# For people
+# Text output
 
 
-def run_simulation(wish: SimulateOptions) -> Result:
-    """Simulate what the options ask for: a run, the table or the comparison of mixed hardware."""
-    wish.check()
-    plot = wish.plot
+def run_simulation(options: SimulateOptions) -> Result:
+    """Simulate a run, the table, or the comparison of mixed hardware, as the options say."""
+    options.check()
+    plot = options.plot
     if plot is not None:
         check_plot(plot)
-    if wish.mixed:
-        return compare_mixed(wish)
-    outcome = None if wish.table else simulate_run(wish)
-    cells = simulate_cells(wish if wish.table else wish_for_plot(wish)) if wish.table or plot is not None else []
+    if options.mixed:
+        return compare_mixed(options)
+    outcome = None if options.table else simulate_seeds(options)
+    cells = (
+        simulate_cells(options if options.table else options_for_plot(options))
+        if options.table or plot is not None
+        else []
+    )
     if plot is not None:
         draw_plot(plot, cells, outcome)
-    fields = table_fields(wish, cells) if outcome is None else outcome_fields(outcome)
+    fields = table_fields(options, cells) if outcome is None else result_fields(outcome)
 
     def text() -> None:
         if outcome is None:
-            show_tables(wish, cells)
+            show_tables(options, cells)
         else:
-            show_outcome(outcome)
+            show_result(outcome)
         if plot is not None:
             print(f"The figure is in {plot}.")
 
     return Result({**fields, "plot": None if plot is None else str(plot)}, text)
 
 
-MIN_WIDTH = 80
-"""Tables are laid out for this; a pipe has no width of its own."""
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Rich would exit with code 1, which says that something was found wrong."""
-        raise BrokenPipeError
-
-
-def console() -> Console:
-    made = _Console(highlight=False, soft_wrap=False)
-    return made if made.width >= MIN_WIDTH or made.is_terminal else _Console(highlight=False, width=MIN_WIDTH)
-
-
-def interval_text(figure: Figure, show: Callable[[float], str]) -> str:
-    """Both ends, with the unit of `amount` said once."""
+def format_interval(figure: MeanEstimate, show: Callable[[float], str]) -> str:
+    """Return both ends of an interval, with the unit of `format_amount` only once."""
     if figure.low is None or figure.high is None:
         return "one seed"
     low, high = show(figure.low), show(figure.high)
@@ -552,70 +555,53 @@ def interval_text(figure: Figure, show: Callable[[float], str]) -> str:
     return f"{low.removesuffix(unit).rstrip() if unit else low} to {high}"
 
 
-def percent(share: float) -> str:
-    """
-    >>> percent(0.98765), percent(0.99995), percent(0.0)
-    ('98.8', '99.995', '0.0')
-    """
-    near = min(abs(1.0 - share), abs(share))
-    places = 1 if near >= 0.005 or near == 0.0 else 2 if near >= 0.0005 else 3
-    return f"{100.0 * share:.{places}f}"
-
-
-def amount(count: float) -> str:
-    """
-    >>> amount(2_930_000_000_000), amount(1_234), amount(12.4)
-    ('2.93 trillion', '1,234', '12')
-    """
-    for size, name in ((1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if count >= size:
-            places = 2 if count < 10 * size else 1 if count < 100 * size else 0
-            return f"{count / size:.{places}f} {name}"
-    return f"{count:,.0f}"
-
-
-def steps(count: float) -> str:
+def format_steps(count: float) -> str:
     return f"{count:.2f}"
 
 
-Row = tuple[str, Figure | None, Callable[[float], str], str]
+FigureRow = tuple[str, MeanEstimate | None, Callable[[float], str], str]
 
 
-def show_outcome(outcome: Outcome) -> None:
-    wish, detail, ledger = outcome.wish, outcome.detail, outcome.ledger
-    out = console()
-    out.print(_title(outcome))
+def show_result(outcome: SimulationResult) -> None:
+    options, detail, ledger = outcome.options, outcome.detail, outcome.ledger
+    out = make_console()
+    out.print(_result_title(outcome))
     out.print()
-    rows: list[Row] = [
-        ("goodput: chip time in steps that counted", outcome.goodput, percent, " %"),
-        ("uptime: time in which somebody steps", outcome.uptime, percent, " %"),
-        ("failures of chips", outcome.failures, amount, ""),
-        ("tokens trained", outcome.tokens_trained, amount, ""),
+    rows: list[FigureRow] = [
+        ("goodput: chip time in steps that counted", outcome.goodput, format_percent, " %"),
+        ("uptime: time in which a learner steps", outcome.uptime, format_percent, " %"),
+        ("failures of chips", outcome.failures, format_amount, ""),
+        ("tokens trained", outcome.tokens_trained, format_amount, ""),
     ]
     if detail is not None and ledger is not None:
-        if not detail.whole:
-            out.print(_table(f"all {span(outcome.goodput_days * 24.0)}", rows, wish.count > 1))
+        if not detail.covers_run:
+            out.print(_figure_table(f"all {format_hours(outcome.goodput_days * 24.0)}", rows, options.seed_count > 1))
             out.print()
-            rows = [("tokens trained", ledger.trained, amount, "")]
+            rows = [("tokens trained", ledger.trained, format_amount, "")]
         lost = ", ".join(ledger.dropped_by_reason)
         rows += [
-            ("  merged", ledger.merged_share, percent, " %"),
-            ("  pending", ledger.pending_share, percent, " %"),
-            (f"  dropped{f' ({lost})' if lost else ''}", ledger.dropped_share, percent, " %"),
+            ("  merged", ledger.merged_share, format_percent, " %"),
+            ("  pending", ledger.pending_share, format_percent, " %"),
+            (f"  dropped{f' ({lost})' if lost else ''}", ledger.dropped_share, format_percent, " %"),
         ]
     rows += [
-        (f"contributions per merge, of {_learners(wish, outcome)}", outcome.contributions_per_merge, steps, ""),
-        ("staleness: steps from copy to adoption", outcome.staleness_steps, steps, ""),
-        (f"effective H: steps per merge (H = {wish.protocol.every_steps})", outcome.effective_h, steps, ""),
+        (
+            f"contributions per merge, of {_format_learners(options, outcome)}",
+            outcome.contributions_per_merge,
+            format_steps,
+            "",
+        ),
+        ("staleness: steps from copy to adoption", outcome.staleness_steps, format_steps, ""),
+        (f"effective H: steps per merge (H = {options.protocol.every_steps})", outcome.effective_h, format_steps, ""),
     ]
-    title = "" if detail is None or detail.whole else f"the protocol, first {span(detail.hours)}"
-    out.print(_table(title, rows, wish.count > 1))
+    title = "" if detail is None or detail.covers_run else f"the protocol, first {format_hours(detail.hours)}"
+    out.print(_figure_table(title, rows, options.seed_count > 1))
     out.print()
-    for sentence in _sentences(outcome):
+    for sentence in _result_sentences(outcome):
         out.print(sentence)
 
 
-def _table(title: str, rows: list[Row], intervals: bool) -> Table:
+def _figure_table(title: str, rows: list[FigureRow], intervals: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=intervals or title != "")
     table.add_column(title, width=41)
     table.add_column("mean" if intervals else "", justify="right", width=13, no_wrap=True)
@@ -623,73 +609,74 @@ def _table(title: str, rows: list[Row], intervals: bool) -> Table:
         table.add_column("95 % interval", justify="right", width=22, no_wrap=True)
     for name, figure, show, unit in rows:
         if figure is not None:
-            table.add_row(name, show(figure.mean) + unit, *([interval_text(figure, show)] if intervals else []))
+            table.add_row(name, show(figure.mean) + unit, *([format_interval(figure, show)] if intervals else []))
     return table
 
 
-def _title(outcome: Outcome) -> str:
-    wish = outcome.wish
-    who = "one job" if wish.method in ONE_JOB else f"{outcome.learners} learners"
-    if wish.extras:
-        who += f" and {sum(extra.count for extra in wish.extras)} that come and go"
-    return f"{wish.method}: {who} on {wish.chips:,} chips for {span(wish.days * 24.0)}, {seeds_sentence(wish)}"
+def _result_title(outcome: SimulationResult) -> str:
+    options = outcome.options
+    learners = "one job" if options.method in SINGLE_JOB_METHODS else f"{outcome.learners} learners"
+    if options.extras:
+        learners += f" and {sum(extra.count for extra in options.extras)} that join and leave"
+    hours = format_hours(options.days * 24.0)
+    return f"{options.method}: {learners} on {options.chips:,} chips for {hours}, {format_seeds(options)}"
 
 
-def _learners(wish: SimulateOptions, outcome: Outcome) -> str:
-    return " + ".join(str(count) for count in (outcome.learners, *(extra.count for extra in wish.extras)))
+def _format_learners(options: SimulateOptions, outcome: SimulationResult) -> str:
+    return " + ".join(str(count) for count in (outcome.learners, *(extra.count for extra in options.extras)))
 
 
-def _sentences(outcome: Outcome) -> list[str]:
-    wish = outcome.wish
-    said = [how_sentence(outcome)]
+def _result_sentences(outcome: SimulationResult) -> list[str]:
+    options = outcome.options
+    sentences = [describe_method(outcome)]
     detail = outcome.detail
-    if detail is not None and not detail.full:
-        said[-1] += " --full simulates all of it."
+    if detail is not None and not detail.is_full:
+        sentences[-1] += " --full simulates all of it."
     if outcome.core_goodput is not None and outcome.fleet_goodput is not None:
         ours, theirs = 100.0 * outcome.core_goodput.mean, 100.0 * outcome.fleet_goodput.mean
-        said.append(f"For that time the cores say {ours:.2f} % goodput and the fleet model {theirs:.2f} %.")
+        sentences.append(f"For that time goodput is {ours:.2f} % by the cores and {theirs:.2f} % by the fleet model.")
     if outcome.suspected is not None and outcome.suspected.mean > 0.0:
-        times = f"{outcome.suspected.mean:.3g} times" + (" per seed" if wish.count > 1 else "")
-        said.append(f"The syncer suspected a silent learner {times}.")
+        times = f"{outcome.suspected.mean:.3g} times" + (" per seed" if options.seed_count > 1 else "")
+        sentences.append(f"The syncer suspected a silent learner {times}.")
     published = outcome.published("goodput")
     if published is not None:
         uptime = outcome.published("uptime")
         also = "" if uptime is None else f", uptime {100.0 * uptime:.0f} %"
-        said.append(f"Published for this case: goodput {100.0 * published:.0f} %{also}.")
+        sentences.append(f"Published for this case: goodput {100.0 * published:.0f} %{also}.")
     tapes = outcome.tapes
     if tapes is not None:
         size = f"{tapes.size_bytes / 1e6:.1f} MB"
-        said.append(f"{tapes.tapes} tapes with {tapes.entries:,} entries ({size}) are in {tapes.directory}.")
+        sentences.append(f"{tapes.tapes} tapes with {tapes.entries:,} entries ({size}) are in {tapes.directory}.")
         if tapes.finished:
-            said.append(f"After that time the run was finished in order, with {tapes.merges:,} merges in all.")
-        if wish.protocol.lockstep:
-            said.append("In lockstep learners wait for each other, which atoll check reports as a violation.")
-    return said
+            sentences.append(f"After that time the run was finished regularly, with {tapes.merges:,} merges in total.")
+        if options.protocol.lockstep:
+            sentences.append("In lockstep learners wait for each other, which atoll check reports as a violation.")
+    return sentences
 
 
 METRICS: tuple[Metric, ...] = ("goodput", "uptime")
 
 
 def simulate_cells(
-    wish: SimulateOptions, rows: Sequence[tuple[Method, int]] = TABLE_ROWS, chips: Sequence[int] = TABLE_CHIPS
+    options: SimulateOptions, rows: Sequence[tuple[Method, int]] = TABLE_ROWS, chips: Sequence[int] = TABLE_CHIPS
 ) -> list[TableCell]:
-    """Every row at every number of chips, by the fleet model."""
-    if wish.count < 2:
+    """Simulate every row at every number of chips with the fleet model."""
+    if options.seed_count < 2:
         raise ValueError("a table over one seed has no intervals; give --seeds 2 or more")
-    # The largest first, so that no process is left alone with one at the end.
-    places = [(row, count) for count in sorted(chips, reverse=True) for row in rows]
+    # Start with the largest, so that the processes finish at about the same time.
+    table = [(row, count) for count in sorted(chips, reverse=True) for row in rows]
     tasks: list[Task[GoodputResult]] = [
-        partial(_simulate_cell, wish, row, count, seed) for row, count in places for seed in wish.seeds
+        partial(_simulate_cell, options, row, count, seed) for row, count in table for seed in options.seeds
     ]
-    results = iter(run_all("simulating the table", tasks, wish.processes))
-    runs = {place: [next(results) for _ in wish.seeds] for place in places}
+    results = iter(run_tasks("simulating the table", tasks, options.processes))
+    runs = {key: [next(results) for _ in options.seeds] for key in table}
     return [
         TableCell(
             method,
             learners,
             count,
             metric,
-            estimate(100.0 * getattr(run, metric) for run in runs[((method, learners), count)]),
+            estimate_goodput(100.0 * getattr(run, metric) for run in runs[((method, learners), count)]),
             published_percent(method, learners, count, metric),
         )
         for metric in METRICS
@@ -698,14 +685,18 @@ def simulate_cells(
     ]
 
 
-def wish_for_plot(wish: SimulateOptions) -> SimulateOptions:
-    """The table around one run: the same chips and seeds' beginning, as long as a table needs."""
-    return replace(wish, given_days=TABLE_DAYS, given_count=TABLE_SEEDS, tape=None, speeds=(), extras=())
+def options_for_plot(options: SimulateOptions) -> SimulateOptions:
+    """Return the options of the table in which one run is marked: the same fleet, for the days and seeds of a table."""
+    return replace(
+        options, requested_days=TABLE_DAYS, requested_seed_count=TABLE_SEEDS, tape=None, speeds=(), extras=()
+    )
 
 
-def _simulate_cell(wish: SimulateOptions, row: tuple[Method, int], chips: int, seed: int, tell: Tell) -> GoodputResult:
+def _simulate_cell(
+    options: SimulateOptions, row: tuple[Method, int], chips: int, seed: int, report: ReportProgress
+) -> GoodputResult:
     method, learners = row
-    return simulate(wish.fleet, method, learners, chips, wish.days, seed)
+    return simulate(options.fleet, method, learners, chips, options.days, seed)
 
 
 def row_label(method: Method, learners: int) -> str:
@@ -717,20 +708,21 @@ def chips_label(chips: int) -> str:
     return f"{chips / 1e6:g}M" if chips >= 1_000_000 else f"{chips / 1e3:g}k"
 
 
-def show_tables(wish: SimulateOptions, cells: Sequence[TableCell]) -> None:
-    out = console()
+def show_tables(options: SimulateOptions, cells: Sequence[TableCell]) -> None:
+    out = make_console()
     for metric in METRICS:
         out.print(_metric_table(metric, [cell for cell in cells if cell.metric == metric]))
         out.print()
-    worst = max((abs(cell.difference) for cell in cells if cell.difference is not None), default=0.0)
+    hours = format_hours(24.0 * options.days)
+    largest = max((abs(cell.difference) for cell in cells if cell.difference is not None), default=0.0)
     out.print(
-        "Published cells have a second line: the published figure, and ours less published. The others are predictions."
-        f" Largest difference {worst:.1f} points. Each cell: {span(24.0 * wish.days)}, {wish.count} seeds,"
+        "Published cells have a second line: the published figure, and our figure minus it. The others are predictions."
+        f" Largest difference {largest:.1f} points. Each cell: {hours}, {options.seed_count} seeds,"
         " 95 % interval over them."
     )
     out.print(
-        "The press figure of 88 % against 27 % is M = 8 against the job that is not elastic, at 1.2M chips; against the"
-        " elastic job it is 88 % against 58 %."
+        "The press figure of 88 % against 27 % compares M = 8 with the non-elastic job at 1.2M chips. The elastic job"
+        " has 58 %."
     )
 
 
@@ -747,60 +739,68 @@ def _metric_table(metric: Metric, cells: Sequence[TableCell]) -> Table:
 
 
 def _cell_text(cell: TableCell) -> str:
-    ours = f"{cell.ours.mean:.1f} ±{cell.ours.high - cell.ours.mean:.1f}"
+    ours = f"{cell.simulated.mean:.1f} ±{cell.simulated.high - cell.simulated.mean:.1f}"
     if cell.difference is None:
         return ours
-    difference = round(cell.difference, 1) + 0.0  # never -0.0
+    difference = round(cell.difference, 1) + 0.0  # avoid -0.0
     return f"{ours}\n{cell.published:.0f} {difference:+.1f}"
 
 
-def table_fields(wish: SimulateOptions, cells: Sequence[TableCell]) -> dict[str, object]:
-    """In percent, as published; an interval is over seeds."""
+def table_fields(options: SimulateOptions, cells: Sequence[TableCell]) -> dict[str, object]:
+    """Return the fields of the JSON output, in percent. Intervals are over seeds."""
     return {
-        "days": wish.days,
-        "seeds": list(wish.seeds),
+        "days": options.days,
+        "seeds": list(options.seeds),
         "cells": [
             {
                 "metric": cell.metric,
                 "method": cell.method,
                 "learners": cell.learners,
                 "chips": cell.chips,
-                "percent": cell.ours.mean,
-                "percent_ci": [cell.ours.low, cell.ours.high],
+                "percent": cell.simulated.mean,
+                "percent_ci": [cell.simulated.low, cell.simulated.high],
                 "published_percent": cell.published,
                 "difference": cell.difference,
             }
             for cell in cells
         ],
-        "settings": wish.settings(),
+        "settings": options.settings(),
     }
 
 
-SHARES = ("goodput", "goodput_fast", "goodput_slow")
-MEASURES = ("contributions_per_merge", "effective_h", "staleness_steps")
+MIXED_SHARES = ("goodput", "goodput_fast", "goodput_slow")
+MIXED_MEASURES = ("contributions_per_merge", "effective_h", "staleness_steps")
 
 
-def compare_mixed(wish: SimulateOptions) -> Result:
-    """Run every row on every seed and show them side by side."""
-    tasks: list[Task[MixedResult]] = [partial(_run_row, wish, row, seed) for row in MIXED_ROWS for seed in wish.seeds]
-    results = iter(run_all("comparing", tasks, wish.processes))
-    rows = [(row, _figures([next(results) for _ in wish.seeds])) for row in MIXED_ROWS]
-    return Result(partial(_mixed_fields, wish, rows), partial(_show_mixed, wish, rows))
+def compare_mixed(options: SimulateOptions) -> Result:
+    """Simulate every row for every seed, and show the rows as columns of one table."""
+    tasks: list[Task[MixedResult]] = [
+        partial(_run_row, options, row, seed) for row in MIXED_ROWS for seed in options.seeds
+    ]
+    results = iter(run_tasks("comparing", tasks, options.processes))
+    rows = [(row, _average_results([next(results) for _ in options.seeds])) for row in MIXED_ROWS]
+    return Result(partial(_mixed_fields, options, rows), partial(_show_mixed, options, rows))
 
 
-def _run_row(wish: SimulateOptions, row: MixedRow, seed: int, tell: Tell) -> MixedResult:
-    return run_mixed(row, wish.protocol, wish.days * 24.0, seed, step_time_s=wish.fleet.step_time_s, on_progress=tell)
+def _run_row(options: SimulateOptions, row: MixedRow, seed: int, report: ReportProgress) -> MixedResult:
+    return run_mixed(
+        row, options.protocol, options.days * 24.0, seed, step_time_s=options.fleet.step_time_s, on_progress=report
+    )
 
 
-def _figures(results: list[MixedResult]) -> dict[str, Figure]:
-    figures = {name: over_seeds([getattr(r, name) for r in results], least=0.0, most=1.0) for name in SHARES}
-    return figures | {name: over_seeds([getattr(r, name) for r in results], least=0.0) for name in MEASURES}
+def _average_results(results: list[MixedResult]) -> dict[str, MeanEstimate]:
+    figures = {
+        name: estimate_over_seeds([getattr(r, name) for r in results], lower=0.0, upper=1.0) for name in MIXED_SHARES
+    }
+    return figures | {
+        name: estimate_over_seeds([getattr(r, name) for r in results], lower=0.0) for name in MIXED_MEASURES
+    }
 
 
-def _mixed_fields(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figure]]]) -> dict[str, object]:
+def _mixed_fields(options: SimulateOptions, rows: list[tuple[MixedRow, dict[str, MeanEstimate]]]) -> dict[str, object]:
     return {
-        "days": wish.days,
-        "seeds": list(wish.seeds),
+        "days": options.days,
+        "seeds": list(options.seeds),
         "rows": [
             {
                 "quorum": row.quorum,
@@ -812,13 +812,15 @@ def _mixed_fields(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Fi
             }
             for row, figures in rows
         ],
-        "settings": wish.settings(),
+        "settings": options.settings(),
     }
 
 
-def _show_mixed(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figure]]]) -> None:
-    out = console()
-    out.print("Eight learners, four of each of two generations, the slower 18 % behind; 10 % jitter, no failures.")
+def _show_mixed(options: SimulateOptions, rows: list[tuple[MixedRow, dict[str, MeanEstimate]]]) -> None:
+    out = make_console()
+    out.print(
+        "Eight learners, four of each of two generations; the older one is 18 % slower; 10 % jitter, no failures."
+    )
     out.print()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
@@ -830,7 +832,7 @@ def _show_mixed(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figu
         ("goodput_fast", "  fast generation, %"),
         ("goodput_slow", "  slow generation, %"),
     ):
-        table.add_row(label, *(_figure_text(figures[name].times(100.0), 1) for _, figures in rows))
+        table.add_row(label, *(_figure_text(figures[name].scaled(100.0), 1) for _, figures in rows))
     table.add_row("goodput, published, %", *(f"{row.published_percent:.0f}" for row, _ in rows))
     for name, label in (
         ("contributions_per_merge", "contributions per merge"),
@@ -841,22 +843,23 @@ def _show_mixed(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figu
     out.print(table)
     out.print()
     out.print(
-        "How goodput was defined for the published row is not said. Ours is the share of chip time spent stepping; the"
-        " fast generation is the one that waits. A decoupled learner never waits, whatever the quorum: a loss at K = 8"
-        " means that learners waited for the round, so that column is run in lockstep."
+        "The paper does not define goodput for the published row. Ours is the share of chip time spent in steps; the"
+        " fast generation is the one that waits. A decoupled learner never waits, whatever the quorum is. A loss at K ="
+        " 8 means that learners waited for the round, so that column is simulated in lockstep."
     )
-    out.print(f"Every fragment and every step for {span(24.0 * wish.days)}, {wish.count} seeds, 95 % interval.")
+    out.print(
+        f"Every fragment and every step for {format_hours(24.0 * options.days)}, {options.seed_count} seeds,"
+        " 95 % interval."
+    )
 
 
-def _figure_text(figure: Figure, places: int) -> str:
+def _figure_text(figure: MeanEstimate, decimals: int) -> str:
     if figure.low is None or figure.high is None:
-        return f"{figure.mean:.{places}f}"
-    return f"{figure.mean:.{places}f} ±{max(figure.high - figure.mean, figure.mean - figure.low):.{places}f}"
+        return f"{figure.mean:.{decimals}f}"
+    return f"{figure.mean:.{decimals}f} ±{max(figure.high - figure.mean, figure.mean - figure.low):.{decimals}f}"
 
 
-SUFFIXES = (".png", ".svg", ".pdf")
-
-# Okabe and Ito's colours, told apart by every kind of colour vision; markers and dashes say the same once more.
+# Okabe and Ito's colors, which people with color blindness can distinguish. Markers and dashes repeat the distinction.
 _STYLES = (
     ("#000000", "s", (0, (1, 1))),
     ("#D55E00", "D", (0, (4, 1.5))),
@@ -867,43 +870,13 @@ _STYLES = (
 )
 _TITLES: dict[Metric, str] = {
     "goodput": "Goodput: share of chip time in steps that counted",
-    "uptime": "Uptime: share of time in which somebody steps",
+    "uptime": "Uptime: share of time in which a learner steps",
 }
 
 
-def check_plot(path: Path) -> None:
-    """Before anything is simulated: can this file be drawn?"""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"cannot draw {path}; end its name with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which comes with the extra 'plot': pip install 'atoll[plot]'")
-    folder = path.parent
-    if not folder.is_dir():
-        raise ValueError(f"cannot write {path}: there is no directory {folder}; create it first")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"cannot write {path}; choose a place that you may write to")
-
-
-@contextmanager
-def drawn(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its panels, and write them to the file. The same figure makes the same file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    is_svg = path.suffix.lower() == ".svg"
-    with pyplot.rc_context(settings | ({"svg.hashsalt": "atoll"} if is_svg else {})):
-        figure, panels = pyplot.subplots(**layout)
-        yield figure, panels
-        figure.savefig(path, dpi=160, metadata={"Date": None} if is_svg else None)
-        pyplot.close(figure)
-
-
-def draw_plot(path: Path, cells: Sequence[TableCell], outcome: Outcome | None) -> None:
-    """Draw both metrics against chips, with published points and, if there is one, the run itself."""
-    with drawn(path, ncols=2, figsize=(11.0, 5.2), sharex=True, sharey=True) as (figure, panels):
+def draw_plot(path: Path, cells: Sequence[TableCell], outcome: SimulationResult | None) -> None:
+    """Plot both metrics over the number of chips, with the published points and, if given, the run itself."""
+    with draw_figure(path, ncols=2, figsize=(11.0, 5.2), sharex=True, sharey=True) as (figure, panels):
         for metric, panel in zip(METRICS, panels, strict=True):
             _draw_panel(panel, metric, [cell for cell in cells if cell.metric == metric], outcome)
         panels[0].set_ylabel("percent")
@@ -912,12 +885,12 @@ def draw_plot(path: Path, cells: Sequence[TableCell], outcome: Outcome | None) -
         figure.tight_layout(rect=(0.0, 0.12, 1.0, 1.0))
 
 
-def _never_down(cells: Sequence[TableCell], learners: int) -> bool:
-    """Lines so close to 100 % that they hide each other."""
-    return all(cell.ours.mean > 99.0 for cell in cells if (cell.method, cell.learners) == ("decoupled", learners))
+def _is_near_100(cells: Sequence[TableCell], learners: int) -> bool:
+    """Return whether this line is above 99 %. Such lines overlap."""
+    return all(cell.simulated.mean > 99.0 for cell in cells if (cell.method, cell.learners) == ("decoupled", learners))
 
 
-def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome: Outcome | None) -> None:
+def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome: SimulationResult | None) -> None:
     ticks = sorted({cell.chips for cell in cells})
     rows = dict.fromkeys((cell.method, cell.learners) for cell in cells)
     for (method, learners), (colour, marker, dashes) in zip(rows, _STYLES, strict=False):
@@ -925,8 +898,8 @@ def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome
         chips = [cell.chips for cell in row]
         label = row_label(method, learners)
         style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dashes, "label": label}
-        panel.plot(chips, [cell.ours.mean for cell in row], markersize=4.5, linewidth=1.6, **style)
-        low, high = [cell.ours.low for cell in row], [min(cell.ours.high, 100.0) for cell in row]
+        panel.plot(chips, [cell.simulated.mean for cell in row], markersize=4.5, linewidth=1.6, **style)
+        low, high = [cell.simulated.low for cell in row], [min(cell.simulated.high, 100.0) for cell in row]
         panel.fill_between(chips, low, high, color=colour, alpha=0.2, linewidth=0)
         published = {cell.chips: cell.published for cell in row if cell.published is not None}
         panel.plot(
@@ -944,12 +917,12 @@ def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome
     if outcome is not None:
         share = outcome.goodput if metric == "goodput" else outcome.uptime
         panel.plot(
-            [outcome.wish.chips], [100.0 * share.mean], "*", color="#E69F00", mec="black", ms=15, label="this run"
+            [outcome.options.chips], [100.0 * share.mean], "*", color="#E69F00", mec="black", ms=15, label="this run"
         )
-    hidden = [str(m) for method, m in rows if method == "decoupled" and _never_down(cells, m)]
+    hidden = [str(m) for method, m in rows if method == "decoupled" and _is_near_100(cells, m)]
     if len(hidden) > 1:
-        where: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points"}
-        panel.annotate(f"M = {', '.join(hidden)}: above 99 %", (ticks[0], 100.0), color="#555555", **where)
+        offset: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points"}
+        panel.annotate(f"M = {', '.join(hidden)}: above 99 %", (ticks[0], 100.0), color="#555555", **offset)
     panel.set_title(_TITLES[metric], fontsize=11, loc="left")
     panel.set_xscale("log")
     panel.set_xticks(ticks, [chips_label(count) for count in ticks])

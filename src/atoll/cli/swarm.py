@@ -1,4 +1,4 @@
-"""`atoll swarm`: hostile worlds by seed, watched by every checker."""
+"""`atoll swarm`: run the protocol in simulated worlds with faults, one per seed, under every checker."""
 
 from __future__ import annotations
 
@@ -9,87 +9,91 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from atoll.cli.output import ExitCode, JsonOption, Result, progress, usable_cores
+from atoll.cli.output import ExitCode, JsonOption, Result, progress_bar, usable_cores
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.sim.swarm import Coverage, SeedResult
 
 STORY_LINES = 60
-MOST_SEEDS = 10**9
-"""Weeks on a large machine: whoever asks for more has mistyped."""
+MAX_SEEDS = 10**9
+"""Maximum number of seeds. They take weeks on a large machine, so a larger number is probably a typing error."""
 
 
 def run(
-    seeds: Annotated[int, Setting("How many worlds.", "COUNT", min=1)] = 500,
-    start: Annotated[int, Setting("The first seed.", "SEED", min=0)] = 0,
-    small: Annotated[bool, Setting("Only worlds of up to 4 learners and 3 fragments.")] = False,
-    also: Annotated[Path | None, Setting("File of further seeds, one per line; # begins a comment.", "FILE")] = None,
-    story: Annotated[bool, Setting("Tell the story of the first violation.")] = False,
+    seeds: Annotated[int, Setting("Number of worlds.", "COUNT", min=1)] = 500,
+    start: Annotated[int, Setting("First seed.", "SEED", min=0)] = 0,
+    small: Annotated[bool, Setting("Use only worlds of up to 4 learners and 3 fragments.")] = False,
+    also: Annotated[
+        Path | None, Setting("Also run the seeds in FILE, one per line; # starts a comment.", "FILE")
+    ] = None,
+    story: Annotated[bool, Setting("Show the story of the first violation.")] = False,
     tape: Annotated[Path | None, Setting("Write the tapes of one seed, for story, check and replay.", "DIR")] = None,
-    digest: Annotated[bool, Setting("Print one digest of everything that happened.")] = False,
-    jobs: Annotated[int | None, Setting("Processes; default: one per core.", "COUNT", min=1)] = None,
+    digest: Annotated[bool, Setting("Print one digest of all events.")] = False,
+    jobs: Annotated[int | None, Setting("Number of processes. [default: one per core]", "COUNT", min=1)] = None,
     keep_going: Annotated[bool, Setting("Do not stop at the first violation.")] = False,
     as_json: JsonOption = False,
 ) -> Result:
-    """Try to break the protocol, one hostile world per seed.
+    """Search for violations of the protocol, in one simulated world per seed.
 
-    Each world runs under faults while every checker watches, is healed, and must come right. A seed draws the learners,
-    their speeds and links, the settings of the run and every fault with its time: kills, pauses, cut and lossy links,
-    syncer restarts, full disks, clock jumps. A violation prints the one command that replays its seed with its story.
-    Exit code 1 if any checker found something.
+    Each world runs under faults with every checker. Then the faults end, and the run must recover and finish. A seed
+    determines the learners, their speeds and links, the settings of the run and every fault with its time: kills,
+    pauses, cut and lossy links, syncer restarts, full disks, clock jumps. A violation prints the command that replays
+    its seed with its story. Exits with code 1 if a checker finds a violation.
     """
-    from atoll.sim.swarm import Coverage, sweep
+    from atoll.sim.swarm import Coverage, run_seeds
 
     if tape is not None and (seeds != 1 or also is not None):
         raise ValueError("--tape writes one world; add --seeds 1")
-    if seeds > MOST_SEEDS:
-        raise ValueError(f"{seeds} seeds would take years; give at most {MOST_SEEDS} at a time, and go on with --start")
-    kept = _kept(also)
+    if seeds > MAX_SEEDS:
+        raise ValueError(
+            f"{seeds} seeds would take years; give at most {MAX_SEEDS} at a time, and continue with --start"
+        )
+    extra = read_seeds(also)
     if tape is not None:
         _write_tape(start, small, tape)
     coverage = Coverage()
     failed: list[SeedResult] = []
     events = 0
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     done = 0
-    whole = sha256()
-    numbers = chain(kept, range(start, start + seeds))
-    with progress("swarm", len(kept) + seeds, shown=not as_json) as tell:
-        for result in sweep(numbers, jobs or usable_cores(), small, digest):
+    total_digest = sha256()
+    numbers = chain(extra, range(start, start + seeds))
+    with progress_bar("swarm", len(extra) + seeds, is_shown=not as_json) as report:
+        for result in run_seeds(numbers, jobs or usable_cores(), small, digest):
             done += 1
-            tell(done)
+            report(done)
             coverage.add(result)
             events += result.events
-            whole.update(result.digest.encode())
+            total_digest.update(result.digest.encode())
             if result.checker is not None:
                 failed.append(result)
                 if not keep_going:
                     break
-    digests = whole.hexdigest()[:16] if digest else None
-    found = Swarm(done, events, time.perf_counter() - began, coverage, failed, digests)
+    digests = total_digest.hexdigest()[:16] if digest else None
+    found = SwarmResult(done, events, time.perf_counter() - started_at, coverage, failed, digests)
 
     def text() -> None:
-        _show(found, small)
+        print_result(found, small)
         if story and failed:
-            _tell_story(failed[0], small)
+            _print_story(failed[0], small)
 
-    return Result(partial(_fields, found), text, ExitCode.FAILED if failed else ExitCode.OK)
+    return Result(partial(_result_fields, found), text, ExitCode.FAILED if failed else ExitCode.OK)
 
 
-class Swarm(NamedTuple):
-    """The worlds that were run, and what their checkers found."""
+class SwarmResult(NamedTuple):
+    """Totals over the worlds, and the results of their checkers."""
 
     worlds: int
     events: int
-    spent_s: float
+    duration_s: float
     coverage: Coverage
-    failed: list[SeedResult]
+    failures: list[SeedResult]
     digest: str | None
 
 
-def _kept(path: Path | None) -> list[int]:
-    """Seeds that once failed are worth repeating for ever."""
+def read_seeds(path: Path | None) -> list[int]:
+    """Return the seeds in a file, such as those that once failed; none if there is no file."""
     if path is None:
         return []
     numbers = []
@@ -97,7 +101,7 @@ def _kept(path: Path | None) -> list[int]:
         text = line.partition("#")[0].strip()
         if text:
             if not text.isdigit():
-                raise ValueError(f"{path}, line {number}: '{text}' is not a seed; write one whole number per line")
+                raise ValueError(f"{path}, line {number}: '{text}' is not a seed; write one integer per line")
             numbers.append(int(text))
     return numbers
 
@@ -106,76 +110,80 @@ def _replay_command(seed: int, small: bool) -> str:
     return f"atoll swarm --seeds 1 --start {seed}{' --small' if small else ''} --story"
 
 
-def _show(found: Swarm, small: bool) -> None:
-    done, spent_s, coverage = found.worlds, max(found.spent_s, 1e-9), found.coverage
+def print_result(found: SwarmResult, small: bool) -> None:
+    done, duration_s, coverage = found.worlds, max(found.duration_s, 1e-9), found.coverage
     worlds = f"{done} world{'' if done == 1 else 's'}"
-    print(f"{worlds}, {found.events} events in {spent_s:.1f} s: {done / spent_s:.0f} seeds/s")
-    for what, (met, every) in coverage.counts().items():
-        print(f"  {what:<8} {met} of {every} met")
-    print(f"  pairs    {len(coverage.pairs)} of a state and an event met")
-    for what, missing in _not_met(coverage).items():
+    print(f"{worlds}, {found.events} events in {duration_s:.1f} s: {done / duration_s:.0f} seeds/s")
+    for kind, (met, every) in coverage.counts().items():
+        print(f"  {kind:<8} {met} of {every} met")
+    print(f"  pairs    {len(coverage.state_event_counts)} of a state and an event met")
+    for kind, missing in _not_met(coverage).items():
         if missing and done >= 100:
-            print(f"  {what} not met: {'; '.join(missing)}")
+            print(f"  {kind} not met: {'; '.join(missing)}")
     if found.digest is not None:
         print(f"digest {found.digest}")
-    if not found.failed:
+    if not found.failures:
         print("no violation")
-    for result in found.failed:
-        print(f"seed {result.seed}: {result.checker}: {result.sentence}")
+    for result in found.failures:
+        print(f"seed {result.seed}: {result.checker}: {result.message}")
         print(f"  replay it: {_replay_command(result.seed, small)}")
 
 
 def _not_met(coverage: Coverage) -> dict[str, list[str]]:
     return {
-        "moves": coverage.missing_moves(),
+        "moves": coverage.missing_transitions(),
         "reasons": coverage.missing_reasons(),
         "faults": coverage.missing_faults(),
     }
 
 
-def _fields(found: Swarm) -> dict[str, object]:
+def _result_fields(found: SwarmResult) -> dict[str, object]:
     coverage = found.coverage
     fields: dict[str, object] = {
         "seeds": found.worlds,
         "events": found.events,
-        "seconds": round(found.spent_s, 3),
-        "coverage": {what: {"met": met, "all": every} for what, (met, every) in coverage.counts().items()},
-        "pairs": len(coverage.pairs),
+        "seconds": round(found.duration_s, 3),
+        "coverage": {kind: {"met": met, "all": every} for kind, (met, every) in coverage.counts().items()},
+        "pairs": len(coverage.state_event_counts),
         "pairs_met": [
-            {"state": state, "event": event, "count": count} for (state, event), count in sorted(coverage.pairs.items())
+            {"state": state, "event": event, "count": count}
+            for (state, event), count in sorted(coverage.state_event_counts.items())
         ],
         "not_met": _not_met(coverage),
         "violations": [
-            {"seed": r.seed, "checker": r.checker, "sentence": r.sentence, "subject": r.subject} for r in found.failed
+            {"seed": r.seed, "checker": r.checker, "sentence": r.message, "subject": r.subject} for r in found.failures
         ],
     }
     return fields if found.digest is None else {**fields, "digest": found.digest}
 
 
-def _tell_story(result: SeedResult, small: bool) -> None:
+def _print_story(result: SeedResult, small: bool) -> None:
     from collections import deque
 
-    from atoll.cli.check import indented
-    from atoll.sim.swarm import story_entries
-    from atoll.tape.story import story
+    from atoll.cli.check import format_story_line
+    from atoll.sim.swarm import record_seed
+    from atoll.tape.story import build_story
 
-    _, entries = story_entries(result.seed, small)
+    _, entries = record_seed(result.seed, small)
     subject = result.subject if result.subject is not None else ("run", 0)
     print(f"\nthe story of {subject[0]} {subject[1]}, its last {STORY_LINES} lines:")
-    for line in deque(story(entries, subject), maxlen=STORY_LINES):
-        print(indented(line))
+    for line in deque(build_story(entries, subject), maxlen=STORY_LINES):
+        print(format_story_line(line))
 
 
 def _write_tape(seed: int, small: bool, run_dir: Path) -> None:
     from contextlib import suppress
 
-    from atoll.sim.checkers import Violation
-    from atoll.sim.draws import draw
+    from atoll.sim.checkers import InvariantViolationError
+    from atoll.sim.scenarios import draw_scenario
     from atoll.sim.world import SwarmWorld
-    from atoll.tape.files import SimulatedTapes, check_tape_directory
+    from atoll.tape.files import SimulatedTapeWriter, require_empty_directory
 
-    check_tape_directory(run_dir)
-    plan = draw(seed, small)
-    # The sweep that follows reports a violation.
-    with SimulatedTapes(run_dir, plan.config, seed, f"swarm seed {seed}") as tapes, suppress(Violation):
-        SwarmWorld(plan, on_entry=tapes.write, on_start=tapes.start).run()
+    require_empty_directory(run_dir)
+    plan = draw_scenario(seed, small)
+    # The caller runs the same seed next and reports a violation.
+    with (
+        SimulatedTapeWriter(run_dir, plan.config, seed, f"swarm seed {seed}") as tapes,
+        suppress(InvariantViolationError),
+    ):
+        SwarmWorld(plan, on_entry=tapes.write, on_start=tapes.start_tape).run()

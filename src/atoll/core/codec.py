@@ -1,4 +1,4 @@
-"""JSON text of the protocol's values, and strict reading of it: `read` of what `to_text` wrote is the same value.
+"""Encode the protocol's values as JSON and read them strictly: `read` returns the value that `to_text` wrote.
 
 | Python | JSON |
 |---|---|
@@ -7,7 +7,7 @@
 | tuple | array |
 | mapping | array of `[key, value]`: keys of JSON objects are always strings |
 | number, string, truth value, None | itself |
-| NaN and the infinities | `{"float": "nan"}`, `{"float": "inf"}`, `{"float": "-inf"}`: JSON has no word for them |
+| NaN and the infinities | `{"float": "nan"}`, `{"float": "inf"}`, `{"float": "-inf"}`: JSON cannot express them |
 
 msgspec converts between values and plain lists and checks every type in both directions. `json` writes and parses the
 text, because `msgspec.json` writes NaN as null. Both directions raise `ValidationError`, and nothing else.
@@ -24,7 +24,7 @@ import msgspec
 from msgspec import ValidationError
 
 Number: TypeAlias = int | float
-"""A float of a `Value`. With `float` msgspec reads 0 as 0.0, and a replay derives another text than was recorded."""
+"""A float of a `Value`. With `float`, msgspec reads 0 as 0.0, so the text of a replay would differ from the tape."""
 
 Scalar: TypeAlias = bool | Number | str | None
 
@@ -33,7 +33,7 @@ _TO_TEXT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circul
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """Base of what is sent or recorded: an immutable value that compares by type and fields.
+    """Base class of messages and records: an immutable value that compares by type and fields.
 
     The garbage collector does not track it. That is safe because its fields are immutable, so no cycle can contain it.
     """
@@ -41,23 +41,23 @@ class Value(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unkno
 
 def to_text(value: object) -> str:
     """Return a value as JSON on one line, in ASCII. Raise ValidationError if `read` would refuse the text."""
-    prepared = _prepared(value)
+    prepared = _to_builtins(value)
     try:
         return _TO_TEXT(prepared)
     except ValueError:  # NaN and the infinities are rare: search for them only when the encoder has found one
-        return _TO_TEXT(_spell_out(prepared))
+        return _TO_TEXT(_encode_nonfinite(prepared))
 
 
 def parse_float(parsed: dict[str, Any]) -> Any:
-    """Return the number behind `{"float": "nan"}`: the `object_hook` of `json.loads` for everything that is `read`."""
+    """Return NaN for `{"float": "nan"}`, and the infinities likewise. `json.loads` uses this as its `object_hook`."""
     spelled = parsed.get("float")
     return _SPELLED[spelled] if len(parsed) == 1 and type(spelled) is str and spelled in _SPELLED else parsed
 
 
 def read(parsed: Any, hint: Any) -> Any:
-    """Return parsed JSON as a value of this type. Raise ValidationError where it differs.
+    """Return parsed JSON as a value of this type. Raise ValidationError if it does not match.
 
-    Pass one class where speed matters: msgspec caches what it has to know of a class, and analyses a union every time.
+    Pass a single class where speed matters: msgspec caches the layout of a class, but analyzes a union every time.
     """
     if type(hint) is not msgspec.StructMeta:
         if dataclasses.is_dataclass(hint):
@@ -67,7 +67,7 @@ def read(parsed: Any, hint: Any) -> Any:
         if get_origin(hint) in (dict, Mapping):
             pairs = read(parsed, tuple[tuple[get_args(hint)], ...])  # type: ignore[misc]
             if len(dict(pairs)) != len(pairs):
-                raise ValidationError("a key stands twice")
+                raise ValidationError("a key occurs twice")
             return dict(pairs)
         optional = [arg for arg in get_args(hint) if dataclasses.is_dataclass(arg)]
         if optional:  # None or a dataclass
@@ -75,21 +75,21 @@ def read(parsed: Any, hint: Any) -> Any:
     try:
         value = msgspec.convert(parsed, Number if hint is float else hint)
     except ValidationError as error:
-        raise ValidationError(_shortened(str(error))) from None  # it may quote what was found
+        raise ValidationError(_abbreviate(str(error))) from None  # the message may quote the input
     _check_fields(parsed, value)
     return value
 
 
-def _prepared(value: Any) -> Any:
+def _to_builtins(value: Any) -> Any:
     kind = type(value)
     if type(kind) is not msgspec.StructMeta:
         if dataclasses.is_dataclass(value):
             fields = [field.name for field in dataclasses.fields(value)]
-            return [kind.__name__, {field: _prepared(getattr(value, field)) for field in fields}]
+            return [kind.__name__, {field: _to_builtins(getattr(value, field)) for field in fields}]
         if hasattr(value, "_fields"):
-            return [kind.__name__, *map(_prepared, value)]
+            return [kind.__name__, *map(_to_builtins, value)]
         if isinstance(value, Mapping):
-            return [[key, _prepared(each)] for key, each in value.items()]
+            return [[key, _to_builtins(each)] for key, each in value.items()]
     try:
         prepared = msgspec.to_builtins(value)
     except TypeError as error:
@@ -98,13 +98,13 @@ def _prepared(value: Any) -> Any:
     return prepared
 
 
-def _spell_out(prepared: Any) -> Any:
+def _encode_nonfinite(prepared: Any) -> Any:
     if isinstance(prepared, float) and not float("-inf") < prepared < float("inf"):
         return {"float": str(prepared)}
     if isinstance(prepared, list | tuple):
-        return [_spell_out(value) for value in prepared]
+        return [_encode_nonfinite(value) for value in prepared]
     if isinstance(prepared, dict):
-        return {key: _spell_out(value) for key, value in prepared.items()}
+        return {key: _encode_nonfinite(value) for key, value in prepared.items()}
     return prepared
 
 
@@ -115,14 +115,14 @@ def _read_dataclass(parsed: Any, kind: Any) -> Any:
     given = parsed[1]
     for field in given:
         if field not in hints:
-            raise ValidationError(f"{name} has no field {_shortened(field)!r}")
+            raise ValidationError(f"{name} has no field {_abbreviate(field)!r}")
     for field in hints:
         if field not in given:
-            raise ValidationError(f"{name} lacks its field {field!r}")
+            raise ValidationError(f"{name} lacks the field {field!r}")
     values = {field: _read_field(name, field, given[field], hint) for field, hint in hints.items()}
     try:
         return kind(**values)
-    except ValueError as error:  # settings check themselves
+    except ValueError as error:  # settings validate themselves
         raise ValidationError(f"{name}: {error}") from None
 
 
@@ -141,7 +141,7 @@ def _read_field(name: str, field: str, parsed: Any, hint: Any) -> Any:
 
 
 def _check_fields(parsed: Any, value: object) -> None:
-    """Refuse a struct that lacks its last fields: msgspec gives them their defaults."""
+    """Reject a struct that lacks its last fields, which msgspec would fill with defaults."""
     if isinstance(value, msgspec.Struct):
         fields = value.__struct_fields__
         given = parsed[1:] if isinstance(value, Value) else parsed
@@ -156,5 +156,5 @@ def _check_fields(parsed: Any, value: object) -> None:
                 _check_fields(inner, each)
 
 
-def _shortened(text: str) -> str:
+def _abbreviate(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"

@@ -1,4 +1,4 @@
-"""The decisions, as pure functions of numbers: each returns what to do and the sentence that says why."""
+"""Decisions of the protocol, as pure functions of numbers. Most return the decision with its reason."""
 
 from __future__ import annotations
 
@@ -37,38 +37,39 @@ class Estimate:
         self.count += 1
 
     def high(self) -> float:
-        """A duration that is exceeded only rarely."""
+        """Return an upper estimate, which the duration rarely exceeds."""
         return self.mean + 4 * self.deviation
 
 
-def patience(estimate: Estimate, factor: float, limits: Limits) -> float:
-    """How long to wait for something whose duration was measured: `factor` times its high value, within the limits."""
+def retry_timeout(estimate: Estimate, factor: float, limits: Limits) -> float:
+    """Return a timeout for a measured duration: `factor` times its high value, within the limits."""
     if estimate.count == 0:
-        return limits.first_wait_s
-    return min(max(factor * estimate.high(), limits.least_wait_s), limits.most_wait_s)
+        return limits.initial_wait_s
+    return min(max(factor * estimate.high(), limits.min_wait_s), limits.max_wait_s)
 
 
-def state_wait_s(config: RunConfig, step_s: float) -> float:
-    """How long a learner waits for a peer's inner state, and the peer for the versions that belong to it: H steps."""
+def state_timeout_s(config: RunConfig, step_s: float) -> float:
+    """Return the timeout of an optimizer state transfer, for the joining learner and for its peer: H steps."""
     limits = config.limits
     if step_s == 0:
-        return limits.first_wait_s
-    return min(max(config.every_steps * step_s, limits.least_wait_s), limits.most_wait_s)
+        return limits.initial_wait_s
+    return min(max(config.every_steps * step_s, limits.min_wait_s), limits.max_wait_s)
 
 
 def backoff_s(tries: int, spread: int, limits: Limits) -> float:
-    """Doubling delay with a spread of up to a quarter that differs by learner, so that a crowd does not return at once.
+    """Return a delay that doubles with each attempt, plus a jitter of up to a quarter.
 
-    The spread comes from an id and not from chance: a core draws nothing.
+    The spread keeps learners from reconnecting at the same time. It is derived from an id and is not random: cores are
+    deterministic.
     """
-    base = min(limits.backoff_first_s * 2.0 ** min(tries, 30), limits.backoff_most_s)
+    base = min(limits.initial_backoff_s * 2.0 ** min(tries, 30), limits.max_backoff_s)
     return base * (1 + (spread * 2654435761 + tries * 40503) % 1024 / 4096)
 
 
-def control_problem(what: str, value: object, limits: Limits) -> str | None:
-    """What is wrong with an operator's wish, as a sentence; None if nothing is.
+def find_control_problem(what: str, value: object, limits: Limits) -> str | None:
+    """Return the error message for an invalid operator request, or None if it is valid.
 
-    >>> control_problem("quorum", 0, Limits())
+    >>> find_control_problem("quorum", 0, Limits())
     'the quorum is a whole number from 1 to 1024, got 0'
     """
     if what in ("pause", "resume"):
@@ -79,20 +80,20 @@ def control_problem(what: str, value: object, limits: Limits) -> str | None:
         return f"the grace margin is a number from 0, which turns grace off, to below 1, got {value!r}"
     whole = value if isinstance(value, int) and not isinstance(value, bool) else 0
     if what == "quorum":
-        most = limits.most_learners
+        most = limits.max_learners
         return None if 1 <= whole <= most else f"the quorum is a whole number from 1 to {most}, got {value!r}"
     if what == "drain":
         return None if whole >= 1 else f"drain takes the number of a learner, from 1, got {value!r}"
-    return f"there is no control {what!r}; there are pause, resume, drain, quorum and grace"
+    return f"unknown control {what!r}; give pause, resume, drain, quorum or grace"
 
 
-class Grace(NamedTuple):
+class GraceWindow(NamedTuple):
     window_s: float
     reason: Reason
-    missed_s: float = 0.0  # the window is as long as one needs who missed the last merge; 0: it is not
+    late_s: float = 0.0  # expected wait for a learner that missed the last merge; 0: the window is not extended
 
 
-def grace_window(
+def compute_grace_window(
     config: RunConfig,
     contributions: int,
     step_s: float,
@@ -100,41 +101,40 @@ def grace_window(
     missed: Sequence[float],
     quorum: Estimate,
     sync: Estimate,
-) -> Grace:
-    """Eq. 3: slack = tau * xi_step - (xi_quorum + xi_sync); grace = min(gamma * max(slack, 0), longest step awaited).
+) -> GraceWindow:
+    """Return the grace window of a round that has its quorum (equation 3 of the paper).
 
-    Who is asked answers at the end of its step, so it pays to wait for the longest step of those who are awaited, and
-    no longer. Zero until all three averages are known. What a round is given instead of tau steps where its links take
-    longer is in `round_steps`.
+    slack = tau * xi_step - (xi_quorum + xi_sync); grace = min(gamma * max(slack, 0), longest step of awaited learners).
 
-    `missed`: what those still need who are awaited and without whom the last merge of this fragment was made. A learner
-    whose link is slower than that of the others would be late every time, and nothing that it trains would ever count;
-    so every second merge waits for it, up to twice as long as it should need, as far as the time until the fragment is
-    ripe again allows.
+    A learner answers a pull at the end of its step, so waiting longer than the longest step does not help. The window
+    is 0 until all three averages are measured. `round_steps` replaces tau on slow links.
+
+    `missed` has the expected waits for awaited learners that missed the last merge of this fragment. A learner with a
+    slower link than the others would be late every time, and its work would never be merged. So every second merge
+    waits for it: up to twice the expected wait, as far as the time until the fragment is due again allows.
     """
     if config.grace_margin == 0:
-        return Grace(0.0, Reason("grace-off", (contributions,)))
+        return GraceWindow(0.0, Reason("grace-off", (contributions,)))
     if not (step_s and quorum.count and sync.count):
-        return Grace(0.0, Reason("grace-unmeasured", (contributions,)))
+        return GraceWindow(0.0, Reason("grace-unmeasured", (contributions,)))
     lasts_s = quorum.mean + sync.mean
     slack = round_steps(config, lasts_s, step_s) * step_s - lasts_s
-    window = min(config.grace_margin * max(slack, 0.0), max(step_s, awaited_s), config.limits.most_wait_s)
-    most = min(config.grace_margin * (config.every_steps * step_s - lasts_s), config.limits.most_wait_s)
-    missed_s = max((each for each in missed if each <= most), default=0.0)
-    if missed_s > window:
-        window = min(2 * missed_s, most)
-        return Grace(window, Reason("grace-missed", (contributions, config.quorum, window)), missed_s)
+    window = min(config.grace_margin * max(slack, 0.0), max(step_s, awaited_s), config.limits.max_wait_s)
+    max_window = min(config.grace_margin * (config.every_steps * step_s - lasts_s), config.limits.max_wait_s)
+    late_s = max((each for each in missed if each <= max_window), default=0.0)
+    if late_s > window:
+        window = min(2 * late_s, max_window)
+        return GraceWindow(window, Reason("grace-extended", (contributions, config.quorum, window)), late_s)
     if slack <= 0:
-        return Grace(0.0, Reason("grace-no-slack", (contributions, slack)))
-    return Grace(window, Reason("grace-waiting", (contributions, config.quorum, window, slack)))
+        return GraceWindow(0.0, Reason("grace-no-slack", (contributions, slack)))
+    return GraceWindow(window, Reason("grace-waiting", (contributions, config.quorum, window, slack)))
 
 
 def round_steps(config: RunConfig, lasts_s: float, step_s: float) -> int:
-    """How many steps a round may last: tau; H where it lasts longer than a step anyway, and tau leaves less than one.
+    """Return how many steps a round may last: tau, or H if the round takes so long that tau leaves less than one step.
 
-    A thin or long link makes a round last longer than tau steps whether anybody waits or not, and a merge of the first
-    contribution alone would be all that is gained. A fragment is ripe again after H steps: until then a wait of one
-    step holds up nothing.
+    On a slow link a round lasts longer than tau steps anyway. Without a wait, only the first contribution would be
+    merged. The fragment is due again after H steps, so until then waiting delays nothing.
 
     >>> config = RunConfig(every_steps=24, overlap_steps=2)
     >>> round_steps(config, 1.0, 1.0), round_steps(config, 1.5, 1.0)
@@ -144,19 +144,19 @@ def round_steps(config: RunConfig, lasts_s: float, step_s: float) -> int:
     return tau if lasts_s <= max(1, tau - 1) * step_s else max(tau, config.every_steps)
 
 
-def middle(values: list[float]) -> float:
-    """The lower median, 0 of nothing: a minority, however wild, does not move it far.
+def lower_median(values: list[float]) -> float:
+    """Return the lower median, or 0 without values. Outliers of a minority do not move it far.
 
-    >>> middle([1.0, 1e8, 1.2])
+    >>> lower_median([1.0, 1e8, 1.2])
     1.2
     """
     return sorted(values)[(len(values) - 1) // 2] if values else 0.0
 
 
-def flight_limit(config: RunConfig, step_s: float, quorum: Estimate, sync: Estimate) -> int:
-    """How many rounds may be open at once: tau, and more where a round takes longer than tau steps.
+def max_rounds_in_flight(config: RunConfig, step_s: float, quorum: Estimate, sync: Estimate) -> int:
+    """Return how many rounds may be open at once: tau, or more if a round takes longer than tau steps.
 
-    P / H rounds become ripe per step; a round that lasts d steps needs d * P / H places to keep that pace.
+    P / H rounds become due per step. If a round lasts d steps, d * P / H open rounds keep that pace.
     """
     owned = len(config.fragment_ids())
     if config.rounds_in_flight is not None:
@@ -169,85 +169,94 @@ def flight_limit(config: RunConfig, step_s: float, quorum: Estimate, sync: Estim
 
 
 CODECS = ("bf16", "int8", "int4")
-"""What a learner chooses from, the finest first. Contributions begin in the first."""
+"""Codecs to choose from, the finest first. Every run begins with the first."""
 
 CODEC_BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.25}
-"""Of one value, with its share of a scale."""
+"""Bits per value, including its share of a scale."""
 
-TELLING_BYTES = 4 * 2**20
-"""A transfer of less says little about a link: it is over before a connection has come to its speed."""
+MIN_MEASURED_BYTES = 4 * 2**20
+"""Smallest transfer that measures a link. A shorter one ends before the connection reaches full speed."""
 
-CODEC_SAMPLES = 3
-"""Measurements behind a choice. The fastest of them counts: a busy machine makes some slow, a thin link all."""
+CODEC_RATE_SAMPLES = 3
+"""Measurements per choice. The fastest counts: a busy machine slows down some transfers, a slow link all of them."""
 
-CODEC_LEAST_S = 0.25
-"""A fragment that is through in this time is in nobody's way, however short the steps are."""
+MIN_CODEC_TIME_S = 0.25
+"""Transfer time of a fragment that is always short enough, even with very short steps."""
 
-CODEC_ROOM = 0.7
-"""A finer codec has to fit into this share of the time that there is; the one in use may take all of it."""
+CODEC_HEADROOM = 0.7
+"""Share of the available time that a finer codec may take. The current codec may take all of it."""
 
 
 class CodecChoice(NamedTuple):
     codec: str
-    reason: Reason | None  # None: as before
+    reason: Reason | None  # None: unchanged
 
 
-def codec_for(config: RunConfig, now: str, rates: Sequence[float], values: int, step_s: float) -> CodecChoice:
-    """What contributions travel in: the finest codec in which a fragment is through before the next one is due.
+def choose_contribution_codec(
+    config: RunConfig, now: str, rates: Sequence[float], values: int, step_s: float
+) -> CodecChoice:
+    """Choose the codec of contributions: the finest in which a fragment is transferred before the next one is due.
 
-    `rates` are the newest measurements of the link, bytes per second of all transfers together; `values` is the size of
-    the largest fragment. What is small or not measured stays as it is.
+    The codec stays if fragments are small or if the link is not measured.
 
-    >>> codec_for(RunConfig(fragments=4, every_steps=8), "bf16", (1e6, 1e6, 1e6), 4_000_000, 3.0).codec
+    Args:
+        now: current codec.
+        rates: newest measurements of the link, in bytes per second of all transfers together.
+        values: numbers in the largest fragment.
+
+    >>> choose_contribution_codec(RunConfig(fragments=4, every_steps=8), "bf16", (1e6, 1e6, 1e6), 4_000_000, 3.0).codec
     'int8'
     """
-    found, takes_s, has_s = _finest(config, now, fragment_s(rates, values), step_s)
+    found, takes_s, has_s = _finest(config, now, fragment_transfer_s(rates, values), step_s)
     if found == now:
         return CodecChoice(now, None)
-    return CodecChoice(found, Reason(_changed("codec", now, found), (found, now, max(rates) / 1e6, takes_s, has_s)))
+    return CodecChoice(
+        found,
+        Reason(_codec_change_code("contribution-codec", now, found), (found, now, max(rates) / 1e6, takes_s, has_s)),
+    )
 
 
-def down_codec_for(config: RunConfig, now: str, fetches_s: Sequence[float], step_s: float) -> CodecChoice:
-    """What the update to a version travels in, the same to everybody: as for the learner in the middle.
+def choose_update_codec(config: RunConfig, now: str, downloads_s: Sequence[float], step_s: float) -> CodecChoice:
+    """Choose the codec of updates, for the median learner. All learners receive the same codec.
 
-    `fetches_s`: of all learners, how long the largest fragment takes in the finest codec; 0 where nobody knows.
+    `downloads_s`: time of each learner to download the largest fragment in the finest codec; 0: unknown.
     """
-    found, takes_s, has_s = _finest(config, now, middle(list(fetches_s)), step_s)
+    found, takes_s, has_s = _finest(config, now, lower_median(list(downloads_s)), step_s)
     if found == now:
         return CodecChoice(now, None)
-    return CodecChoice(found, Reason(_changed("versions", now, found), (found, now, takes_s, has_s)))
+    return CodecChoice(found, Reason(_codec_change_code("update-codec", now, found), (found, now, takes_s, has_s)))
 
 
-def fragment_s(rates: Sequence[float], values: int) -> float:
-    """How long so many values take in the finest codec; 0 of what is small, or not measured often enough."""
+def fragment_transfer_s(rates: Sequence[float], values: int) -> float:
+    """Return the transfer time of a fragment in the finest codec; 0 if it is small or not measured often enough."""
     finest_bytes = values * CODEC_BITS[CODECS[0]] / 8
-    return finest_bytes / max(rates) if finest_bytes >= TELLING_BYTES and len(rates) >= CODEC_SAMPLES else 0.0
+    return finest_bytes / max(rates) if finest_bytes >= MIN_MEASURED_BYTES and len(rates) >= CODEC_RATE_SAMPLES else 0.0
 
 
 def _finest(config: RunConfig, now: str, finest_s: float, step_s: float) -> tuple[str, float, float]:
-    """The codec, how long a fragment takes in the finer one of it and that in use, and how long it may.
+    """Return the codec, the transfer time in the finer of that and the current codec, and the available time.
 
-    A fragment has min(tau, H / P) steps: after H / P another one is ripe, and tau is what the run hides. Where not even
-    the coarsest fits, rounds come more rarely.
+    A fragment has min(tau, H / P) steps: after H / P steps the next one is due, and the run hides tau steps. If even
+    the coarsest codec is too slow, rounds become less frequent.
     """
     if finest_s <= 0 or step_s <= 0:
         return now, 0.0, 0.0
     steps = min(config.overlap_steps, config.every_steps / len(config.fragment_ids()))
-    has_s = max(steps * step_s, CODEC_LEAST_S)
+    has_s = max(steps * step_s, MIN_CODEC_TIME_S)
     takes_s = {codec: finest_s * bits / CODEC_BITS[CODECS[0]] for codec, bits in CODEC_BITS.items()}
-    place = CODECS.index(now)
+    position = CODECS.index(now)
     if takes_s[now] > has_s:
-        return next((c for c in CODECS[place:] if takes_s[c] <= has_s), CODECS[-1]), takes_s[now], has_s
-    found = next((c for c in CODECS[:place] if takes_s[c] <= CODEC_ROOM * has_s), now)
+        return next((c for c in CODECS[position:] if takes_s[c] <= has_s), CODECS[-1]), takes_s[now], has_s
+    found = next((c for c in CODECS[:position] if takes_s[c] <= CODEC_HEADROOM * has_s), now)
     return found, takes_s[found], has_s
 
 
-def _changed(what: str, now: str, found: str) -> str:
+def _codec_change_code(what: str, now: str, found: str) -> str:
     return f"{what}-{'coarser' if CODECS.index(found) > CODECS.index(now) else 'finer'}"
 
 
 def budget_progress(config: RunConfig, merges: int, trained: int) -> float:
-    """Share of the budget that is used, 0..1; 0 for a run without end."""
+    """Return the used share of the budget, 0..1; 0 for a run without a budget."""
     shares = [0.0]
     if config.budget_merges is not None:
         shares.append(merges / config.budget_merges)

@@ -1,21 +1,22 @@
-"""What is said and done: message bodies and their envelope, events and effects, and the records behind them.
+"""Messages, events, effects and durable records of the protocol.
 
-Bodies travel between learner and syncer. A core is told events (past tense) and asks its driver for effects
-(imperative). All are values (`codec.Value`): immutable, and equal only if type and fields are equal.
+Learner and syncer exchange message bodies in envelopes. A driver passes events (past tense) to a core, and the core
+returns effects (imperative) for its driver to carry out. All of them are immutable values (`codec.Value`), which are
+equal only if type and fields are equal.
 
 Ordering contract, for every driver:
 
-- `Persist(record)` is answered by exactly one `Persisted`, `PersistFailed` or `StoreFenced`; the core sends nothing
-  that depends on the record before `Persisted`. So a version is durable BEFORE it is published, an admission BEFORE
-  the welcome, a lease BEFORE it is sent.
-- In the same way `MergeRound` by `MergeDone` or `MergeFailed`, `Dial` by `LinkOpened` or `DialFailed`, `SaveSnapshot`
-  by `SnapshotSaved` or `SnapshotSaveFailed`.
-- Fragments may be held by shards, which are other processes. Between `ShardLost` and `ShardBack` the driver tells
-  nothing of a shard, drops what it is asked to do there, and what the shard had said before and was not told yet is
-  told before `ShardLost` or never: so questions that were open at `ShardLost` have no answer but `ShardBack`. By then
-  the shard has given up every round that it was in, whatever it was writing has ended, and it says what is durable.
-- Effects of one call are carried out in their order: `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the copy
-  behind `Send(InnerState)` at the step boundary at which they were returned, everything else in the background.
+- The driver answers each `Persist(record)` with exactly one `Persisted`, `PersistFailed` or `StoreFenced`. The core
+  sends nothing that depends on the record before `Persisted`. So a version is durable BEFORE it is published, an
+  admission BEFORE the welcome, a lease BEFORE it is sent.
+- In the same way it answers `MergeRound` with `MergeDone` or `MergeFailed`, `Dial` with `ConnectionOpened` or
+  `DialFailed`, `SaveSnapshot` with `SnapshotSaved` or `SnapshotSaveFailed`.
+- Other processes, the shards, may hold fragments. Between `ShardLost` and `ShardReconnected` the driver delivers no
+  event of that shard and drops effects for it. Events that the shard caused earlier are delivered before `ShardLost`
+  or never. So effects that are unanswered at `ShardLost` have no answer but `ShardReconnected`. By then the shard has
+  discarded its open rounds and finished its writes, and it reports what is durable.
+- The driver carries out the effects of one call in order. `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the copy
+  for `Send(OptimizerState)` happen at the step boundary at which they were returned, everything else in the background.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from __future__ import annotations
 from atoll.core.codec import Number, Value
 from atoll.core.reasons import Reason
 from atoll.core.types import (
-    Accepted,
-    AdoptHow,
-    ControlWhat,
+    AcceptedContribution,
+    AdoptMode,
+    ControlKind,
     FragmentId,
-    Holding,
     Incarnation,
     LearnerId,
-    Mark,
+    LeaseHoldings,
+    MergedUpTo,
     RoundId,
     Version,
 )
@@ -40,27 +41,30 @@ from atoll.core.types import (
 
 
 class Hello(Value, frozen=True):
-    """First message on every link: who I am, which model I hold, how far I am."""
+    """First message on every connection: the learner's model and its progress."""
 
     run_id: str
     fingerprint: tuple[str, ...]
-    received: tuple[Version, ...]  # per owned fragment, in the order of the plan; NOTHING where not held
+    received: tuple[Version, ...]  # by fragment, in the order of the plan; NO_VERSION: not received
     step: int
     trained: int
-    training: bool  # False: still joining, wants every fragment and a peer's inner state
+    training: bool  # False: joining; needs every fragment and a peer's optimizer state
 
 
 class Report(Value, frozen=True):
-    """After every inner step, without tensors. Cumulative, so a lost one is made good by the next."""
+    """Progress after every inner step, without tensors. Counters are cumulative: a later report replaces a lost one."""
 
     step: int
     trained: int  # tokens of this incarnation
     step_time_s: Number
-    taken: int = 0  # samples of its leases
+    consumed_samples: int = 0  # samples consumed from its leases
 
 
 class Contribution(Value, frozen=True):
-    """The answer to a pull; the delta A_p - theta_p travels beside it. `problem`: unfit, says the receiving driver."""
+    """Reply to a pull. The delta A_p - theta_p is transferred alongside it.
+
+    The receiving driver sets `problem` if the delta is invalid.
+    """
 
     round: RoundId
     copied_at: int
@@ -69,29 +73,33 @@ class Contribution(Value, frozen=True):
     trained: int
     dropped: int
     problem: str | None = None
-    taken: int = 0  # samples of its leases, at the copy
+    consumed_samples: int = 0  # samples consumed from its leases at the copy
 
 
-class Delivered(Value, frozen=True):
-    """A published version has arrived (it is adopted at the next step boundary)."""
+class PublishAck(Value, frozen=True):
+    """Acknowledgement of a published version. The learner adopts it at its next step boundary."""
 
     fragment: FragmentId
     version: Version
 
 
 class Resync(Value, frozen=True):
-    """An update arrived whose base is not what I hold: send the whole value."""
+    """Request for the whole value of a fragment: the learner lacks the base version of an update that arrived."""
 
     fragment: FragmentId
-    have: Version
+    received_version: Version
 
 
 NO_RUN_DIRECTORY = "no run directory"
-"""`problem` of a part that the learner's settings do not keep. This learner takes part in the cut all the same."""
+"""`problem` of a part that is not saved because the learner has no run directory. The learner still counts as part of
+the snapshot."""
 
 
 class SnapshotPart(Value, frozen=True):
-    """My part of a snapshot is saved. `outstanding`: contributions sent before the cut and not yet settled."""
+    """Notice that the learner has saved its part of a snapshot.
+
+    `outstanding` lists contributions that were sent before the cut and are not settled.
+    """
 
     snapshot: int
     step: int
@@ -102,57 +110,60 @@ class SnapshotPart(Value, frozen=True):
 
 
 class StateRequest(Value, frozen=True):
-    """A joining learner asks for the inner state of a peer that is not in `tried`."""
+    """Request of a joining learner for the optimizer state of a peer that is not in `tried_peers`."""
 
-    tried: tuple[LearnerId, ...]
+    tried_peers: tuple[LearnerId, ...]
 
 
-class InnerState(Value, frozen=True):
-    """A peer's inner optimizer state for a joining learner. The syncer passes it on."""
+class OptimizerState(Value, frozen=True):
+    """Optimizer state of a peer for a joining learner. The syncer forwards it."""
 
-    giver: LearnerId
-    to: LearnerId
-    to_incarnation: Incarnation
+    source: LearnerId
+    target: LearnerId
+    target_incarnation: Incarnation
     step: int
     versions: tuple[Version, ...]
 
 
 class Ready(Value, frozen=True):
-    """The learner has begun to train."""
+    """Notice that the learner has started to train."""
 
-    moments: Reason
-
-
-class Leave(Value, frozen=True):
-    why: str
+    state_source: Reason
 
 
-class Leaving(Value, frozen=True):
-    """I have to go soon and take no more steps. Of these fragments I have trained something that is in no version yet,
-    as far as I know: merge it out of turn. Said again while I wait; the newest word counts."""
+class Left(Value, frozen=True):
+    cause: str
+
+
+class DrainRequest(Value, frozen=True):
+    """Request to merge the last work of a learner that leaves soon and takes no more steps.
+
+    The learner repeats it while it waits. The newest request replaces older ones.
+    """
 
     step: int
-    trained: int  # tokens of this incarnation: there will be no more
-    unmerged: tuple[FragmentId, ...]
+    trained: int  # final token count of this incarnation
+    unmerged: tuple[FragmentId, ...]  # fragments with work that is not yet merged, as far as the learner knows
 
 
 class LeaseRequest(Value, frozen=True):
-    """My leases run low: I hold so many, of which I have had so many samples."""
+    """Request for more leases, with the number of leases received and of samples consumed so far."""
 
-    leases: int
-    taken: int
+    received_leases: int
+    consumed_samples: int
 
 
-class Held(Value, frozen=True):
-    """The newest word about a pause that I have heard, and whether I go by it: at the end of a run nobody does."""
+class PausedAck(Value, frozen=True):
+    """Acknowledgement of the newest `SetPaused`, with the state of the learner. Learners do not pause at the end of a
+    run."""
 
     serial: int
     paused: bool
 
 
-class FetchTime(Value, frozen=True):
-    """By what my link carries down, the largest fragment takes so long in bf16. Only where the run lets the syncer
-    choose what updates travel in."""
+class DownloadTime(Value, frozen=True):
+    """Estimated time to download the largest fragment in bf16. Sent only if the run lets the syncer choose the codec of
+    updates."""
 
     seconds: Number
 
@@ -170,18 +181,18 @@ class Ping(Value, frozen=True):
 
 
 class Welcome(Value, frozen=True):
-    """You are in. `versions` is what is published now; everything newer than what you hold follows."""
+    """Admission to the run, with the published versions. All versions that the learner does not have follow."""
 
     versions: tuple[Version, ...]
-    progress: Number  # of the budget, 0..1
-    step_time_s: Number  # the run's mean step time, 0 where unknown: a joining learner's first timeouts follow from it
+    progress: Number  # used share of the budget, 0..1
+    step_time_s: Number  # step time of the run, for the first timeouts of a joining learner; 0: unknown
 
 
 class Refuse(Value, frozen=True):
-    """You are not in. `current`: the incarnation that is; a process that was never welcomed may take a higher one."""
+    """Refusal of a hello. A process that was never welcomed may retry with a higher incarnation than this one."""
 
     reason: Reason
-    current: Incarnation
+    current_incarnation: Incarnation
     final: bool
 
 
@@ -195,31 +206,31 @@ class RefuseContribution(Value, frozen=True):
 
 
 class Published(Value, frozen=True):
-    """Fragment at a version. `base` None: the whole value; otherwise an update to be added to that version."""
+    """Newest version of a fragment: the whole value if `base` is None, otherwise an update to add to version `base`."""
 
     fragment: FragmentId
     version: Version
     base: Version | None
-    mark: Mark | None
+    merged_up_to: MergedUpTo | None
     progress: Number
 
 
 class Marker(Value, frozen=True):
-    """Carries the envelope's marker to a learner that might get no other message."""
+    """Message that carries a new marker to learners which might receive no other message."""
 
     snapshot: int
 
 
-class StateWanted(Value, frozen=True):
-    """Give your inner state to a joining learner once you have adopted at least these versions."""
+class ProvideState(Value, frozen=True):
+    """Request to send the optimizer state to a joining learner once at least these versions are adopted."""
 
-    to: LearnerId
-    to_incarnation: Incarnation
+    target: LearnerId
+    target_incarnation: Incarnation
     versions: tuple[Version, ...]
 
 
 class PeerChosen(Value, frozen=True):
-    """This learner was asked for its inner state; if nothing comes of it, ask again without it."""
+    """Notice which learner was requested to send its optimizer state."""
 
     peer: LearnerId
 
@@ -230,28 +241,28 @@ class NoPeer(Value, frozen=True):
 
 
 class Lease(Value, frozen=True):
-    """Samples from `begin` to before `end` are yours."""
+    """Grant of the samples from `begin` up to, but not including, `end`."""
 
     number: int  # counts from 0 within the incarnation
     begin: int
     end: int
 
 
-class Hold(Value, frozen=True):
-    """The run is paused: stand still at your next step boundary. Or it is not any more: go on."""
+class SetPaused(Value, frozen=True):
+    """Request to pause at the next step boundary, or to resume."""
 
-    serial: int  # rises with every such word of a syncer; one that is said again keeps its own
+    serial: int  # increases with every change; a retry has the same serial
     paused: bool
 
 
 class Drain(Value, frozen=True):
-    """Leave the run, as if your program had ended; the others go on."""
+    """Request to leave the run. The other learners continue."""
 
-    why: str
+    cause: str
 
 
 class Finish(Value, frozen=True):
-    """The run is over; these versions are final."""
+    """Notice that the run is over, with its final versions."""
 
     versions: tuple[Version, ...]
     merges: int
@@ -265,17 +276,17 @@ LearnerBody = (
     Hello
     | Report
     | Contribution
-    | Delivered
+    | PublishAck
     | Resync
     | SnapshotPart
     | StateRequest
-    | InnerState
+    | OptimizerState
     | Ready
-    | Leave
-    | Leaving
+    | Left
+    | DrainRequest
     | LeaseRequest
-    | Held
-    | FetchTime
+    | PausedAck
+    | DownloadTime
     | FinishAck
     | Ping
 )
@@ -286,12 +297,12 @@ SyncerBody = (
     | RefuseContribution
     | Published
     | Marker
-    | StateWanted
-    | InnerState
+    | ProvideState
+    | OptimizerState
     | PeerChosen
     | NoPeer
     | Lease
-    | Hold
+    | SetPaused
     | Drain
     | Finish
     | Pong
@@ -300,14 +311,15 @@ Body = LearnerBody | SyncerBody
 
 
 class Envelope(Value, frozen=True):
-    """What every message carries.
+    """Header and body of every message.
 
-    `learner` is the learner's end of the link in both directions and `incarnation`, `session` name its process and its
-    link: a message of an older process or link is dropped. `epoch` names the syncer's process in the same way.
+    `learner` is the learner of the connection, in both directions. `incarnation` and `session` identify its process and
+    its connection: messages of an older process or connection are dropped. `epoch` identifies the syncer process in the
+    same way.
 
-    `tick` and `seen` are the vector clock of a star. A learner hears of others only through the syncer, so whatever it
-    knows of them the syncer knew before: its own tick and the last syncer tick that it saw are the whole clock. The
-    full vector can be derived from the tapes. A tick is the number of the entry on the sender's tape.
+    `tick` and `seen_tick` are the vector clock of a star topology. A learner receives information about others only
+    through the syncer, so its own tick and the last syncer tick that it received are the whole clock. The full vector
+    can be derived from the tapes. A tick is the number of the entry on the sender's tape.
 
     `marker` is the newest snapshot whose cut the sender has passed.
     """
@@ -317,7 +329,7 @@ class Envelope(Value, frozen=True):
     session: int
     epoch: int
     tick: int
-    seen: int
+    seen_tick: int
     marker: int
     body: Body
 
@@ -333,26 +345,29 @@ class RecordKey(Value, frozen=True):
 
 
 class VersionRecord(Value, frozen=True):
-    """One version of one fragment: value and momentum (with the driver), who is in it, and everybody's last mark."""
+    """Version of one fragment: its contributions and the last merged contribution of every learner.
+
+    The driver stores the value and the momentum with it.
+    """
 
     fragment: FragmentId
     version: Version
     round: RoundId
-    contributions: tuple[Accepted, ...]
-    marks: tuple[tuple[LearnerId, Mark], ...]
-    merged_tokens: int  # ever, in this fragment
+    contributions: tuple[AcceptedContribution, ...]
+    merged_up_to: tuple[tuple[LearnerId, MergedUpTo], ...]
+    merged_tokens: int  # tokens merged into this fragment, over all versions
 
     def key(self) -> RecordKey:
         return RecordKey("version", self.fragment, self.version)
 
 
 class MembersRecord(Value, frozen=True):
-    """The newest incarnation of every learner, those that are out (of them the lost), and the tokens of all who are."""
+    """Newest incarnation of every learner."""
 
     serial: int
     incarnations: tuple[tuple[LearnerId, Incarnation], ...]
-    left: tuple[LearnerId, ...]
-    retired_tokens: int
+    left: tuple[LearnerId, ...]  # learners that have left or are lost
+    retired_tokens: int  # tokens of all incarnations that are no longer current
     lost: tuple[LearnerId, ...] = ()
 
     def key(self) -> RecordKey:
@@ -360,13 +375,13 @@ class MembersRecord(Value, frozen=True):
 
 
 class LeaseRecord(Value, frozen=True):
-    """Where every sample is that was ever leased. Written before a lease is sent."""
+    """State of all leases. It is durable before a lease is sent."""
 
     serial: int
-    next: int  # the first sample that was never leased
-    pool: tuple[tuple[int, int], ...]  # returned by incarnations that are gone; leased again first
-    holdings: tuple[Holding, ...]
-    merged: int  # samples of incarnations that are gone, merged
+    next_sample: int  # first sample that was never leased
+    pool: tuple[tuple[int, int], ...]  # returned by ended incarnations; leased again first
+    holdings: tuple[LeaseHoldings, ...]
+    closed_merged: int  # merged samples of ended incarnations
 
     def key(self) -> RecordKey:
         return RecordKey("leases", self.serial, 0)
@@ -378,8 +393,8 @@ class SnapshotRecord(Value, frozen=True):
     parts: tuple[tuple[LearnerId, SnapshotPart], ...]
     in_flight: tuple[tuple[LearnerId, RoundId], ...]
     left_out: tuple[LearnerId, ...]
-    next_sample: int = 0  # the first that was never leased
-    unmerged: tuple[tuple[int, int], ...] = ()  # samples before it that these versions do not hold
+    next_sample: int = 0  # first sample that was never leased
+    unmerged: tuple[tuple[int, int], ...] = ()  # earlier samples that these versions do not contain
 
     def key(self) -> RecordKey:
         return RecordKey("snapshot", self.snapshot, 0)
@@ -405,16 +420,16 @@ class MessageArrived(Value, frozen=True):
 
 
 class TimerFired(Value, frozen=True):
-    """The core's `next_deadline()` has passed."""
+    """Notice that the core's `next_deadline()` has passed."""
 
 
 class LearnerDisconnected(Value, frozen=True):
-    """A link closed. It may be noticed late, when a newer process of the learner has a link with the same number."""
+    """Loss of a connection. It may arrive late, when a newer process of the learner uses the same session number."""
 
     learner: LearnerId
     incarnation: Incarnation
     session: int
-    why: str
+    cause: str
 
 
 class MergeDone(Value, frozen=True):
@@ -423,7 +438,7 @@ class MergeDone(Value, frozen=True):
 
 class MergeFailed(Value, frozen=True):
     round: RoundId
-    why: str
+    cause: str
 
 
 class Persisted(Value, frozen=True):
@@ -432,17 +447,17 @@ class Persisted(Value, frozen=True):
 
 class PersistFailed(Value, frozen=True):
     key: RecordKey
-    why: str
+    cause: str
 
 
 class StoreFenced(Value, frozen=True):
-    """The store refused a write because a syncer of a later epoch owns it."""
+    """Refusal of a write because a syncer of a later epoch owns the store."""
 
     epoch: int
 
 
 class SnapshotRequested(Value, frozen=True):
-    who: str = ""  # the operator who asked for it
+    requested_by: str = ""  # name of the operator
 
 
 class FinishRequested(Value, frozen=True):
@@ -450,78 +465,87 @@ class FinishRequested(Value, frozen=True):
 
 
 class ControlRequested(Value, frozen=True):
-    """An operator wants the run to go on otherwise. `controls.problem_of` has found nothing wrong with it, and what is
-    to survive this process (a pause, a quorum, a grace margin) is durable; a syncer that starts again is told again."""
+    """Operator request to change the run.
 
-    what: ControlWhat
+    The driver has validated it with `policy.find_control_problem`. A pause, quorum or grace margin is already durable,
+    and a restarted syncer receives it again.
+    """
+
+    kind: ControlKind
     value: Number | None  # quorum: K; grace: gamma; drain: the learner
-    who: str
+    requested_by: str
 
 
 class ShardLost(Value, frozen=True):
-    """The process that holds these fragments is away. What it had received and not made durable is gone."""
+    """Loss of the process that holds these fragments, and of all its data that was not durable."""
 
     fragments: tuple[FragmentId, ...]
-    why: str
+    cause: str
 
 
-class ShardBack(Value, frozen=True):
-    """It is back, with the newest durable version of each of its fragments; once there is a manifest, with those that
-    it names. The version that it was making durable when it was lost is durable if it is here."""
+class ShardReconnected(Value, frozen=True):
+    """Return of a shard, with the newest durable version of each of its fragments.
 
-    held: tuple[tuple[FragmentId, Version], ...]
+    Once there is a manifest, these are the versions of the manifest. A version that the shard was writing when it was
+    lost is durable if it is listed here.
+    """
+
+    versions: tuple[tuple[FragmentId, Version], ...]
 
     def records(self) -> tuple[RecordKey, ...]:
-        """The keys of what it says is durable."""
-        return tuple(RecordKey("version", fragment, version) for fragment, version in self.held)
+        """Return the keys of the records that are durable at the shard."""
+        return tuple(RecordKey("version", fragment, version) for fragment, version in self.versions)
 
 
 class Started(Value, frozen=True):
-    """First event of every process: the core may now act."""
+    """First event of every process."""
 
 
-class LinkOpened(Value, frozen=True):
+class ConnectionOpened(Value, frozen=True):
     session: int
 
 
-class LinkClosed(Value, frozen=True):
+class ConnectionClosed(Value, frozen=True):
     session: int
-    why: str
+    cause: str
 
 
 class DialFailed(Value, frozen=True):
-    why: str
+    cause: str
 
 
 class StepTaken(Value, frozen=True):
-    """Inner steps ended. Usually one; a driver may tell of several at once when nothing was due between them, and of
-    none when it stands at the same boundary once more: what arrived meanwhile is answered and adopted there."""
+    """End of one inner step, or of several.
+
+    A driver may report several steps at once if nothing was due between them. It reports none to process what arrived
+    while it waits at a boundary.
+    """
 
     steps: int
     tokens: int
     step_time_s: Number
-    samples: int = 0  # of its leases, had for the first time in these steps
+    new_samples: int = 0  # leased samples that these steps used for the first time
 
 
 class FragmentDamaged(Value, frozen=True):
-    """A published fragment arrived with a wrong digest, or as an update to a value that the driver does not hold."""
+    """Arrival of a published fragment with an incorrect digest, or as an update to a value that the driver lacks."""
 
     fragment: FragmentId
     version: Version
-    why: str
+    cause: str
 
 
 class LinkMeasured(Value, frozen=True):
-    """The link has carried so many bytes of values one way, of all transfers that were on their way, in so long.
+    """Throughput of the link in one direction, over all concurrent transfers.
 
-    A driver tells of it where the run does not name the codec of that way, and of nothing that is too small to say
-    something about a link. `values`: numbers in the largest fragment.
+    A driver reports it only if the run does not fix the codec of that direction, and only for transfers that are large
+    enough to measure a link.
     """
 
-    way: str  # "up" or "down"
-    moved_bytes: int
+    direction: str  # "up" or "down"
+    transferred_bytes: int
     seconds: Number
-    values: int
+    fragment_values: int  # numbers in the largest fragment
 
 
 class SnapshotSaved(Value, frozen=True):
@@ -530,29 +554,34 @@ class SnapshotSaved(Value, frozen=True):
 
 class SnapshotSaveFailed(Value, frozen=True):
     snapshot: int
-    why: str
+    cause: str
 
 
-class MomentsFound(Value, frozen=True):
-    """While it joins: the driver holds inner state that `learner` saved for `snapshot`, if no peer gives any."""
+class SavedStateFound(Value, frozen=True):
+    """Notice to a joining core that the driver has optimizer state which `learner` saved for `snapshot`.
+
+    The core uses it if no peer sends any.
+    """
 
     learner: LearnerId
     snapshot: int
 
 
 class StateRejected(Value, frozen=True):
-    """While it joins: `giver` answered that it cannot give its inner state, or the driver cannot use what it sent."""
+    """Notice to a joining core that `source` cannot send its optimizer state, or that the driver cannot use it."""
 
-    giver: LearnerId
-    why: str
+    source: LearnerId
+    cause: str
 
 
-class LeaveWanted(Value, frozen=True):
-    """At once; or, with `push`, when all that it has trained is merged. A driver whose time is over says it again,
-    without."""
+class LeaveRequested(Value, frozen=True):
+    """Request of the driver to leave, immediately or, with `drain`, when all work is merged.
 
-    why: str
-    push: bool = False
+    A driver that runs out of time sends it again without `drain`.
+    """
+
+    cause: str
+    drain: bool = False
 
 
 SyncerEvent = (
@@ -569,23 +598,23 @@ SyncerEvent = (
     | FinishRequested
     | ControlRequested
     | ShardLost
-    | ShardBack
+    | ShardReconnected
 )
 LearnerEvent = (
     Started
     | MessageArrived
     | TimerFired
-    | LinkOpened
-    | LinkClosed
+    | ConnectionOpened
+    | ConnectionClosed
     | DialFailed
     | StepTaken
     | FragmentDamaged
     | LinkMeasured
     | SnapshotSaved
     | SnapshotSaveFailed
-    | MomentsFound
+    | SavedStateFound
     | StateRejected
-    | LeaveWanted
+    | LeaveRequested
 )
 Event = SyncerEvent | LearnerEvent
 
@@ -597,14 +626,14 @@ class Send(Value, frozen=True):
     envelope: Envelope
 
 
-class Say(Value, frozen=True):
-    """One sentence for log, dashboard and story. `subject` is ("learner", 3), ("fragment", 7) or ("run", 0)."""
+class LogReason(Value, frozen=True):
+    """Log a reason. `subject` is ("learner", 3), ("fragment", 7) or ("run", 0)."""
 
     subject: tuple[str, int]
     reason: Reason
 
 
-class Hangup(Value, frozen=True):
+class CloseConnection(Value, frozen=True):
     learner: LearnerId
     incarnation: Incarnation
     session: int
@@ -612,43 +641,49 @@ class Hangup(Value, frozen=True):
 
 
 class Accumulate(Value, frozen=True):
-    """Add this contribution to the round's running sums. Memory does not grow with the number of learners."""
+    """Add a contribution to the running sums of its round. Memory does not grow with the number of learners."""
 
     round: RoundId
-    accepted: Accepted
+    contribution: AcceptedContribution
 
 
 class OpenGrace(Value, frozen=True):
-    """The quorum is in; wait `window_s` for more. The terms are written down so that anyone can check the bound."""
+    """Record that the quorum is reached and that the round waits up to `window_s` for more contributions.
+
+    The other fields are the terms of the formula, so that the bound can be checked.
+    """
 
     round: RoundId
     window_s: Number
     step_s: Number
-    awaited_s: Number  # the longest step of those who are awaited, not less than step_s
+    awaited_s: Number  # longest step of the awaited learners, at least step_s
     quorum_s: Number
     sync_s: Number
-    missed_s: Number  # what one still needs who was awaited in vain the last time; 0: the window is not for such a one
+    late_s: Number  # expected wait for a learner that missed the last merge; 0: no extension
     reason: Reason
 
 
 class MergeRound(Value, frozen=True):
-    """`codec`: what the update to the next version travels in, to everybody; None: what the settings of the run say."""
+    """Merge the contributions of a round. `codec` encodes the update to learners; None: the codec of the settings."""
 
     round: RoundId
-    contributions: tuple[Accepted, ...]
+    contributions: tuple[AcceptedContribution, ...]
     reason: Reason
     codec: str | None = None
 
 
 class DiscardRound(Value, frozen=True):
-    """Forget the running sums of this round; nothing of it is merged. If its outer step was done, on a shard that came
-    back without its record, that step is undone: the fragment stands at its newest durable version."""
+    """Delete the running sums of a round without a merge.
+
+    A shard may have done the outer step before it was lost, without a durable record. Then undo that step: return to
+    the newest durable version.
+    """
 
     round: RoundId
     reason: Reason
 
     def key(self) -> RecordKey:
-        """Of the record that it might have become."""
+        """Return the key of the version record that the round would have produced."""
         return RecordKey("version", self.round.fragment, self.round.base + 1)
 
 
@@ -657,7 +692,7 @@ class Persist(Value, frozen=True):
 
 
 class RecordInFlight(Value, frozen=True):
-    """This contribution was sent before its learner's cut and arrived after the syncer's: keep it with the snapshot."""
+    """Store a contribution with the snapshot: it was sent before its learner's cut and arrived after the syncer's."""
 
     snapshot: int
     learner: LearnerId
@@ -665,20 +700,20 @@ class RecordInFlight(Value, frozen=True):
 
 
 class Halt(Value, frozen=True):
-    """The process has nothing more to do (a finished run goes on answering until its driver ends it)."""
+    """Report that the run no longer needs this process. The core continues to answer until its driver stops it."""
 
     reason: Reason
 
 
 class Dial(Value, frozen=True):
-    after_s: Number
+    delay_s: Number
     attempt: int
 
 
 class CopyFragment(Value, frozen=True):
-    """Copy the fragment as it stands at this step boundary and keep the copy until the next one or its adoption.
+    """Copy a fragment at this step boundary and store the copy until the next copy or the next adoption.
 
-    `codec`: what its contribution travels in, however often it is sent; None: what the settings of the run say.
+    `codec` encodes the contribution in every transmission; None: the codec of the settings.
     """
 
     round: RoundId
@@ -687,12 +722,15 @@ class CopyFragment(Value, frozen=True):
 
 
 class AdoptFragment(Value, frozen=True):
-    """Take over a published version. `merged_copy`: the kept copy is part of it (`carry` then adds theta - copy, else
-    theta - anchor). The token counts are the ledger's entries of this adoption."""
+    """Adopt a published version.
+
+    `merged_copy`: the version includes the stored copy. Then `carry` adds theta - copy, otherwise theta - anchor. The
+    token counts are the ledger entries of this adoption.
+    """
 
     fragment: FragmentId
     version: Version
-    how: AdoptHow
+    mode: AdoptMode
     merged_copy: bool
     merged_tokens: int
     dropped_tokens: int
@@ -705,41 +743,52 @@ class SaveSnapshot(Value, frozen=True):
 
 
 class StartTraining(Value, frozen=True):
-    moments: Reason
+    state_source: Reason
     warmup_steps: int
 
 
 class Stop(Value, frozen=True):
-    """Training ends for good in this process."""
+    """End training in this process permanently."""
 
     reason: Reason
 
 
 SyncerEffect = (
-    Send | Say | Hangup | Accumulate | OpenGrace | MergeRound | DiscardRound | Persist | RecordInFlight | Halt
+    Send
+    | LogReason
+    | CloseConnection
+    | Accumulate
+    | OpenGrace
+    | MergeRound
+    | DiscardRound
+    | Persist
+    | RecordInFlight
+    | Halt
 )
-LearnerEffect = Send | Say | Hangup | Dial | CopyFragment | AdoptFragment | SaveSnapshot | StartTraining | Stop
+LearnerEffect = (
+    Send | LogReason | CloseConnection | Dial | CopyFragment | AdoptFragment | SaveSnapshot | StartTraining | Stop
+)
 Effect = SyncerEffect | LearnerEffect
 
 
-__all__ = [  # what is imported from here and defined in `messages`
+__all__ = [
     "Body",
     "Contribution",
-    "Delivered",
+    "PublishAck",
     "Drain",
     "Envelope",
-    "FetchTime",
+    "DownloadTime",
     "Finish",
     "FinishAck",
-    "Held",
+    "PausedAck",
     "Hello",
-    "Hold",
-    "InnerState",
+    "SetPaused",
+    "OptimizerState",
     "LearnerBody",
     "Lease",
     "LeaseRequest",
-    "Leave",
-    "Leaving",
+    "Left",
+    "DrainRequest",
     "Marker",
     "NoPeer",
     "PeerChosen",
@@ -754,7 +803,7 @@ __all__ = [  # what is imported from here and defined in `messages`
     "Resync",
     "SnapshotPart",
     "StateRequest",
-    "StateWanted",
+    "ProvideState",
     "SyncerBody",
     "Welcome",
 ]

@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is known of a setting beside its type and its default."""
+    """Properties of a setting, in addition to its type and its default."""
 
     help: str = ""  # empty: no command-line option is derived
     metavar: str = ""  # symbol or unit, as help shows it
-    flag: str | None = None  # of the option, without dashes; None: the name of the field
+    flag: str | None = None  # option name without dashes; None: the name of the field
     min: float | None = None
     max: float | None = None
     above: float | None = None  # exclusive bound
     below: float | None = None  # exclusive bound
-    parse: Callable[[str], Any] | None = None  # reads what a user writes, where that is no plain number or text
-    repeated: bool = False  # the option may be given several times; each is parsed
-    show: Callable[[Any], str] | None = None  # the opposite, for the default in help
+    parse: Callable[[str], Any] | None = None  # parses the option value; None: a plain number or text
+    repeated: bool = False  # the option may be given several times; each value is parsed
+    show: Callable[[Any], str] | None = None  # formats the default for help; the inverse of `parse`
     default_text: str | None = None  # in help, in place of the default; empty: show none
-    advice: str = ""  # ends the sentence about a value that is out of bounds
-    check: Callable[[Any], None] | None = None  # raises `ValueError` for a value that the option must not have
-    envvar: str | None = None  # environment variable that is read where the option is not given
+    advice: str = ""  # end of the error message for a value that is out of bounds
+    check: Callable[[Any], None] | None = None  # raises `ValueError` for an invalid value
+    envvar: str | None = None  # environment variable that is read if the option is not given
     short: str | None = None  # second spelling of the option, with its dash
     hidden: bool = False  # not shown in help
 
@@ -46,18 +46,18 @@ def setting(default: Any, help: str | Setting = "", metavar: str = "", **declare
 
 
 def same_setting(owner: type, name: str, default: Any = MISSING, **changes: Any) -> Any:
-    """Declare the setting that another dataclass has, with another default or other changes."""
+    """Declare a setting of another dataclass again, with another default or other changes."""
     source = next(each for each in fields(owner) if each.name == name)
     declared = replace(source.metadata[_KEY], **changes)
     return field(default=source.default if default is MISSING else default, metadata={_KEY: declared})
 
 
-def setting_of(declared: Field[Any]) -> Setting | None:
+def get_setting(declared: Field[Any]) -> Setting | None:
     return declared.metadata.get(_KEY)
 
 
 class Declared(NamedTuple):
-    """One setting of a dataclass, or of a dataclass that it holds."""
+    """Setting of a dataclass, or of a dataclass nested in it."""
 
     name: str
     setting: Setting
@@ -66,7 +66,8 @@ class Declared(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """
+        """Return the name of the option, with dashes.
+
         >>> Declared("every_steps", Setting(flag="every"), int, 24).flag
         '--every'
         """
@@ -89,7 +90,7 @@ def type_hints(owner: type) -> dict[str, Any]:
 
 
 def declared_settings(owner: Any) -> Iterator[Declared]:
-    """Yield the settings of a dataclass (a class or an instance) and of dataclasses that it holds, in order.
+    """Yield the settings of a dataclass (a class or an instance) and of dataclasses nested in it, in order.
 
     >>> @dataclass(frozen=True)
     ... class Pace:
@@ -99,7 +100,7 @@ def declared_settings(owner: Any) -> Iterator[Declared]:
     """
     hints = type_hints(owner if isinstance(owner, type) else type(owner))
     for each in fields(owner):
-        value, declared = _value(owner, each), setting_of(each)
+        value, declared = _value(owner, each), get_setting(each)
         if declared is not None:
             yield Declared(each.name, declared, hints[each.name], value)
         elif is_dataclass(value):
@@ -107,19 +108,19 @@ def declared_settings(owner: Any) -> Iterator[Declared]:
 
 
 def _value(owner: Any, each: Field[Any]) -> Any:
-    """Return the value of a field: of a class its default, or MISSING where it has none."""
+    """Return the value of a field: for a class its default, or MISSING if it has none."""
     if not isinstance(owner, type):
         return getattr(owner, each.name)
     return each.default if each.default_factory is MISSING else each.default_factory()
 
 
 def make_settings(owner: type[T], values: Mapping[str, Any]) -> T:
-    """Return the dataclass with these values of its settings, and of settings of dataclasses that it holds."""
+    """Return an instance with these values of its settings, and of settings of dataclasses nested in it."""
     rest = dict(values)
-    made = owner(**_take_changes(owner, rest))
+    instance = owner(**_take_changes(owner, rest))
     if rest:
         raise TypeError(f"{owner.__name__} has no setting {next(iter(rest))!r}")
-    return made
+    return instance
 
 
 def _take_changes(owner: Any, rest: dict[str, Any]) -> dict[str, Any]:
@@ -127,16 +128,16 @@ def _take_changes(owner: Any, rest: dict[str, Any]) -> dict[str, Any]:
     for each in fields(owner):
         if each.name in rest:
             changes[each.name] = rest.pop(each.name)
-        elif setting_of(each) is None and is_dataclass(held := _value(owner, each)):
-            changes[each.name] = replace(held, **_take_changes(held, rest))  # type: ignore[type-var]
+        elif get_setting(each) is None and is_dataclass(nested := _value(owner, each)):
+            changes[each.name] = replace(nested, **_take_changes(nested, rest))  # type: ignore[type-var]
     return changes
 
 
 def check_settings(instance: Any) -> None:
-    """Raise `ValueError` where the value of a setting has the wrong type or is out of its bounds."""
+    """Raise `ValueError` if the value of a setting has the wrong type or is out of bounds."""
     hints = type_hints(type(instance))
     for each in fields(instance):
-        declared = setting_of(each)
+        declared = get_setting(each)
         if declared is not None:
             _check(each.name, getattr(instance, each.name), hints[each.name], declared)
 
@@ -172,7 +173,8 @@ def _is_within(value: float, declared: Setting) -> bool:
 
 
 def _range(declared: Setting) -> str:
-    """
+    """Describe the bounds of a setting for an error message.
+
     >>> (
     ...     _range(Setting(min=1)),
     ...     _range(Setting(min=0, below=1)),

@@ -1,7 +1,7 @@
-"""The states of everything that has states, and the only moves between them.
+"""States of rounds, members, runs, learners and connections, with the tables of their transitions.
 
-Diagrams in docs/protocol.md are generated from these tables; the swarm counts which rows were ever taken. A move that
-is not in a table is a bug of ours and stops the program.
+Diagrams in docs/protocol.md are generated from these tables. The swarm counts which rows were taken. A transition that
+is not in a table is a bug in Atoll and stops the program.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from atoll.core.reasons import Reason
 from atoll.core.types import RunConfig
 
 
-class Phase(StrEnum):
-    """Of a fragment at the syncer."""
+class RoundPhase(StrEnum):
+    """Phase of a fragment at the syncer."""
 
     IDLE = "idle"
     PULLING = "pulling"
@@ -25,22 +25,22 @@ class Phase(StrEnum):
     PUBLISHED = "published"
 
 
-class Standing(StrEnum):
-    """Of a learner in the syncer's eyes."""
+class MemberState(StrEnum):
+    """State of a learner at the syncer."""
 
     UNKNOWN = "unknown"
     ADMITTING = "admitting"
     JOINING = "joining"
     LIVE = "live"
     SUSPECT = "suspect"
-    AWAY = "away"
+    DISCONNECTED = "disconnected"
     QUARANTINED = "quarantined"
     LEFT = "left"
     LOST = "lost"
 
 
-class Stage(StrEnum):
-    """Of the run at the syncer."""
+class RunStage(StrEnum):
+    """Stage of the run at the syncer."""
 
     RUNNING = "running"
     FINISHING = "finishing"
@@ -49,8 +49,8 @@ class Stage(StrEnum):
     SUPERSEDED = "superseded"
 
 
-class Mode(StrEnum):
-    """Of a learner in its own eyes."""
+class LearnerMode(StrEnum):
+    """Mode of a learner, in its own process."""
 
     NEW = "new"
     JOINING = "joining"
@@ -59,134 +59,134 @@ class Mode(StrEnum):
     STOPPED = "stopped"
 
 
-class Link(StrEnum):
-    """Of a learner's link to the syncer. Training does not depend on it."""
+class ConnectionState(StrEnum):
+    """State of a learner's connection to the syncer. Training does not depend on it."""
 
     DOWN = "down"
     DIALING = "dialing"
-    GREETING = "greeting"
+    HANDSHAKE = "handshake"
     UP = "up"
 
 
-ROUND_TABLE: dict[tuple[Phase, str], Phase] = {
-    (Phase.IDLE, "opened"): Phase.PULLING,
-    (Phase.PULLING, "asked again"): Phase.PULLING,
-    (Phase.PULLING, "abandoned"): Phase.IDLE,
-    (Phase.PULLING, "quorum"): Phase.GRACE,
-    (Phase.GRACE, "sealed"): Phase.MERGING,
-    (Phase.MERGING, "merged"): Phase.MERGING,
-    (Phase.MERGING, "merge failed"): Phase.IDLE,
-    (Phase.PULLING, "lost"): Phase.IDLE,
-    (Phase.GRACE, "lost"): Phase.IDLE,
-    (Phase.MERGING, "lost"): Phase.IDLE,
-    (Phase.MERGING, "not durable"): Phase.MERGING,
-    (Phase.MERGING, "durable"): Phase.PUBLISHED,
-    (Phase.PUBLISHED, "queued"): Phase.IDLE,
+ROUND_TABLE: dict[tuple[RoundPhase, str], RoundPhase] = {
+    (RoundPhase.IDLE, "opened"): RoundPhase.PULLING,
+    (RoundPhase.PULLING, "pull-retried"): RoundPhase.PULLING,
+    (RoundPhase.PULLING, "abandoned"): RoundPhase.IDLE,
+    (RoundPhase.PULLING, "quorum-reached"): RoundPhase.GRACE,
+    (RoundPhase.GRACE, "sealed"): RoundPhase.MERGING,
+    (RoundPhase.MERGING, "merged"): RoundPhase.MERGING,
+    (RoundPhase.MERGING, "merge-failed"): RoundPhase.IDLE,
+    (RoundPhase.PULLING, "shard-lost"): RoundPhase.IDLE,
+    (RoundPhase.GRACE, "shard-lost"): RoundPhase.IDLE,
+    (RoundPhase.MERGING, "shard-lost"): RoundPhase.IDLE,
+    (RoundPhase.MERGING, "persist-failed"): RoundPhase.MERGING,
+    (RoundPhase.MERGING, "persisted"): RoundPhase.PUBLISHED,
+    (RoundPhase.PUBLISHED, "publish-queued"): RoundPhase.IDLE,
 }
 
-MEMBER_TABLE: dict[tuple[Standing, str], Standing] = {
-    (Standing.UNKNOWN, "hello"): Standing.ADMITTING,
-    (Standing.UNKNOWN, "known"): Standing.AWAY,
-    (Standing.UNKNOWN, "known to have left"): Standing.LEFT,
-    (Standing.UNKNOWN, "known to be lost"): Standing.LOST,
-    (Standing.ADMITTING, "admitted"): Standing.JOINING,
-    (Standing.ADMITTING, "admitted training"): Standing.LIVE,
-    (Standing.ADMITTING, "superseded"): Standing.ADMITTING,
-    (Standing.ADMITTING, "gone"): Standing.AWAY,
-    (Standing.JOINING, "ready"): Standing.LIVE,
-    (Standing.JOINING, "gone"): Standing.AWAY,
-    (Standing.JOINING, "left"): Standing.LEFT,
-    (Standing.JOINING, "superseded"): Standing.ADMITTING,
-    (Standing.LIVE, "silent"): Standing.SUSPECT,
-    (Standing.LIVE, "gone"): Standing.AWAY,
-    (Standing.LIVE, "left"): Standing.LEFT,
-    (Standing.LIVE, "quarantined"): Standing.QUARANTINED,
-    (Standing.LIVE, "superseded"): Standing.ADMITTING,
-    (Standing.SUSPECT, "heard"): Standing.LIVE,
-    (Standing.SUSPECT, "gone"): Standing.AWAY,
-    (Standing.SUSPECT, "superseded"): Standing.ADMITTING,
-    (Standing.AWAY, "resumed"): Standing.LIVE,
-    (Standing.AWAY, "resumed joining"): Standing.JOINING,
-    (Standing.AWAY, "superseded"): Standing.ADMITTING,
-    (Standing.AWAY, "given up"): Standing.LOST,
-    (Standing.QUARANTINED, "superseded"): Standing.ADMITTING,
-    (Standing.QUARANTINED, "given up"): Standing.LOST,
-    (Standing.LEFT, "superseded"): Standing.ADMITTING,
-    (Standing.LOST, "superseded"): Standing.ADMITTING,
+MEMBER_TABLE: dict[tuple[MemberState, str], MemberState] = {
+    (MemberState.UNKNOWN, "hello"): MemberState.ADMITTING,
+    (MemberState.UNKNOWN, "restored"): MemberState.DISCONNECTED,
+    (MemberState.UNKNOWN, "restored-left"): MemberState.LEFT,
+    (MemberState.UNKNOWN, "restored-lost"): MemberState.LOST,
+    (MemberState.ADMITTING, "admitted"): MemberState.JOINING,
+    (MemberState.ADMITTING, "admitted-training"): MemberState.LIVE,
+    (MemberState.ADMITTING, "superseded"): MemberState.ADMITTING,
+    (MemberState.ADMITTING, "disconnected"): MemberState.DISCONNECTED,
+    (MemberState.JOINING, "ready"): MemberState.LIVE,
+    (MemberState.JOINING, "disconnected"): MemberState.DISCONNECTED,
+    (MemberState.JOINING, "left"): MemberState.LEFT,
+    (MemberState.JOINING, "superseded"): MemberState.ADMITTING,
+    (MemberState.LIVE, "silent"): MemberState.SUSPECT,
+    (MemberState.LIVE, "disconnected"): MemberState.DISCONNECTED,
+    (MemberState.LIVE, "left"): MemberState.LEFT,
+    (MemberState.LIVE, "quarantined"): MemberState.QUARANTINED,
+    (MemberState.LIVE, "superseded"): MemberState.ADMITTING,
+    (MemberState.SUSPECT, "recovered"): MemberState.LIVE,
+    (MemberState.SUSPECT, "disconnected"): MemberState.DISCONNECTED,
+    (MemberState.SUSPECT, "superseded"): MemberState.ADMITTING,
+    (MemberState.DISCONNECTED, "resumed"): MemberState.LIVE,
+    (MemberState.DISCONNECTED, "resumed-joining"): MemberState.JOINING,
+    (MemberState.DISCONNECTED, "superseded"): MemberState.ADMITTING,
+    (MemberState.DISCONNECTED, "expired"): MemberState.LOST,
+    (MemberState.QUARANTINED, "superseded"): MemberState.ADMITTING,
+    (MemberState.QUARANTINED, "expired"): MemberState.LOST,
+    (MemberState.LEFT, "superseded"): MemberState.ADMITTING,
+    (MemberState.LOST, "superseded"): MemberState.ADMITTING,
 }
 
-RUN_TABLE: dict[tuple[Stage, str], Stage] = {
-    (Stage.RUNNING, "budget"): Stage.FINISHING,
-    (Stage.FINISHING, "all final"): Stage.SEALING,
-    (Stage.SEALING, "manifest durable"): Stage.FINISHED,
-    (Stage.RUNNING, "superseded"): Stage.SUPERSEDED,
-    (Stage.FINISHING, "superseded"): Stage.SUPERSEDED,
-    (Stage.SEALING, "superseded"): Stage.SUPERSEDED,
-    (Stage.FINISHED, "superseded"): Stage.SUPERSEDED,
+RUN_TABLE: dict[tuple[RunStage, str], RunStage] = {
+    (RunStage.RUNNING, "finish-started"): RunStage.FINISHING,
+    (RunStage.FINISHING, "all-final"): RunStage.SEALING,
+    (RunStage.SEALING, "manifest-persisted"): RunStage.FINISHED,
+    (RunStage.RUNNING, "superseded"): RunStage.SUPERSEDED,
+    (RunStage.FINISHING, "superseded"): RunStage.SUPERSEDED,
+    (RunStage.SEALING, "superseded"): RunStage.SUPERSEDED,
+    (RunStage.FINISHED, "superseded"): RunStage.SUPERSEDED,
 }
 
-LEARNER_TABLE: dict[tuple[Mode, str], Mode] = {
-    (Mode.NEW, "welcomed"): Mode.JOINING,
-    (Mode.NEW, "stopped"): Mode.STOPPED,
-    (Mode.JOINING, "ready"): Mode.TRAINING,
-    (Mode.JOINING, "finish"): Mode.FINISHING,
-    (Mode.JOINING, "stopped"): Mode.STOPPED,
-    (Mode.TRAINING, "finish"): Mode.FINISHING,
-    (Mode.TRAINING, "stopped"): Mode.STOPPED,
-    (Mode.FINISHING, "stopped"): Mode.STOPPED,
+LEARNER_TABLE: dict[tuple[LearnerMode, str], LearnerMode] = {
+    (LearnerMode.NEW, "welcomed"): LearnerMode.JOINING,
+    (LearnerMode.NEW, "stopped"): LearnerMode.STOPPED,
+    (LearnerMode.JOINING, "ready"): LearnerMode.TRAINING,
+    (LearnerMode.JOINING, "finish"): LearnerMode.FINISHING,
+    (LearnerMode.JOINING, "stopped"): LearnerMode.STOPPED,
+    (LearnerMode.TRAINING, "finish"): LearnerMode.FINISHING,
+    (LearnerMode.TRAINING, "stopped"): LearnerMode.STOPPED,
+    (LearnerMode.FINISHING, "stopped"): LearnerMode.STOPPED,
 }
 
-LINK_TABLE: dict[tuple[Link, str], Link] = {
-    (Link.DOWN, "dial"): Link.DIALING,
-    (Link.DIALING, "opened"): Link.GREETING,
-    (Link.DIALING, "failed"): Link.DOWN,
-    (Link.GREETING, "welcomed"): Link.UP,
-    (Link.GREETING, "closed"): Link.DOWN,
-    (Link.UP, "closed"): Link.DOWN,
+CONNECTION_TABLE: dict[tuple[ConnectionState, str], ConnectionState] = {
+    (ConnectionState.DOWN, "dial"): ConnectionState.DIALING,
+    (ConnectionState.DIALING, "opened"): ConnectionState.HANDSHAKE,
+    (ConnectionState.DIALING, "failed"): ConnectionState.DOWN,
+    (ConnectionState.HANDSHAKE, "welcomed"): ConnectionState.UP,
+    (ConnectionState.HANDSHAKE, "closed"): ConnectionState.DOWN,
+    (ConnectionState.UP, "closed"): ConnectionState.DOWN,
 }
 
-TABLES: dict[str, Mapping[tuple[Any, str], StrEnum]] = {
+TRANSITION_TABLES: dict[str, Mapping[tuple[Any, str], StrEnum]] = {
     "round": ROUND_TABLE,
     "member": MEMBER_TABLE,
     "run": RUN_TABLE,
     "learner": LEARNER_TABLE,
-    "link": LINK_TABLE,
+    "connection": CONNECTION_TABLE,
 }
 
 S = TypeVar("S", bound=StrEnum)
 
 
 class CoreState:
-    """What both cores keep: the time, the timers, and counts of what was said, ignored and moved."""
+    """State that both cores share: the time, the timers and event counters."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.limits = config.limits
         self.now = 0.0
         self.tick = 0
-        self.ignored: dict[str, int] = {}  # messages that were dropped, by cause
-        self.fired: dict[tuple[StrEnum, str], int] = {}  # rows of the transition tables that were taken
-        self.said: dict[str, int] = {}  # reason codes that were said
+        self.ignored: dict[str, int] = {}  # dropped messages and events, by cause
+        self.transition_counts: dict[tuple[StrEnum, str], int] = {}  # taken rows of the transition tables
+        self.reason_counts: dict[str, int] = {}  # reasons that occurred, by code
         self.timers: list[tuple[float, int, str, int]] = []  # a heap
         self._timer_serial = 0
 
-    def note(self, reason: Reason) -> Reason:
-        """Count a sentence that travels inside another effect or message."""
-        self.said[reason.code] = self.said.get(reason.code, 0) + 1
+    def count_reason(self, reason: Reason) -> Reason:
+        """Count a reason that is part of another effect or message, and return it."""
+        self.reason_counts[reason.code] = self.reason_counts.get(reason.code, 0) + 1
         return reason
 
     def ignore(self, cause: str) -> None:
         self.ignored[cause] = self.ignored.get(cause, 0) + 1
 
-    def arm(self, at: float, kind: str, key: int = 0) -> None:
-        """A timer is not cancelled: when it fires, its handler looks whether it still means something."""
+    def arm_timer(self, at: float, kind: str, key: int = 0) -> None:
+        """Add a timer. Timers are never cancelled: when one fires, its handler checks whether it is still relevant."""
         self._timer_serial += 1
         heapq.heappush(self.timers, (at, self._timer_serial, kind, key))
 
 
-def moved(table: dict[tuple[S, str], S], state: S, trigger: str, fired: dict[tuple[StrEnum, str], int]) -> S:
-    """The state after `trigger`, counted in `fired` so that a swarm knows which rows it never took."""
+def transition(table: dict[tuple[S, str], S], state: S, trigger: str, counts: dict[tuple[StrEnum, str], int]) -> S:
+    """Return the state after `trigger`, and count the row in `counts`."""
     key = (state, trigger)
-    assert key in table, f"no move {trigger!r} from {state.value!r}"
-    fired[key] = fired.get(key, 0) + 1
+    assert key in table, f"no transition {trigger!r} from {state.value!r}"
+    counts[key] = counts.get(key, 0) + 1
     return table[key]

@@ -1,7 +1,7 @@
-"""The nouns of the protocol: ids, the settings of a run and its limits.
+"""Ids, small values, the settings of a run and its limits.
 
-Everything here is immutable. What is made often is a `Value` (cheap to make, truly frozen); settings are frozen
-dataclasses that refuse nonsense with a sentence that says the fix.
+Everything here is immutable. Types with many instances are a `Value`, which is cheap to create. Settings are frozen
+dataclasses that validate themselves.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ Version = int
 Incarnation = int
 
 Interval = tuple[int, int]
-"""Samples from the first number up to, and without, the second."""
+"""Sample numbers from the first up to, but not including, the second."""
 
 SYNCER: LearnerId = 0
-"""The syncer's place in clocks and envelopes. Learners are numbered from 1."""
+"""Id of the syncer in clocks and envelopes. Learners are numbered from 1."""
 
-NOTHING: Version = -1
-"""The version of a fragment that a learner does not hold at all. Version 0 is the initial model."""
+NO_VERSION: Version = -1
+"""Version of a fragment that a learner has not received. Version 0 is the initial model."""
 
-MOST_TOKENS = 2**62
-"""Of one incarnation. Counters beyond it are nonsense, and their squares are beyond every float."""
+MAX_TOKENS = 2**62
+"""Largest token counter of one incarnation. The square of a larger counter overflows a float."""
 
-MOST_TOKENS_PER_STEP = 2**32
-"""Of one learner. No report can use up a budget by itself."""
+MAX_TOKENS_PER_STEP = 2**32
+"""Largest number of tokens in one step of one learner, so that a single report cannot use up the budget."""
 
-MOST_SECONDS = 1e9
-"""Of one step: thirty years."""
+MAX_STEP_SECONDS = 1e9
+"""Longest plausible step: thirty years."""
 
-ControlWhat = Literal["pause", "resume", "drain", "quorum", "grace"]
-AdoptHow = Literal["carry", "overwrite", "blend"]
+ControlKind = Literal["pause", "resume", "drain", "quorum", "grace"]
+AdoptMode = Literal["carry", "overwrite", "blend"]
 
 
 class RoundId(Value, frozen=True):
-    """One attempt at taking `fragment` from version `base` to `base + 1`.
+    """Attempt to merge `fragment` from version `base` to `base + 1`.
 
-    `attempt` counts the openings on this base within one epoch of the syncer. An answer to an older attempt is refused:
-    a learner keeps one copy per fragment, and must be able to tell which copy was merged.
+    `attempt` counts the openings on this base within one epoch of the syncer. A contribution to an older attempt is
+    refused: a learner stores one copy per fragment and must know which copy was merged.
     """
 
     fragment: FragmentId
@@ -58,23 +58,23 @@ class RoundId(Value, frozen=True):
         return other is None or (self.base, self.epoch, self.attempt) > (other.base, other.epoch, other.attempt)
 
 
-class Mark(Value, frozen=True):
-    """The last contribution of one learner that was merged into one fragment.
+class MergedUpTo(Value, frozen=True):
+    """Last contribution of one learner that was merged into one fragment.
 
-    It travels with every published version. A learner that missed the version into which it was merged still learns,
-    from any later one, which of its steps are in.
+    Every published version carries it. A learner that missed the version with its contribution learns from any later
+    version which of its steps are merged.
     """
 
     incarnation: Incarnation
     base: Version
     copied_at: int  # the learner's local step at the copy
-    trained: int  # the learner's tokens at the copy, of this incarnation
-    dropped: int  # of those, tokens thrown away for this fragment (overwrite, blend)
-    taken: int = 0  # samples of its leases at the copy
+    trained: int  # tokens of this incarnation at the copy
+    dropped: int  # tokens of those that were dropped from this fragment (overwrite, blend)
+    consumed_samples: int = 0  # samples consumed from its leases at the copy
 
 
-class Accepted(Value, frozen=True):
-    """A contribution as the syncer counts it. `weight` is tokens * tokens / steps."""
+class AcceptedContribution(Value, frozen=True):
+    """Counters of an accepted contribution. `weight` is tokens * tokens / steps."""
 
     learner: LearnerId
     incarnation: Incarnation
@@ -84,55 +84,64 @@ class Accepted(Value, frozen=True):
     trained: int
     dropped: int
     weight: Number
-    taken: int = 0
+    consumed_samples: int = 0
 
 
-class Holding(Value, frozen=True):
-    """The leases of one incarnation, as they are made durable. Those before number `first` are merged and no longer
-    listed; they had `before` samples."""
+class LeaseHoldings(Value, frozen=True):
+    """Leases of one incarnation, as stored in a `LeaseRecord`.
+
+    Leases before number `first_lease` are merged and not listed. They had `samples_before` samples in total.
+    """
 
     learner: LearnerId
     incarnation: Incarnation
-    first: int
-    before: int
+    first_lease: int
+    samples_before: int
     intervals: tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds, not knobs. Timeouts follow from measured times; these only keep a measurement from being absurd."""
+    """Safety bounds. Timeouts are derived from measured times; these bounds protect against absurd measurements."""
 
-    first_wait_s: float = 30.0  # a timeout before anything was measured
-    least_wait_s: float = 0.25  # no derived timeout is shorter
-    most_wait_s: float = 600.0  # and none is longer
-    stall_s: float = 2.0  # a timer this late means that this process itself stood still
-    pull_tries: int = 3  # askings in one round before it is abandoned
-    publish_tries: int = 5  # sendings of one version to one learner before its link is dropped
-    hello_tries: int = 4  # greetings on one link before it is dropped
-    ping_tries: int = 3  # unanswered pings before the link is dropped
-    state_peers: int = 3  # peers asked for inner state before a learner starts with fresh moments
-    final_tries: int = 2  # attempts at the last round of a fragment
-    finish_tries: int = 5  # sendings of the final manifest before a learner is left behind
-    strikes: int = 3  # bad messages before a learner is quarantined
-    gone_after_s: float = 21600.0  # away for so long, an incarnation is lost: its samples go to others
-    backoff_first_s: float = 0.5
-    backoff_most_s: float = 30.0
-    most_learners: int = 1024
-    most_steps_per_report: int = 1_000_000
+    initial_wait_s: float = 30.0  # timeout before the first measurement
+    min_wait_s: float = 0.25  # shortest derived timeout
+    max_wait_s: float = 600.0  # longest derived timeout
+    stall_threshold_s: float = 2.0  # a timer that is later than this means that this process stalled
+    max_pull_attempts: int = 3  # pulls of one learner in one round before the round is abandoned
+    max_publish_attempts: int = 5  # transmissions of one version to one learner before its connection is closed
+    max_hello_attempts: int = 4  # hellos on one connection before it is closed
+    max_ping_attempts: int = 3  # unanswered pings before the connection is closed
+    max_state_peers: int = 3  # requests for optimizer state before a learner starts with a fresh one
+    max_final_attempts: int = 2  # attempts at the last round of a fragment
+    max_finish_attempts: int = 5  # transmissions of the final manifest before its learner is disconnected
+    max_strikes: int = 3  # invalid messages before a learner is quarantined
+    lost_after_s: float = 21600.0  # time without a connection after which an incarnation is lost and its leases return
+    initial_backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    max_learners: int = 1024
+    max_steps_per_report: int = 1_000_000
 
     def __post_init__(self) -> None:
-        if not 0 < self.least_wait_s <= self.first_wait_s <= self.most_wait_s:
-            raise ValueError("limits need 0 < least_wait_s <= first_wait_s <= most_wait_s")
-        if not self.gone_after_s > 0:
-            raise ValueError("limits.gone_after_s must be above 0: nobody could ever come back")
-        for name in ("pull_tries", "publish_tries", "hello_tries", "ping_tries", "final_tries", "finish_tries"):
+        if not 0 < self.min_wait_s <= self.initial_wait_s <= self.max_wait_s:
+            raise ValueError("limits need 0 < min_wait_s <= initial_wait_s <= max_wait_s")
+        if not self.lost_after_s > 0:
+            raise ValueError("limits.lost_after_s must be above 0: no learner could ever reconnect")
+        for name in (
+            "max_pull_attempts",
+            "max_publish_attempts",
+            "max_hello_attempts",
+            "max_ping_attempts",
+            "max_final_attempts",
+            "max_finish_attempts",
+        ):
             if getattr(self, name) < 1:
-                raise ValueError(f"limits.{name} must be at least 1: nothing is ever sent with 0 tries")
+                raise ValueError(f"limits.{name} must be at least 1: with 0 attempts nothing is ever sent")
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """The settings of a run, the same for the syncer and every learner (symbols as in docs/protocol.md)."""
+    """Settings of a run, equal for the syncer and every learner. docs/protocol.md explains the symbols."""
 
     run_id: str = "run"
     fragments: int = setting(24, "Fragments of the model.", metavar="P", min=1)
@@ -148,16 +157,16 @@ class RunConfig:
         below=1,
         advice="0 turns the grace window off",
     )
-    adopt: AdoptHow = setting(
+    adopt: AdoptMode = setting(
         "carry", "carry keeps steps that are not merged; overwrite and blend do not.", metavar="HOW"
     )
     blend_alpha: float = setting(0.5, min=0, max=1)
     budget_tokens: int | None = setting(None, min=1)
     budget_merges: int | None = setting(None, min=1)
     snapshot_every_merges: int = 0  # 0: only on request
-    warmup_steps: int = 100  # for a learner that found no peer to take inner state from
-    rounds_in_flight: int | None = setting(None, min=1)  # None: tau, more where the measured latency asks for it
-    owned: tuple[FragmentId, ...] | None = None  # the fragments of this syncer; None: all
+    warmup_steps: int = 100  # learning rate warm-up of a learner that found no peer with optimizer state
+    rounds_in_flight: int | None = setting(None, min=1)  # None: tau, or more if the measured latency requires it
+    owned_fragments: tuple[FragmentId, ...] | None = None  # the fragments of this syncer; None: all
     lease_samples: int = setting(0, min=0)  # length of one lease; 0: learners bring their own data
     leases_ahead: int = setting(4, min=1)  # leases that a learner holds beyond the one it is in
     fingerprint: tuple[str, ...] = ()  # one line per tensor: name, shape, dtype
@@ -165,27 +174,29 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.quorum > self.limits.most_learners:
-            raise ValueError(f"quorum {self.quorum} exceeds the most learners of a run, {self.limits.most_learners}")
-        if self.owned is not None:
-            if not self.owned or len(set(self.owned)) != len(self.owned):
-                raise ValueError("owned must name at least one fragment, each once")
-            if min(self.owned) < 0 or max(self.owned) >= self.fragments:
-                raise ValueError(f"owned names a fragment outside 0..{self.fragments - 1}")
+        if self.quorum > self.limits.max_learners:
+            raise ValueError(
+                f"quorum {self.quorum} is above limits.max_learners, {self.limits.max_learners}; use a smaller quorum"
+            )
+        if self.owned_fragments is not None:
+            if not self.owned_fragments or len(set(self.owned_fragments)) != len(self.owned_fragments):
+                raise ValueError("owned_fragments must name at least one fragment, each once")
+            if min(self.owned_fragments) < 0 or max(self.owned_fragments) >= self.fragments:
+                raise ValueError(f"owned_fragments names a fragment outside 0..{self.fragments - 1}")
 
     def fragment_ids(self) -> tuple[FragmentId, ...]:
-        """In the order of the plan, which is the order of their offsets."""
-        return tuple(sorted(self.owned)) if self.owned is not None else tuple(range(self.fragments))
+        """Return the fragments of this syncer in the order of the plan, which is the order of their offsets."""
+        return tuple(sorted(self.owned_fragments)) if self.owned_fragments is not None else tuple(range(self.fragments))
 
     def offset_steps(self, fragment: FragmentId) -> int:
-        """Steps before the first round of a fragment: offsets are spread evenly over H."""
+        """Return the steps before the first round of a fragment. Offsets are spread evenly over H."""
         return 1 + fragment * self.every_steps // self.fragments
 
 
-def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+def describe_first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
     """Name the first tensor in which the fingerprint of a learner (`theirs`) differs from that of the run (`ours`).
 
-    >>> first_difference(("head 512x128 float32 weight",), ("head 512x64 float32 weight",))
+    >>> describe_first_difference(("head 512x128 float32 weight",), ("head 512x64 float32 weight",))
     "'head', 512x64 at the learner and 512x128 in the run"
     """
     there, here = (dict(line.partition(" ")[::2] for line in lines) for lines in (ours, theirs))
@@ -199,22 +210,22 @@ def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
 
 
 def _difference(here: str | None, there: str | None) -> str:
-    """Between two descriptions of a tensor: shape, dtype and kind, and the digest of a frozen one."""
+    """Describe how two descriptions of a tensor differ in shape, dtype, kind or, if frozen, in values."""
     if there is None:
         return f" ({here}), which the run does not have"
     if here is None:
         return f" ({there}), which only the run has"
-    words = [pair for pair in zip(here.split(" ")[:3], there.split(" ")[:3], strict=False) if pair[0] != pair[1]]
-    if not words:
+    pairs = [pair for pair in zip(here.split(" ")[:3], there.split(" ")[:3], strict=False) if pair[0] != pair[1]]
+    if not pairs:
         return ", which is frozen with other values than in the run"
-    at_learner, in_run = (" ".join(side) for side in zip(*words, strict=True))
+    at_learner, in_run = (" ".join(side) for side in zip(*pairs, strict=True))
     return f", {at_learner} at the learner and {in_run} in the run"
 
 
-def weight_of(tokens: int, steps: int) -> float:
-    """w = c_tokens * (c_tokens / c_steps): quantity times quality.
+def contribution_weight(tokens: int, steps: int) -> float:
+    """Return w = c_tokens * (c_tokens / c_steps): quantity times quality.
 
-    >>> weight_of(tokens=1024, steps=2)
+    >>> contribution_weight(tokens=1024, steps=2)
     524288.0
     """
     return tokens * tokens / steps

@@ -1,87 +1,102 @@
-"""What somebody may ask of a run through the page: checked here, said in words, and passed on to its syncer."""
+"""Operator requests from the dashboard page: validated here, confirmed, and forwarded to the run's syncer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.core.policy import control_problem
+from atoll.core.policy import find_control_problem
 from atoll.core.types import Limits
-from atoll.transport.endpoint import NoAnswerError, RequestRefusedError, ask, read_address_file
+from atoll.transport.endpoint import NoAnswerError, RequestRefusedError, read_address_file, send_request
 
-ANSWER_S = 20.0
-MOST_NAME = 80
-WHAT = ("pause", "resume", "snapshot", "drain", "quorum", "grace")
+SYNCER_TIMEOUT_S = 20.0
+MAX_NAME_LENGTH = 80
+ACTIONS = ("pause", "resume", "snapshot", "drain", "quorum", "grace")
 
 
-class Refused(Exception):  # noqa: N818 - an answer
+class DashboardRequestError(Exception):
+    """Request that is answered with an HTTP error status and a sentence."""
+
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
 
 
 class OperatorRequest(NamedTuple):
-    what: str
+    action: str
     value: float | None
-    who: str
-    sure: bool
+    requested_by: str
+    is_confirmed: bool
 
     @classmethod
     def parse(cls, raw: Any) -> OperatorRequest:
-        """From JSON that anybody may have sent; ValueError says what is wrong with it."""
-        if not isinstance(raw, dict) or raw.get("what") not in WHAT:
-            raise ValueError(f"say what is wanted: one of {', '.join(WHAT)}")
-        what, value, who = raw["what"], raw.get("value"), raw.get("who")
-        if not isinstance(who, str) or not who.strip() or len(who) > MOST_NAME:
-            raise ValueError("say who asks: a name, so that the tape can tell")
-        problem = None if what == "snapshot" else control_problem(what, value, Limits())
+        """Parse untrusted JSON. Raise ValueError if it is not a valid request."""
+        if not isinstance(raw, dict) or raw.get("action") not in ACTIONS:
+            raise ValueError(f"unknown action; use one of {', '.join(ACTIONS)}")
+        action, value, requested_by = raw["action"], raw.get("value"), raw.get("requested_by")
+        if not isinstance(requested_by, str) or not requested_by.strip() or len(requested_by) > MAX_NAME_LENGTH:
+            raise ValueError(f"requested_by is not a name; give one of 1 to {MAX_NAME_LENGTH} characters, for the tape")
+        problem = None if action == "snapshot" else find_control_problem(action, value, Limits())
         if problem is not None:
             raise ValueError(problem)
-        return cls(what, None if what == "snapshot" else value, who.strip(), raw.get("sure") is True)
+        confirmed = raw.get("confirmed") is True
+        return cls(action, None if action == "snapshot" else value, requested_by.strip(), confirmed)
 
-    def question(self) -> str:
-        """What will happen, asked before it does."""
+    def confirmation_prompt(self) -> str:
+        """Return the question that the user must confirm: it says what the action does."""
         return {
-            "pause": "All islands stand still after their current step, until somebody resumes the run. Pause it?",
-            "resume": "All islands go on training. Resume the run?",
-            "snapshot": "A snapshot of the whole run is taken while it trains. Take it?",
-            "drain": f"Learner {self.value} leaves for good; what it has not merged goes to others. Drain it?",
-            "quorum": f"From now on a merge waits for at least {self.value} contributions. Change it?",
-            "grace": f"From now on {self.value} of the slack is waited for more contributions. Change it?",
-        }[self.what]
+            "pause": "All learners pause after their current step, until an operator resumes the run. Pause it?",
+            "resume": "All learners continue training. Resume the run?",
+            "snapshot": "Take a snapshot of the whole run while it trains?",
+            "drain": f"Learner {self.value} leaves for good; its unmerged samples return to the pool. Drain it?",
+            "quorum": f"From now on a merge needs at least {self.value} contributions. Change the quorum?",
+            "grace": f"From now on a round uses up to {self.value} of its slack as grace window. Change it?",
+        }[self.action]
 
 
 def is_reachable(run: Path, token: str | None) -> bool:
-    """A syncer has told of itself here, and this is its token; None: whichever it is. It may be gone all the same."""
+    """Return whether the run has a syncer address, and the token may control that syncer.
+
+    The syncer may have exited since it wrote the address. With `token=None` every token is accepted.
+    """
     try:
         found = read_address_file(run)
     except (OSError, ValueError):
         return False
     if found is None:
         return False
-    # A syncer that asks for its key and for no token: the page has the key, and a token of its own.
+    # The syncer authenticates clients by key, not by token. The page uses the key; its token protects only the page.
     by_key = found.token is None and found.keys is not None
     return token is None or found.token == token or by_key
 
 
-def carry_out(run: Path, request: OperatorRequest) -> str:
-    """Passed on to the run's syncer; its sentence."""
+def apply_control(run: Path, request: OperatorRequest) -> str:
+    """Send the request to the run's syncer and return the sentence that it replied."""
     try:
         found = read_address_file(run)
     except (OSError, ValueError) as error:
-        raise Refused(503, str(error)) from None
+        raise DashboardRequestError(503, str(error)) from None
     if found is None:
-        raise Refused(503, "no syncer of this run can be reached from here")
+        raise DashboardRequestError(503, "the run has no syncer address; start its syncer and try again")
     try:
-        if request.what == "snapshot":
-            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S, {"who": request.who}, found.tls)
-            return f"snapshot {told['snapshot']} is being taken"
-        body = {"what": request.what, "value": request.value, "who": request.who}
-        told = ask(found.address, found.token, "POST", "/v1/control", ANSWER_S, body, found.tls)
-        return str(told["done"])
-    except RequestRefusedError as declined:
-        raise Refused(declined.status if declined.status in (400, 404, 409) else 502, str(declined)) from None
-    except NoAnswerError as nobody:
-        raise Refused(503, str(nobody)) from None
+        if request.action == "snapshot":
+            reply = send_request(
+                found.address,
+                found.token,
+                "POST",
+                "/v1/snapshot",
+                SYNCER_TIMEOUT_S,
+                {"requested_by": request.requested_by},
+                found.tls,
+            )
+            return f"snapshot {reply['snapshot']} is being taken"
+        body = {"kind": request.action, "value": request.value, "requested_by": request.requested_by}
+        reply = send_request(found.address, found.token, "POST", "/v1/control", SYNCER_TIMEOUT_S, body, found.tls)
+        return str(reply["done"])
+    except RequestRefusedError as error:
+        status = error.status if error.status in (400, 404, 409) else 502
+        raise DashboardRequestError(status, str(error)) from None
+    except NoAnswerError as error:
+        raise DashboardRequestError(503, str(error)) from None
     except (KeyError, TypeError):
-        raise Refused(502, "the syncer's answer was not understood") from None
+        raise DashboardRequestError(502, "the syncer sent an invalid reply; check its version") from None

@@ -1,7 +1,7 @@
-"""The terminal view of a run, for `atoll train`, `atoll chaos` and `atoll watch`.
+"""Terminal view of a run, for `atoll train`, `atoll chaos` and `atoll watch`.
 
-It shows the shapes of docs/dash.md: from the tapes (`view.picture_at`), or from the status of a job that this process
-runs, which has fewer of them. A figure that the source does not have is left out; one that is not known yet is a dash.
+It draws the data of docs/dash.md. The data comes from the tapes (`view.view_at`), or from the status of a job that this
+process runs, which has fewer fields. The view omits a missing field and shows an unknown value as a dash.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from atoll.tape.timeline import Band
+from atoll.tape.timeline import StateSpan
 
-STATES: dict[str, tuple[str, str]] = {
+STATE_STYLES: dict[str, tuple[str, str]] = {
     "training": ("green", "━"),
     "alone": ("yellow", "╌"),
     "suspected": ("yellow", "?"),
@@ -29,43 +29,58 @@ STATES: dict[str, tuple[str, str]] = {
     "left": ("dim", " "),
     "quarantined": ("magenta", "✗"),
 }
-"""Colour and letter of each: a reader who does not see the colour reads the letter."""
+"""Color and letter of each state. Color-blind readers can read the letter."""
 
-PHASES = {"idle": "·", "pulling": "↑", "grace": "…", "merging": "Σ"}
-AWAY = "×"
+_STATE_LABELS = {"alone": "disconnected", "gone": "lost", "recovering": "joining", "stopped": "stalled"}
 
-BAND_S = 120.0
-"""So much of the past is in an island's band."""
+
+def state_label(state: str) -> str:
+    """Return the name of a state that readers see.
+
+    >>> state_label("gone"), state_label("training")
+    ('lost', 'training')
+    """
+    return _STATE_LABELS.get(state, state)
+
+
+PHASE_LETTERS = {"idle": "·", "pulling": "↑", "grace": "…", "merging": "Σ"}
+UNAVAILABLE = "×"
+
+BAND_SPAN_S = 120.0
+"""Time span of the band of an island."""
 
 MAX_ISLANDS = 64
 MAX_LISTED = 8
-"""Islands that a line of a log names one by one."""
+"""Limit on the islands that a log line lists one by one."""
 
 MAX_NEWS = 3
 PLAIN_INTERVAL_S = 5.0
 
-Bands = Callable[[int, float, float], Sequence[Band]]
-"""The states of a learner between two moments."""
+Bands = Callable[[int, float, float], Sequence[StateSpan]]
+"""Function that returns the states of a learner between two times."""
 
 
 class LiveView:
-    """Draws in place on a terminal; elsewhere it prints a line every few seconds, and news at once."""
+    """View that redraws in place on a terminal.
+
+    On other streams it prints a line every few seconds, and new events at once.
+    """
 
     def __init__(
         self, stream: TextIO | None = None, interval_s: float = PLAIN_INTERVAL_S, transient: bool = True
     ) -> None:
-        """`transient`: the drawing goes away when the view is left."""
+        """Create the view. With `transient` it is erased from the terminal when it is closed."""
         self._stream = stream if stream is not None else sys.stderr
         self._interval_s = interval_s
         self._printed_at = float("-inf")
-        self._news = 0  # that were printed
+        self._news = 0  # number of news lines that were printed
         self._live: Live | None = None
         if self._stream.isatty():
             console = Console(file=self._stream, highlight=False)
             self._live = Live(console=console, transient=transient, auto_refresh=False)
 
     def __enter__(self) -> LiveView:
-        self._printed_at = float("-inf")  # it may have shown another run before
+        self._printed_at = float("-inf")  # the view may have shown another run before
         self._news = 0
         if self._live is not None:
             self._live.start()
@@ -76,57 +91,58 @@ class LiveView:
             self._live.stop()
 
     def show(self, shown: Mapping[str, Any], bands: Bands | None = None, now: float | None = None) -> None:
-        """May be called as often as one likes: lines that come too early are left out."""
+        """Show the current data. Calls may be frequent: without a terminal, lines are printed at intervals."""
         if self._live is not None:
-            self._live.update(rendered(shown, self._live.console.width, bands), refresh=True)
+            self._live.update(render(shown, self._live.console.width, bands), refresh=True)
             return
         now = time.monotonic() if now is None else now
         if self._printed_at == float("-inf"):
-            self.say(shown["title"])
+            self.print_line(shown["title"])
         for sentence in shown.get("news", ())[self._news :]:
-            self.say(sentence)
+            self.print_line(sentence)
         self._news = len(shown.get("news", ()))
         if now - self._printed_at >= self._interval_s:
             self._printed_at = now
-            self.say(plain(shown))
+            self.print_line(format_line(shown))
 
-    def say(self, sentence: str) -> None:
-        """Print a line that stays."""
+    def print_line(self, sentence: str) -> None:
+        """Print a line to the stream of the view."""
         print(sentence, file=self._stream, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# One line
+# Log line
 
 
-def plain(shown: Mapping[str, Any]) -> str:
-    """One line, for a log."""
+def format_line(shown: Mapping[str, Any]) -> str:
+    """Return one line for a log."""
     head, islands = shown["headline"], shown["islands"]
-    parts = [f"{clock(shown['at'])}  {100 * shown['progress']:3.0f} %"]
+    parts = [f"{format_duration(shown['at'])}  {100 * shown['progress']:3.0f} %"]
     if len(islands) > MAX_LISTED or not islands:
-        parts.append(_summed(islands))
+        parts.append(_summarize(islands))
     else:
         parts += [f"{each['learner']}: {_brief(each)}" for each in islands]
     if shown["paused"]:
         parts.append("paused")
     if head["tokens_per_s"] is not None:
-        parts.append(f"{figure(head['tokens_per_s'])} tokens/s")
+        parts.append(f"{format_number(head['tokens_per_s'])} tokens/s")
     if head["merges"]:
         parts.append("1 merge" if head["merges"] == 1 else f"{head['merges']:,} merges")
     if head["goodput"] is not None:
-        parts.append(f"goodput {share(head['goodput'])}" + (" derived" if head.get("derived") else ""))
+        parts.append(f"goodput {format_percent(head['goodput'])}" + (" derived" if head.get("derived") else ""))
     parts += [f"ALERT {each['text']}" for each in shown.get("alerts", ())]
     return " | ".join(parts)
 
 
-def _summed(islands: Sequence[Mapping[str, Any]]) -> str:
+def _summarize(islands: Sequence[Mapping[str, Any]]) -> str:
     states: dict[str, int] = {}
     for each in islands:
-        states[each["state"]] = states.get(each["state"], 0) + 1
+        label = state_label(each["state"])
+        states[label] = states.get(label, 0) + 1
     training = [each for each in islands if each["state"] == "training"]
     losses = [each["loss"] for each in training if each["loss"] is not None]
     steps = [each["step"] for each in training]
-    parts = [f"{count} {state}" for state, count in states.items()] or ["no island"]
+    parts = [f"{count} {state}" for state, count in states.items()] or ["no learner"]
     if losses:
         parts.append(f"loss {sum(losses) / len(losses):.2f}")
     if steps:
@@ -136,16 +152,16 @@ def _summed(islands: Sequence[Mapping[str, Any]]) -> str:
 
 def _brief(island: Mapping[str, Any]) -> str:
     if island["state"] not in ("training", "left"):
-        return str(island["state"])
+        return state_label(island["state"])
     return f"step {island['step']:,}" + (f" loss {island['loss']:.2f}" if island["loss"] is not None else "")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The drawing
+# Drawing
 
 
-def rendered(shown: Mapping[str, Any], width: int, bands: Bands | None = None) -> RenderableType:
-    """All of it, at most so many columns wide."""
+def render(shown: Mapping[str, Any], width: int, bands: Bands | None = None) -> RenderableType:
+    """Return the whole view, at most `width` columns wide."""
     head = shown["headline"]
     parts: list[RenderableType] = [_title(shown), _headline(head)]
     if head["remaining_s"] is not None or shown["progress"]:
@@ -163,42 +179,46 @@ def rendered(shown: Mapping[str, Any], width: int, bands: Bands | None = None) -
 def _title(shown: Mapping[str, Any]) -> Text:
     text = Text(shown["title"], "bold")
     text.append(f"  {shown['stage']}" + (", paused" if shown["paused"] else ""), "")
-    text.append(f"  {clock(shown['at'])}", "dim")
+    text.append(f"  {format_duration(shown['at'])}", "dim")
     if not shown.get("now", True):
-        text.append("  as it was then", "yellow")
+        text.append("  past", "yellow")
         if shown["sample_age_s"] is not None:
-            text.append(f"; fragments and books as {shown['sample_age_s']:.1f} s before", "yellow")
+            text.append(f"; fragments and ledger from {shown['sample_age_s']:.1f} s earlier", "yellow")
     elif shown.get("loading") is not None:
-        text.append(f"  still reading: {share(shown['loading'])}", "yellow")
+        text.append(f"  reading tapes: {format_percent(shown['loading'])}", "yellow")
     elif shown.get("live"):
         age_s = shown["age_s"]
-        old = age_s is not None and age_s > 5.0
-        text.append(f"  {clock(age_s)} old" if old else "  live", "red" if old else "green")
+        is_old = age_s is not None and age_s > 5.0
+        text.append(f"  {format_duration(age_s)} old" if is_old else "  live", "red" if is_old else "green")
     if shown.get("syncer", {}).get("state") == "down" and shown["stage"] != "finished":
-        text.append("  the syncer is away", "red")
+        text.append("  syncer down", "red")
     return text
 
 
 def _headline(head: Mapping[str, Any]) -> Text:
     figures: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-        ("loss", "loss", figure),
-        ("tokens", "tokens", figure),
-        ("tokens_per_s", "tokens/s", figure),
-        ("goodput", "goodput" + (" (derived)" if head.get("derived") else ""), share),
-        ("uptime", "uptime", share),
-        ("alive", "alive/asked/merged", lambda alive: "/".join(map(figure, (alive, head["asked"], head["merged"])))),
-        ("bytes_up_per_s", "up", bytes_per_s),
-        ("bytes_down_per_s", "down", bytes_per_s),
-        ("effective_h", "H", figure),
-        ("merges", "merges", figure),
-        ("quorum", "quorum", figure),
-        ("remaining_s", "ends in", clock),
+        ("loss", "loss", format_number),
+        ("tokens", "tokens", format_number),
+        ("tokens_per_s", "tokens/s", format_number),
+        ("goodput", "goodput" + (" (derived)" if head.get("derived") else ""), format_percent),
+        ("uptime", "uptime", format_percent),
+        (
+            "alive",
+            "alive/pulled/merged",
+            lambda alive: "/".join(map(format_number, (alive, head["pulled"], head["merged"]))),
+        ),
+        ("bytes_up_per_s", "up", format_rate),
+        ("bytes_down_per_s", "down", format_rate),
+        ("effective_h", "H", format_number),
+        ("merges", "merges", format_number),
+        ("quorum", "quorum", format_number),
+        ("remaining_s", "ends in", format_duration),
     )
     text = Text()
-    for key, name, words in figures:
+    for key, name, format_value in figures:
         if key in head:
             text.append(f"{name} ", "dim")
-            text.append(f"{words(head[key])}   ", "bold")
+            text.append(f"{format_value(head[key])}   ", "bold")
     return text
 
 
@@ -216,14 +236,14 @@ def _alert(alert: Mapping[str, Any]) -> Text:
 
 
 def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table:
-    """`width`: of the band of an island."""
+    """Return the table of islands, each with a band `width` columns wide."""
     figures: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("step", "step", "{:,}".format),
-        ("tokens_per_s", "tokens/s", figure),
-        ("speed", "speed", figure),
-        ("loss", "loss", figure),
-        ("weight", "weight", share),
-        ("goodput", "goodput", share),
+        ("tokens_per_s", "tokens/s", format_number),
+        ("speed", "speed", format_number),
+        ("loss", "loss", format_number),
+        ("weight", "weight", format_percent),
+        ("goodput", "goodput", format_percent),
     )
     islands = shown["islands"][:MAX_ISLANDS]
     figures = tuple(each for each in figures if islands and each[0] in islands[0])
@@ -232,15 +252,15 @@ def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table
         table.add_column(name)
     for _, name, _ in figures:
         table.add_column(name, justify="right")
-    span_s = min(BAND_S, max(1.0, shown["at"] - shown.get("from", 0.0)))
-    table.add_column(f"last {clock(span_s)}" if bands is not None else "", no_wrap=True, overflow="ellipsis")
+    span_s = min(BAND_SPAN_S, max(1.0, shown["at"] - shown.get("from", 0.0)))
+    table.add_column(f"last {format_duration(span_s)}" if bands is not None else "", no_wrap=True, overflow="ellipsis")
     for each in islands:
         begin = shown["at"] - span_s
         state = each["state"]
         table.add_row(
             str(each["learner"]),
-            Text(state, STATES[state][0]),
-            *(words(each[key]) for key, _, words in figures),
+            Text(state_label(state), STATE_STYLES[state][0]),
+            *(format_value(each[key]) for key, _, format_value in figures),
             each.get("note", "")
             if bands is None
             else _band(bands(each["learner"], begin, shown["at"]), begin, span_s, width),
@@ -248,27 +268,27 @@ def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table
     return table
 
 
-def _band(bands: Sequence[Band], begin: float, span_s: float, width: int) -> Text:
+def _band(bands: Sequence[StateSpan], begin: float, span_s: float, width: int) -> Text:
     text = Text()
     for index in range(width):
-        moment = begin + span_s * (index + 0.5) / width
-        state = next((band.state for band in bands if band.begin <= moment < band.end), None)
-        colour, letter = STATES[state] if state is not None else ("", " ")
+        at = begin + span_s * (index + 0.5) / width
+        state = next((band.state for band in bands if band.begin <= at < band.end), None)
+        colour, letter = STATE_STYLES[state] if state is not None else ("", " ")
         text.append(letter, colour)
     return text
 
 
 def _fragments(fragments: list[dict[str, Any]], width: int) -> Text:
-    """A letter each: what it does; below, how many contributions its last merge had."""
+    """Return two rows: the phase of each fragment as a letter, and the number of contributions of its last merge."""
     count = max(1, width - 12)
     text = Text("fragments   ", "dim")
     for each in fragments[:count]:
-        text.append(*((AWAY, "red") if each["away"] else (PHASES.get(each["phase"], "?"), "")))
-    away = [each for each in fragments if each["away"]]
+        text.append(*((UNAVAILABLE, "red") if each["unavailable"] else (PHASE_LETTERS.get(each["phase"], "?"), "")))
+    unavailable = [each for each in fragments if each["unavailable"]]
     text.append("\nmerged      ", "dim")
     text.append("".join(_digit(len(each["contributors"])) for each in fragments[:count]))
-    if away:
-        text.append(f"\n{AWAY} {len(away)} of {len(fragments)}: {away[0]['reason']}", "red")
+    if unavailable:
+        text.append(f"\n{UNAVAILABLE} {len(unavailable)} of {len(fragments)}: {unavailable[0]['reason']}", "red")
     return text
 
 
@@ -287,12 +307,13 @@ def _ledger(ledger: dict[str, Any]) -> Text:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Figures for people
+# Formatting of values
 
 
-def figure(value: float | None) -> str:
-    """
-    >>> figure(None), figure(3.14159), figure(12345.6), figure(4)
+def format_number(value: float | None) -> str:
+    """Return a number with three significant digits, or with thousands separators.
+
+    >>> format_number(None), format_number(3.14159), format_number(12345.6), format_number(4)
     ('-', '3.14', '12,346', '4')
     """
     if value is None:
@@ -302,17 +323,19 @@ def figure(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def share(value: float | None) -> str:
-    """
-    >>> share(0.98765), share(None)
+def format_percent(value: float | None) -> str:
+    """Return a share as a percentage.
+
+    >>> format_percent(0.98765), format_percent(None)
     ('98.8 %', '-')
     """
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def clock(seconds: float | None) -> str:
-    """
-    >>> clock(7.2), clock(3725), clock(200000), clock(None)
+def format_duration(seconds: float | None) -> str:
+    """Return a duration as seconds, h:mm:ss or days.
+
+    >>> format_duration(7.2), format_duration(3725), format_duration(200000), format_duration(None)
     ('7 s', '1:02:05', '2 d 7:33:20', '-')
     """
     if seconds is None:
@@ -327,9 +350,10 @@ def clock(seconds: float | None) -> str:
     return f"{days} d {text}" if days else text
 
 
-def bytes_per_s(value: float | None) -> str:
-    """
-    >>> bytes_per_s(1500), bytes_per_s(2.5e6), bytes_per_s(None)
+def format_rate(value: float | None) -> str:
+    """Return a byte rate with its unit.
+
+    >>> format_rate(1500), format_rate(2.5e6), format_rate(None)
     ('1.5 kB/s', '2.5 MB/s', '-')
     """
     if value is None:

@@ -1,7 +1,7 @@
-"""The curves of a run in other people's formats: TensorBoard, Weights & Biases, CSV.
+"""Export of the curves of a run to TensorBoard, Weights & Biases and CSV.
 
-Every curve is one of the page's (`figures.catalogue`). A point has its time and the tokens that the run had trained by
-then; tokens are the step of formats that have one.
+The curves are those of the dashboard page (`curves.list_series`). A point has its time and the tokens that the run had
+trained by then. Formats with a step use the tokens as the step.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
 
-from atoll.dashboard.figures import catalogue, curve
-from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.curves import compute_curve, list_series
+from atoll.dashboard.run_history import RunHistory
 
-EVEN = ("goodput", "loss", "bytes_up", "bytes_down")
-"""Curves without points of their own, and throughput: they are taken at even distances."""
+EVENLY_SAMPLED = ("goodput", "loss", "bytes_up", "bytes_down")
+"""Curves that are computed and not recorded. They, and throughput, are sampled at even intervals."""
 
-LATE = "loss.published"
-"""Its first point is known at the end, from the report."""
+LATE_SERIES = "loss.published"
+"""Series whose first point comes from the report at the end of the run."""
 
 EVEN_POINTS = 600
-ALL = 10_000_000  # points: none is thinned out
-LOOK_S = 2.0
-REPORT_WAIT_S = 20.0
-"""After the end of a run that is followed: its model is still being judged."""
+NO_LIMIT = 10_000_000  # points; disables downsampling
+POLL_INTERVAL_S = 2.0
+REPORT_TIMEOUT_S = 20.0
+"""Maximum wait for the report after the end of a followed run: the evaluation of its model takes a while."""
 
 
 class Point(NamedTuple):
+    """Value of a curve at one time."""
+
     at: float  # on the run's clock
-    wall: float  # unix time; of a simulated run the run's clock
+    wall: float  # unix time; for a simulated run, time on the run's clock
     tokens: int
     value: float
 
 
 class Writer(Protocol):
-    """Where curves go. Points of one name come in the order of time, but for one that is known late."""
+    """Destination of curves. Points of one name arrive in time order, except those of LATE_SERIES."""
 
     def write(self, name: str, points: Sequence[Point]) -> None: ...
 
@@ -48,23 +50,23 @@ class Writer(Protocol):
 
 
 class Exporter:
-    """Gives writers what they have not got yet."""
+    """Sends new points of all curves to writers."""
 
-    def __init__(self, picture: RunPicture, writers: Sequence[Writer]) -> None:
+    def __init__(self, history: RunHistory, writers: Sequence[Writer]) -> None:
         self.points = 0
         self.names: set[str] = set()
-        self._picture = picture
+        self._history = history
         self._writers = writers
-        self._done: dict[str, float] = {}  # by name: the time of the newest point
-        self._late: set[float] = set()  # times of points of LATE
+        self._exported_until: dict[str, float] = {}  # time of the newest exported point, by name
+        self._late: set[float] = set()  # times of exported points of LATE_SERIES
         self._spacing_s = 1.0
 
     def export(self) -> None:
-        """All that is new in the picture."""
-        picture = self._picture
-        self._spacing_s = max(self._spacing_s, (picture.to - picture.begin) / EVEN_POINTS)
-        for series in catalogue(picture):
-            points = self._new(series.name)
+        """Send all points that are new since the last call."""
+        history = self._history
+        self._spacing_s = max(self._spacing_s, (history.newest_at - history.started_at) / EVEN_POINTS)
+        for series in list_series(history):
+            points = self._new_points(series.name)
             if not points:
                 continue
             self.names.add(series.name)
@@ -74,78 +76,86 @@ class Exporter:
         for writer in self._writers:
             writer.flush()
 
-    def _new(self, name: str) -> list[Point]:
-        picture = self._picture
-        done = self._done.get(name)
-        count = ALL
-        is_even = name in EVEN or name.startswith("throughput")
+    def _new_points(self, name: str) -> list[Point]:
+        history = self._history
+        exported_until = self._exported_until.get(name)
+        count = NO_LIMIT
+        is_even = name in EVENLY_SAMPLED or name.startswith("throughput")
         if is_even:
-            span_s = picture.to - (done if done is not None else picture.begin)
+            span_s = history.newest_at - (exported_until if exported_until is not None else history.started_at)
             count = math.floor(span_s / self._spacing_s)
             if not count:
                 return []
-        found = curve(picture, name, begin=done, points=count)
-        wall0 = picture.wall0 or 0.0
+        found = compute_curve(history, name, begin=exported_until, points=count)
+        wall0 = history.wall0 or 0.0
         points = [
-            Point(at, wall0 + at, round(picture.tokens_until(at)), value)
+            Point(at, wall0 + at, round(history.tokens_until(at)), value)
             for at, value in zip(found.x, found.y, strict=True)
-            if (at not in self._late if name == LATE else done is None or at > done)
+            if (at not in self._late if name == LATE_SERIES else exported_until is None or at > exported_until)
         ]
-        if name == LATE:
+        if name == LATE_SERIES:
             self._late.update(point.at for point in points)
         elif points:
-            self._done[name] = picture.to if is_even else points[-1].at
+            self._exported_until[name] = history.newest_at if is_even else points[-1].at
         return points
 
 
 def export(
-    picture: RunPicture,
+    history: RunHistory,
     writers: Sequence[Writer],
     follow: bool = False,
-    on_look: Callable[[Exporter], None] | None = None,
+    on_poll: Callable[[Exporter], None] | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> Exporter:
-    """Everything there is; with `follow` until the run is over. Writers are closed in any case."""
-    exporter = Exporter(picture, writers)
-    over_at: float | None = None
+    """Export all curves of a run and close the writers.
+
+    Args:
+        follow: whether to continue until the run has ended.
+        on_poll: called after every export.
+        wait: sleeps between two exports; tests replace it.
+    """
+    exporter = Exporter(history, writers)
+    finished_at: float | None = None
     try:
         while True:
-            while picture.grow():
+            while history.update():
                 pass
             exporter.export()
-            if on_look is not None:
-                on_look(exporter)
+            if on_poll is not None:
+                on_poll(exporter)
             if not follow:
                 return exporter
-            if over_at is None and is_over(picture):
-                over_at = time.monotonic()
-            if over_at is not None and _is_judged(picture, over_at):
+            if finished_at is None and is_finished(history):
+                finished_at = time.monotonic()
+            if finished_at is not None and _has_report(history, finished_at):
                 return exporter
-            wait(LOOK_S)
+            wait(POLL_INTERVAL_S)
     finally:
         for writer in writers:
             writer.close()
 
 
-def is_over(picture: RunPicture) -> bool:
-    return picture.simulated or picture.is_finished
+def is_finished(history: RunHistory) -> bool:
+    """Return whether the run has ended. A simulated run always has."""
+    return history.simulated or history.is_finished
 
 
-def _is_judged(picture: RunPicture, over_at: float) -> bool:
-    """Only runs of `atoll train` get a report: whoever was started with `atoll syncer` never does."""
-    return picture.files.report is not None or picture.simulated or time.monotonic() > over_at + REPORT_WAIT_S
+def _has_report(history: RunHistory, finished_at: float) -> bool:
+    """Return whether the report exists or is no longer expected. Only `atoll train` writes one, not `atoll syncer`."""
+    return history.files.report is not None or history.simulated or time.monotonic() > finished_at + REPORT_TIMEOUT_S
 
 
-def new_folder(folder: Path, option: str) -> Path:
-    """Curves are not added to others: every point would be there twice."""
+def create_empty_folder(folder: Path, option: str) -> Path:
+    """Create the folder. Raise ValueError if it has files: a second export would duplicate every point."""
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{option}: {folder} is not empty; remove it, or name another folder")
+        raise ValueError(f"{option}: {folder} is not empty; remove it or give another folder")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _tag(name: str) -> str:
-    """
+    """Return the tag of a series in TensorBoard and Weights & Biases.
+
     >>> _tag("loss.learner.3"), _tag("goodput")
     ('loss/learner.3', 'goodput')
     """
@@ -153,7 +163,7 @@ def _tag(name: str) -> str:
 
 
 class CsvWriter:
-    """One file per curve: at, wall, tokens, value."""
+    """Writes one CSV file per curve with the columns at, wall, tokens, value."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -177,15 +187,15 @@ class CsvWriter:
 
 
 class TensorBoardWriter:
-    """An event file, by TensorBoard's own writer: it is loaded in a fifth of the time that torch's takes."""
+    """Writes an event file with TensorBoard's own writer, which imports five times as fast as the writer of torch."""
 
     def __init__(self, folder: Path) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as missing:
-            raise ValueError(f"--tensorboard needs {missing.name}: pip install 'atoll[tensorboard]'") from None
+        except ImportError as error:
+            raise ValueError(f"--tensorboard needs {error.name}: pip install 'atoll[tensorboard]'") from None
         self._event, self._summary = Event, Summary
         self._file = EventFileWriter(str(folder))
 
@@ -202,24 +212,24 @@ class TensorBoardWriter:
         self._file.close()
 
 
-OFFLINE = {
+OFFLINE_ENVIRONMENT = {
     "WANDB_MODE": "offline",
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_SILENT": "true",
     "OTEL_SDK_DISABLED": "true",
 }
-"""Nothing leaves the machine, whatever this user's settings are. `wandb sync` sends it, should somebody want that."""
+"""Environment in which wandb sends nothing, whatever the user's settings are. `wandb sync` uploads the run later."""
 
 
 class WandbWriter:
-    """An offline run below `folder`/wandb."""
+    """Writes an offline run in `folder`/wandb."""
 
     def __init__(self, folder: Path, run: Path, config: dict[str, Any] | None) -> None:
-        os.environ.update(OFFLINE)  # read when it is imported
+        os.environ.update(OFFLINE_ENVIRONMENT)  # wandb reads them when it is imported
         try:
             import wandb
-        except ImportError as missing:
-            raise ValueError(f"--wandb needs {missing.name}: pip install 'atoll[wandb]'") from None
+        except ImportError as error:
+            raise ValueError(f"--wandb needs {error.name}: pip install 'atoll[wandb]'") from None
         settings = wandb.Settings(
             console="off", disable_code=True, disable_git=True, save_code=False, x_disable_stats=True
         )
@@ -234,7 +244,7 @@ class WandbWriter:
             self._run.log({_tag(name): point.value, "tokens": point.tokens, "at": point.at})
 
     def flush(self) -> None:
-        """It writes by itself."""
+        """Do nothing: wandb flushes its file."""
 
     def close(self) -> None:
         self._run.finish()

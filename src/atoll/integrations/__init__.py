@@ -1,1 +1,5 @@
-"""Atoll inside the trainers that people already use. Each module needs its framework; nothing else imports them."""
+"""Atoll inside other trainers: transformers, accelerate, Lightning, torchtitan.
+
+Each module needs its framework. No other package imports these modules at startup, so none of the frameworks is
+required.
+"""

@@ -1,6 +1,7 @@
-"""accelerate: `atoll.Learner` takes what `accelerator.prepare` returns; here is what is left to do.
+"""accelerate: a learner for gradient accumulation.
 
-Where gradients are accumulated a loop comes by once for every micro-batch, and a step is taken once for all of them.
+`atoll.Learner` takes what `accelerator.prepare` returns. With gradient accumulation a loop calls `step` once for every
+micro-batch, and the optimizer steps once for all of them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from atoll.integrations.batches import total
+from atoll.integrations.batches import sum_counts
 from atoll.learner.api import Learner
-from atoll.tensors.optimizers import Optimizers, was_skipped
+from atoll.tensors.optimizers import Optimizers, was_step_skipped
 
 
 class AcceleratedLearner(Learner):
-    """A `Learner` that is told of micro-batches: their tokens are added up until accelerate lets the optimizer step.
+    """A `Learner` whose `step` is called for every micro-batch. It adds up their tokens until the optimizer steps.
 
         batches = epochs(loader)  # from atoll.integrations.data
         with AcceleratedLearner(accelerator, model, optimizer) as learner:
@@ -26,11 +27,11 @@ class AcceleratedLearner(Learner):
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                learner.step(tokens=count_of(batch), loss=loss)
+                learner.step(tokens=count_tokens_on_device(batch), loss=loss)
 
-    `model` and `optimizer` are the prepared ones. Numbers that are on a device (`atoll.integrations.batches.count_of`)
-    are read once a step: to read one waits for everything before it. A step that was left out because gradients
-    overflowed (fp16) is none.
+    `model` and `optimizer` are the prepared ones. Counts on a device
+    (`atoll.integrations.batches.count_tokens_on_device`) are read once a step, because reading one waits for the
+    device. A step that was skipped because gradients overflowed (fp16) is not reported.
     """
 
     def __init__(self, accelerator: Any, model: nn.Module, optimizer: Optimizers, *where: Any, **settings: Any) -> None:
@@ -45,7 +46,7 @@ class AcceleratedLearner(Learner):
         return self
 
     def step(self, tokens: SupportsIndex, loss: float | Tensor | None = None) -> None:
-        """One micro-batch has been trained on. The loss that is shown is the mean of those of a step."""
+        """Count a micro-batch, and report the step after the last one. The loss of a step is the mean of theirs."""
         self._counts.append(tokens)
         if loss is not None:
             self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
@@ -53,8 +54,8 @@ class AcceleratedLearner(Learner):
             return
         counts, losses = self._counts, self._losses
         self._counts, self._losses = [], []
-        if not was_skipped(self._prepared):
-            super().step(total(counts), sum(losses) / len(losses) if losses else None)
+        if not was_step_skipped(self._prepared):
+            super().step(sum_counts(counts), sum(losses) / len(losses) if losses else None)
 
 
 __all__ = ["AcceleratedLearner"]

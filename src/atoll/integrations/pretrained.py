@@ -1,7 +1,7 @@
-"""Models of a run as directories of transformers, and back: what `from_pretrained` loads. Nothing is downloaded.
+"""Export and import of models as transformers directories, which `from_pretrained` loads. Nothing is downloaded.
 
-A run knows a tied tensor by the first of its names, and nothing of what is frozen. The class of the model knows which
-tensors are tied and what it wants in its file, so that it writes and reads.
+A run stores a tied tensor under the first of its names, and no frozen tensors. The class of the model knows which
+tensors are tied and what its file contains, so it writes and reads the files.
 """
 
 from __future__ import annotations
@@ -17,115 +17,116 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from atoll.tensors.plan import TensorInfo, digest_of, named_tensors
+from atoll.tensors.plan import TensorInfo, named_tensors, tensor_digest
 
 CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
-_ADAPTED = re.compile(r"(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.[^.]+")
-"""Where PEFT puts the name of an adapter into that of a tensor. Its files are without."""
+_ADAPTER_TENSOR = re.compile(r"(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.[^.]+")
+"""Part of a tensor's name after which PEFT inserts the name of the adapter. Its files omit that name."""
 
 
 def export_pretrained(tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo], config: Path, out: Path) -> None:
-    """Write the model of a run into the new directory `out`, or its adapter where the run trained one.
+    """Write the model of a run, or the adapter that it has trained, into the new directory `out`.
 
-    `config`: a config.json or the directory of one. If that has weights too, they are those of what never travelled.
-    What was `frozen` must have the digests of the run.
+    `config` is a config.json or its directory. Weights in that directory are used for frozen tensors, whose digests
+    must be those of the run.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there already, and nothing is written over: give another --out")
-    adapted = [name for name in tensors if _ADAPTED.search(name)]
+        raise ValueError(f"{out} exists and is not overwritten: pass another --out")
+    adapted = [name for name in tensors if _ADAPTER_TENSOR.search(name)]
     if adapted:
         _export_adapter(tensors, adapted, config, out)
         return
     model, has_weights = _base_model(config)
     if frozen and not has_weights:
         raise ValueError(
-            f"the run has no {min(frozen)!r}: it was frozen, and never travelled. Give as --config the directory of "
-            "the model that the islands have loaded, with its weights"
+            f"the run has no {min(frozen)!r}, because it was frozen. Pass as --config the directory of the model that "
+            "the learners have loaded, with its weights"
         )
-    fill(model, tensors, frozen)
+    load_run_tensors(model, tensors, frozen)
     model.save_pretrained(out)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> None:
-    """The tensors of a run into a model, each in the dtype that it had there. What is tied stays tied."""
-    mine = named_tensors(model)
-    if lacking := sorted(set(mine) - {*tensors, *frozen} - _at_home(model, mine, frozen)):
-        raise ValueError(f"this model has {lacking[0]!r}, which the run has not: give the --config of the run's model")
+def load_run_tensors(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> None:
+    """Load the tensors of a run into a model, each with its dtype in the run. Tied tensors stay tied."""
+    model_tensors = named_tensors(model)
+    if missing := sorted(set(model_tensors) - {*tensors, *frozen} - _local_buffers(model, model_tensors, frozen)):
+        raise ValueError(f"this model has {missing[0]!r}, which the run lacks: pass the --config of the run's model")
     for name, info in frozen.items():
-        if name in mine:
-            mine[name].data = mine[name].to(getattr(torch, info.dtype))  # islands may have loaded it in another one
-        if name not in mine or digest_of(mine[name]) != info.digest:
+        if name in model_tensors:
+            # Learners may have loaded another dtype.
+            model_tensors[name].data = model_tensors[name].to(getattr(torch, info.dtype))
+        if name not in model_tensors or tensor_digest(model_tensors[name]) != info.digest:
             raise ValueError(
-                f"{name} was frozen, and is not as it was in the run, where it was {info.dtype}: give the directory"
-                " that was loaded"
+                f"{name} was frozen, and differs from the run, where it was {info.dtype}: pass the directory that was"
+                " loaded"
             )
     for name, value in tensors.items():
-        if name not in mine:
-            raise ValueError(f"the run has {name!r}, which this model has not: give the --config of the run's model")
-        if mine[name].shape != value.shape:
-            shapes = f"{tuple(value.shape)} in the run and {tuple(mine[name].shape)} in this model"
-            raise ValueError(f"{name} is {shapes}: give the --config of the run's model")
-        mine[name].data = value.clone()
+        if name not in model_tensors:
+            raise ValueError(f"the run has {name!r}, which this model lacks: pass the --config of the run's model")
+        if model_tensors[name].shape != value.shape:
+            shapes = f"{tuple(value.shape)} in the run and {tuple(model_tensors[name].shape)} in this model"
+            raise ValueError(f"{name} is {shapes}: pass the --config of the run's model")
+        model_tensors[name].data = value.clone()
 
 
-def _at_home(model: nn.Module, mine: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> set[str]:
-    """Buffers of modules whose own parameters were all frozen: they never travelled, and no plan names them."""
-    still = {id(mine[name]) for name in frozen if name in mine}
-    kept: set[int] = set()
+def _local_buffers(model: nn.Module, model_tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> set[str]:
+    """Return the buffers of modules whose own parameters were all frozen. A run does not merge them."""
+    still = {id(model_tensors[name]) for name in frozen if name in model_tensors}
+    local: set[int] = set()
     for module in model.modules():
         own = [id(parameter) for parameter in module.parameters(recurse=False)]
         if own and still.issuperset(own):
-            kept.update(id(buffer) for buffer in module.buffers(recurse=False))
-    return {name for name, tensor in mine.items() if id(tensor) in kept}
+            local.update(id(buffer) for buffer in module.buffers(recurse=False))
+    return {name for name, tensor in model_tensors.items() if id(tensor) in local}
 
 
 def _base_model(config: Path) -> tuple[Any, bool]:
-    """The model of a configuration; with the weights beside it, if there are any."""
-    made = _class_of(config)
+    """Return the model of a configuration, and whether it has loaded weights from the same directory."""
+    model_class = _find_class(config)
     folder = config if config.is_dir() else config.parent
     if any((folder / name).is_file() for name in WEIGHTS):
-        return made.from_pretrained(folder, local_files_only=True, dtype="auto"), True
-    return made(_config_of(config)), False
+        return model_class.from_pretrained(folder, local_files_only=True, dtype="auto"), True
+    return model_class(_load_config(config)), False
 
 
-def _config_of(config: Path) -> Any:
+def _load_config(config: Path) -> Any:
     from transformers import AutoConfig
 
     path = config / CONFIG if config.is_dir() else config
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; give the config.json of the model, or its directory")
+        raise ValueError(f"{path} does not exist: pass the config.json of the model, or its directory")
     return AutoConfig.from_pretrained(path, local_files_only=True)
 
 
-def _class_of(config: Path) -> Any:
-    """The class that the configuration names: nothing is guessed, and no code of elsewhere is loaded."""
+def _find_class(config: Path) -> Any:
+    """Return the class that the configuration names. No class is guessed, and no remote code is loaded."""
     import transformers
 
-    named = _config_of(config).architectures or []
-    made = getattr(transformers, named[0], None) if named else None
-    if made is None:
+    named = _load_config(config).architectures or []
+    model_class = getattr(transformers, named[0], None) if named else None
+    if model_class is None:
         found = f"names {named[0]!r}, which transformers does not have" if named else "names no class"
         raise ValueError(f'{config} {found}: write it there, as in "architectures": ["GPT2LMHeadModel"]')
-    return made
+    return model_class
 
 
 def _export_adapter(tensors: Mapping[str, Tensor], adapted: list[str], config: Path, out: Path) -> None:
     if others := sorted(set(tensors) - set(adapted)):
         raise ValueError(
-            f"{others[0]!r} was trained beside the adapter, and only adapters of LoRA are written here: export with "
+            f"{others[0]!r} was trained next to the adapter, but only LoRA adapters can be exported: export with "
             "--to safetensors, load that in your script and call save_pretrained"
         )
     path = config / ADAPTER_CONFIG if config.is_dir() else config
     if not path.is_file() or path.name != ADAPTER_CONFIG:
-        raise ValueError(f"the run has trained an adapter: give as --config its {ADAPTER_CONFIG}, or the directory")
+        raise ValueError(f"the run has trained an adapter: pass as --config its {ADAPTER_CONFIG} or the directory")
     kind = json.loads(path.read_text(encoding="utf-8")).get("peft_type")
     if kind != "LORA":
-        raise ValueError(f"{path} is of {kind}, and only adapters of LoRA are written here")
+        raise ValueError(f"{path} is of {kind}, but only LoRA adapters can be exported")
     out.mkdir(parents=True, exist_ok=True)
-    named = {_ADAPTED.sub(r"\1", name): value.contiguous() for name, value in tensors.items()}
+    named = {_ADAPTER_TENSOR.sub(r"\1", name): value.contiguous() for name, value in tensors.items()}
     if len(named) < len(tensors):
         raise ValueError("the run has trained several adapters: export with --to safetensors")
     save_file(named, out / ADAPTER, metadata={"format": "pt"})
@@ -133,11 +134,11 @@ def _export_adapter(tensors: Mapping[str, Tensor], adapted: list[str], config: P
 
 
 def read_pretrained(folder: Path) -> dict[str, Tensor]:
-    """The model in a directory of transformers, under the names that a run knows its tensors by."""
+    """Return the model in a transformers directory, with the tensor names of a run."""
     if not any((folder / name).is_file() for name in WEIGHTS):
-        raise ValueError(f"{folder} holds none of {', '.join(WEIGHTS)}: give a directory that save_pretrained wrote")
+        raise ValueError(f"{folder} contains none of {', '.join(WEIGHTS)}: pass a directory of save_pretrained")
     model, _ = _base_model(folder)
     return {name: tensor.detach().clone().contiguous() for name, tensor in named_tensors(model).items()}
 
 
-__all__ = ["export_pretrained", "fill", "read_pretrained"]
+__all__ = ["export_pretrained", "load_run_tensors", "read_pretrained"]

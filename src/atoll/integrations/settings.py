@@ -1,4 +1,4 @@
-"""What a callback may be told beside what the trainer knows: the settings of `atoll.Learner`."""
+"""Settings of `atoll.Learner` that a callback accepts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from atoll.learner.api import Learner
 
-GIVEN_BY_THE_TRAINER = {"model", "optimizer"}
+TRAINER_ARGUMENTS = {"model", "optimizer"}
 
 
 def check_settings(names: Iterable[str]) -> None:
-    """ValueError for one that there is not. When training begins it would be late: the data may have taken hours."""
-    known = set(inspect.signature(Learner).parameters) - GIVEN_BY_THE_TRAINER
+    """Raise ValueError for unknown settings. This is called early, because preparing the data may take hours."""
+    known = set(inspect.signature(Learner).parameters) - TRAINER_ARGUMENTS
     for name in names:
         if name not in known:
-            raise ValueError(f"atoll.Learner has no setting {name!r}; there are {', '.join(sorted(known))}")
+            raise ValueError(f"atoll.Learner has no setting {name!r}; use one of {', '.join(sorted(known))}")

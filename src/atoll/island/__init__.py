@@ -1,4 +1,4 @@
-"""The ranks of one learner: fragments and actions at a step boundary, topology, connections, leader and followers.
+"""The ranks of one learner: fragments, step boundary, topology, connections between ranks, leader and followers.
 
-A learner of one rank uses the fragments and actions alone. Imports neither the learner's driver nor the syncer.
+A learner of one rank uses only the fragments and the step boundary. Depends neither on the driver nor on the syncer.
 """

@@ -1,7 +1,7 @@
-"""What a learner does between two steps, as a list of actions.
+"""Actions that a learner executes between two steps.
 
-The list is made by whoever speaks to the syncer. An island of one rank carries it out as it is; in an island of many
-ranks the leader's list goes to all of them, and each does its part at the same step.
+The rank that runs the protocol makes the list. An island of one rank executes it directly. In an island of several
+ranks the leader broadcasts it, and each rank executes its part at the same step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, InnerState, SaveSnapshot, StartTraining, Stop
+from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, OptimizerState, SaveSnapshot, StartTraining, Stop
 from atoll.core.types import FragmentId, LearnerId, RunConfig
-from atoll.island.fragments import Buffer, Copied, FragmentTensors
+from atoll.island.fragments import Buffer, FragmentTensors, PulledCopy
 from atoll.island.rank_connection import BoundaryStatus, RankRequest
-from atoll.store.learner_parts import FragmentCopy, Part, TakenPart, find_inner_state, take_rng
+from atoll.store.learner_parts import FragmentCopy, LearnerPart, PartCopy, find_optimizer_state, get_rng_states
 from atoll.store.optimizer_state_files import StateFile
 from atoll.tensors import optimizer_state
 from atoll.tensors.codecs import Codec
@@ -33,10 +33,10 @@ class CopyAction(NamedTuple):
     """Copy the fragment for a contribution."""
 
     effect: CopyFragment
-    copied: Copied
+    copied: PulledCopy
 
 
-class Adopt(NamedTuple):
+class AdoptAction(NamedTuple):
     """Take over a published version."""
 
     effect: AdoptFragment
@@ -44,104 +44,105 @@ class Adopt(NamedTuple):
     reference: Buffer | None
 
 
-class Give(NamedTuple):
-    """Take a copy of the inner optimizer's state for a learner that joins."""
+class CopyStateAction(NamedTuple):
+    """Copy the optimizer state for a learner that joins."""
 
     envelope: Envelope
-    taken: Future[optimizer_state.Taken]
+    state: Future[optimizer_state.OptimizerStateCopy]
 
 
 def state_key(envelope: Envelope) -> tuple[int, int]:
-    """One boundary may give to several learners, and the same learner may ask again at a later one."""
-    assert isinstance(envelope.body, InnerState)
-    return envelope.tick, envelope.body.to
+    """Return the key of a copied state. One boundary may copy for several learners, and a learner may request it
+    again later."""
+    assert isinstance(envelope.body, OptimizerState)
+    return envelope.tick, envelope.body.target
 
 
-class Save(NamedTuple):
-    """Copy everything that this learner's part of a snapshot holds."""
+class SavePartAction(NamedTuple):
+    """Copy this learner's part of a snapshot."""
 
     effect: SaveSnapshot
-    taken: Future[TakenPart]
+    part: Future[PartCopy]
 
 
-class Saved(NamedTuple):
-    """A part that was found on disk, and its inner state as this optimizer takes it."""
+class SavedState(NamedTuple):
+    """Part that was found on disk, with its optimizer state prepared for this optimizer."""
 
-    part: Part
-    inner: optimizer_state.Prepared
+    part: LearnerPart
+    prepared: optimizer_state.PreparedState
 
 
-class Given(NamedTuple):
-    """Inner state that a peer has sent: metadata and whole tensors, and what of it this rank installs."""
+class ReceivedState(NamedTuple):
+    """Optimizer state from a peer: metadata and full tensors, and what this rank installs of it."""
 
     state: tuple[Mapping[str, Any], Mapping[str, Tensor]]
-    prepared: optimizer_state.Prepared
+    prepared: optimizer_state.PreparedState
 
 
-class Starting(NamedTuple):
-    """What an island starts with. `state`: metadata and whole tensors of inner state, for the other ranks of it."""
+class IslandInitialState(NamedTuple):
+    """State from which an island starts. `state`: metadata and full tensors of optimizer state, for the other ranks."""
 
     warmup_steps: int
-    prepared: optimizer_state.Prepared | None
+    prepared: optimizer_state.PreparedState | None
     state: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None
-    part: Part | None  # this learner's own, which it goes on from
-    is_loaded: bool = False  # the other ranks have read their own already
+    part: LearnerPart | None  # this learner's own part, from which it resumes
+    is_loaded: bool = False  # the other ranks have loaded their shards of the state
 
     @property
     def restored(self) -> Any:
         return self.part.extra if self.part is not None else None
 
 
-class Start(NamedTuple):
+class StartAction(NamedTuple):
     effect: StartTraining
-    inner: Starting | None = None  # known when it is carried out
+    initial: IslandInitialState | None = None  # set before the action is executed
 
 
-class End(NamedTuple):
+class StopAction(NamedTuple):
     effect: Stop
 
 
-LEFT = frozenset({"learner-drained", "learner-pushed", "learner-hurried"})
-"""Reasons with which a learner leaves that was asked to."""
+DRAINED_REASONS = frozenset({"learner-left-on-request", "learner-drained", "learner-left-early"})
+"""Reasons with which a drained learner leaves."""
 
-Action: TypeAlias = CopyAction | Adopt | Give | Save | Start | End
+Action: TypeAlias = CopyAction | AdoptAction | CopyStateAction | SavePartAction | StartAction | StopAction
 
 
 class SingleRankIsland:
-    """An island of one rank, and the base of one of many: all ranks carry out the same actions at the same boundary."""
+    """Island of one rank, and base class of `Leader`. All ranks execute the same actions at the same boundary."""
 
     generation = 0
     waited_s = 0.0
-    way = "alone"
-    noticed = 0  # the most that another rank has got, see `Notice.level`
+    transfer_mode = "alone"
+    preemption_level = 0  # highest level of the other ranks, see `Preemption.level`
 
-    def hear(self, kind: RankRequest, value: int = 0) -> int:
-        """Wait until all ranks are here for the same thing. Return the sum of their values, over those that count."""
+    def gather_requests(self, kind: RankRequest, value: int = 0) -> int:
+        """Wait for the same request from all ranks. Return the sum of the values of the ranks that count."""
         return value
 
-    def agree(self, actions: list[Action], told: BoundaryStatus) -> list[Action]:
-        """Send the actions to all ranks, which wait for them since `hear`."""
+    def broadcast_actions(self, actions: list[Action], status: BoundaryStatus) -> list[Action]:
+        """Send the actions to all ranks, which wait since `gather_requests`."""
         return actions
 
-    def say(self, words: list[Any]) -> None:
-        """While it joins: with no words, the other ranks know that this one is still there."""
+    def broadcast(self, commands: list[Any]) -> None:
+        """Send commands to all ranks during the join. An empty list is a heartbeat."""
 
-    def stay(self) -> None:
-        """All ranks want to leave, and rest with this one before they do."""
+    def pause_ranks(self) -> None:
+        """Let all ranks pause with this one before they leave."""
 
-    def deal(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    def scatter_samples(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         return numbers
 
-    def view(self, model: nn.Module, plan: FragmentPlan) -> ModelView:
+    def make_view(self, model: nn.Module, plan: FragmentPlan) -> ModelView:
         return ModelView(model, plan)
 
-    def fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
+    def make_fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
         return FragmentTensors(view, p, up)
 
-    def boundary(self, *args: Any) -> StepBoundary:
+    def make_boundary(self, *args: Any) -> StepBoundary:
         return StepBoundary(*args)
 
-    def fail(self, wrong: BaseException | type[BaseException]) -> None: ...
+    def fail(self, error: BaseException | type[BaseException]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -149,44 +150,44 @@ class SingleRankIsland:
 T = TypeVar("T")
 
 
-def settle(promised: Future[T], take: Callable[[], T]) -> None:
-    """Keep the promise with what is taken, or with the cause why it cannot be. Raises nothing.
+def resolve_future(future: Future[T], compute: Callable[[], T]) -> None:
+    """Set the result of `compute`, or its error as text. Never raises.
 
-    The cause goes on as text: an exception would keep the frames of its traceback alive, and with them copies of
-    tensors for which there was no memory.
+    An exception object would keep the frames of its traceback alive, and with them copies of tensors for which there
+    was no memory.
     """
     try:
-        taken = take()
+        result = compute()
     except Exception as error:
-        problem = cause_of(error)
+        problem = summarize_error(error)
     else:
-        promised.set_result(taken)
+        future.set_result(result)
         return
-    promised.set_exception(ValueError(problem))
+    future.set_exception(ValueError(problem))
 
 
-def take_part(
+def copy_part(
     fragments: Sequence[FragmentTensors],
-    take_inner: Callable[[], optimizer_state.Taken],
+    take_state: Callable[[], optimizer_state.OptimizerStateCopy],
     extra_state: Callable[[], Any] | None,
-) -> TakenPart:
-    """Copy this learner's part of a snapshot, in the training thread. Raises ValueError for what cannot be saved."""
+) -> PartCopy:
+    """Copy this learner's part of a snapshot, in the training thread. Raise ValueError if it cannot be saved."""
     extra = "null"
     if extra_state is not None:
         try:
             extra = json.dumps(extra_state(), allow_nan=False)
-        except Exception as error:  # the user's code; training is worth more than its part
+        except Exception as error:  # the user's code must not end the training
             raise ValueError(f"extra_state failed: {type(error).__name__}: {error}") from error
-    inner = take_inner()
+    state = take_state()
     copies = []
     for fragment in fragments:
         buffer, wait = fragment.copy_for_part()
         copies.append(FragmentCopy(fragment.p, buffer.tensor, wait, partial(fragment.release, buffer)))
-    return TakenPart(copies, inner, take_rng(), extra)
+    return PartCopy(copies, state, get_rng_states(), extra)
 
 
-def cause_of(error: Exception) -> str:
-    """Return what went wrong in one line: with the file, or with the type unless it is a sentence of ours."""
+def summarize_error(error: Exception) -> str:
+    """Return an error in one line, with its file if it has one, and with its type unless it is a ValueError."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).splitlines()
@@ -211,74 +212,74 @@ class StepBoundary:
         self._extra_state = extra_state
         self.fresh_warmup_steps = fresh_warmup_steps
 
-    def adopt(self, action: Adopt) -> None:
+    def adopt(self, action: AdoptAction) -> None:
         fragment = self.fragments[action.effect.fragment]
-        fragment.adopt(action.effect.how, action.value, action.reference, self._blend_alpha)
+        fragment.adopt(action.effect.mode, action.value, action.reference, self._blend_alpha)
         fragment.release(action.value, action.reference)
 
-    def give(self, action: Give) -> None:
-        """Copy the inner state. Whatever fails is the joining learner's loss: the background answers with the cause,
-        and training goes on."""
-        settle(action.taken, self._take_to_give)
+    def copy_state(self, action: CopyStateAction) -> None:
+        """Copy the optimizer state. On failure the joining learner receives the cause, and training continues."""
+        resolve_future(action.state, self._take_state_for_peer)
 
-    def save(self, action: Save) -> None:
-        """Copy a part of a snapshot. Whatever fails is reported to the syncer, and training goes on."""
-        settle(action.taken, lambda: take_part(self.fragments, self.take_inner, self._extra_state))
+    def save_part(self, action: SavePartAction) -> None:
+        """Copy a part of a snapshot. A failure is reported to the syncer, and training continues."""
+        resolve_future(action.part, lambda: copy_part(self.fragments, self.take_optimizer_state, self._extra_state))
 
-    def _take_to_give(self) -> optimizer_state.Taken:
-        taken = self.take_inner()
-        optimizer_state.check_holds_state(self._optimizers, taken)
-        return taken
+    def _take_state_for_peer(self) -> optimizer_state.OptimizerStateCopy:
+        state = self.take_optimizer_state()
+        optimizer_state.check_has_state(self._optimizers, state)
+        return state
 
-    def take_inner(self) -> optimizer_state.Taken:
-        return optimizer_state.take(self._optimizers, self._model)
+    def take_optimizer_state(self) -> optimizer_state.OptimizerStateCopy:
+        return optimizer_state.copy_state(self._optimizers, self._model)
 
-    def before(self) -> None:
-        """Called when something is to be done at this boundary."""
+    def prepare_actions(self) -> None:
+        """Prepare the model before the actions of a boundary."""
 
-    def find_saved(self, run: Path, config: RunConfig, learner: LearnerId, say: Callable[[str], None]) -> Saved | None:
-        """While the training thread waits for the first step: inner state from a part in this run's directory."""
-        found = find_inner_state(run, config, learner, self._optimizers, self._model, say, self.others_load)
-        return Saved(*found) if found is not None else None
+    def find_saved_state(
+        self, run: Path, config: RunConfig, learner: LearnerId, log: Callable[[str], None]
+    ) -> SavedState | None:
+        """Return optimizer state from a part in this run directory, while the training thread waits to start."""
+        found = find_optimizer_state(run, config, learner, self._optimizers, self._model, log, self.load_on_other_ranks)
+        return SavedState(*found) if found is not None else None
 
-    def others_load(self, part: Part) -> None:
-        """The other ranks, if there are any, read their own of a part that fits here. Raises ValueError where they
-        cannot."""
+    def load_on_other_ranks(self, part: LearnerPart) -> None:
+        """Let each other rank load its shards of a part that fits. Raise ValueError if one cannot."""
 
-    def prepare_given(self, file: StateFile) -> Given:
-        """While the training thread waits for the first step: check a peer's inner state. Raises ValueError where it
-        does not fit."""
+    def prepare_received_state(self, file: StateFile) -> ReceivedState:
+        """Check a peer's optimizer state while the training thread waits. Raise ValueError if it does not fit."""
         state = file.read()
-        return Given(state, optimizer_state.prepare(*state, self._optimizers, self._model))
+        return ReceivedState(state, optimizer_state.prepare(*state, self._optimizers, self._model))
 
-    def starting(
+    def make_initial_state(
         self,
         effect: StartTraining,
-        given: Given | None,
-        saved: Saved | None,
+        received: ReceivedState | None,
+        saved: SavedState | None,
         learner: LearnerId,
         log: logging.Logger,
-    ) -> Starting:
-        """Return what training starts with."""
-        if effect.moments.code == "moments-saved":
-            assert saved is not None, f"{effect.moments}, which nobody holds"
-            # Two learners that draw the same numbers would learn the same: only its own part says what is drawn next.
+    ) -> IslandInitialState:
+        """Return the initial state for the training."""
+        if effect.state_source.code == "state-from-snapshot":
+            assert saved is not None, f"{effect.state_source}, but no part was found"
+            # Only the learner's own part restores the random generators: two learners that draw the same numbers would
+            # train on the same noise.
             own = saved.part if saved.part.learner == learner else None
-            state = (saved.part.note["inner"], saved.part.inner_tensors())
+            state = (saved.part.metadata["inner"], saved.part.optimizer_tensors())
             warmup_steps = effect.warmup_steps
             try:
-                optimizer_state.check_holds_state(self._optimizers, saved.inner)
+                optimizer_state.check_has_state(self._optimizers, saved.prepared)
             except ValueError as error:
                 warmup_steps = max(warmup_steps, self.fresh_warmup_steps)
-                log.warning("%s has no inner state, warming up for %d steps: %s", saved.part.path, warmup_steps, error)
-            return Starting(warmup_steps, saved.inner, state, own)
-        if effect.moments.code == "moments-peer":
-            assert given is not None, f"{effect.moments}, which never arrived"
-            return Starting(effect.warmup_steps, given.prepared, given.state, None)
-        return Starting(effect.warmup_steps, None, None, None)
+                log.warning("%s has no optimizer state, warmup of %d steps: %s", saved.part.path, warmup_steps, error)
+            return IslandInitialState(warmup_steps, saved.prepared, state, own)
+        if effect.state_source.code == "state-from-peer":
+            assert received is not None, f"{effect.state_source}, but none has arrived"
+            return IslandInitialState(effect.warmup_steps, received.prepared, received.state, None)
+        return IslandInitialState(effect.warmup_steps, None, None, None)
 
     def write_anchors(self) -> None:
-        """The model as it was published, without the steps that came too late for the last merge."""
+        """Load the published values into the model. Steps that were too late for the last merge are lost."""
         for fragment in self.fragments:
             if fragment.anchor is not None:
                 fragment.adopt("overwrite", fragment.anchor, None, 0.0)

@@ -1,9 +1,10 @@
-"""Rank 0 of an island of many: it alone speaks to the syncer, and the other ranks do as it says.
+"""Rank 0 of an island of several ranks. Only it runs the protocol with the syncer; the other ranks execute its
+commands.
 
-At a step boundary all ranks ask and it answers with its list. Where every rank holds whole rows, each sends and fetches
-its own, and this one says when (`row_transfer`). Elsewhere it orders rows of one fragment from the others in
-the background, puts them together, and hands out those of a version that has arrived. Either way its core hears of a
-version when every rank has its rows in host memory, so that nobody waits for any at the boundary where it is adopted.
+At a step boundary all ranks send a request, and the leader replies with its actions. If every rank has whole rows, each
+transfers its own rows when the leader requests it (`row_transfer`). Otherwise the leader gathers the rows of a fragment
+in the background, and scatters the rows of a version that has arrived. In both cases its core learns of a version only
+when every rank has its rows in host memory, so that no rank waits at the boundary where the version is adopted.
 """
 
 from __future__ import annotations
@@ -26,367 +27,393 @@ from xxhash import xxh3_128
 
 from atoll.core.protocol import StartTraining
 from atoll.core.types import FragmentId, Version
-from atoll.errors import AtollError, IslandBroken
+from atoll.errors import AtollError, IslandBrokenError
 from atoll.island.boundary import (
     Action,
-    Adopt,
+    AdoptAction,
     CopyAction,
-    End,
-    Give,
-    Save,
-    Saved,
+    CopyStateAction,
+    IslandInitialState,
+    SavedState,
+    SavePartAction,
     SingleRankIsland,
-    Start,
-    Starting,
+    StartAction,
     StepBoundary,
-    cause_of,
+    StopAction,
+    summarize_error,
 )
-from atoll.island.fragments import CopyGone, FragmentTensors
-from atoll.island.optimizer_state_io import cut_for, get_ready, load_by_all, send_tensors, write_by_all
+from atoll.island.fragments import CopyUnavailableError, FragmentTensors
+from atoll.island.optimizer_state_io import cut_for_rank, load_shards, preload_parts, send_tensors, write_shards
 from atoll.island.rank_connection import (
-    CALLS,
-    ONLY_BESIDE,
+    REQUEST_VERBS,
+    RNG_ONLY,
     BoundaryStatus,
-    Order,
+    RankCommand,
     RankConnection,
     RankReply,
     RankRequest,
-    bytes_of,
-    failure_text,
+    encode_failure,
+    tensor_bytes,
 )
 from atoll.island.rank_rpc import RankRpcClient
 from atoll.island.topology import Ranks, fsdp_modules, reshard
-from atoll.store.learner_parts import Part
+from atoll.store.learner_parts import LearnerPart
 from atoll.tensors import optimizer_state
 from atoll.tensors.codecs import Codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
-from atoll.tensors.row_sharding import RowShare, lie_in_rows, share_out
-from atoll.tensors.sharding import Box, Window, owned, windows
+from atoll.tensors.row_sharding import FragmentSharding, is_sharded_by_rows, shard_fragment
+from atoll.tensors.sharding import Box, ShardWindow, assign_owners, shard_windows
 
-PIECE = 2**18
-"""Values of other ranks that pass through here at a time: 1 MiB."""
+PIECE_VALUES = 2**18
+"""Values of other ranks that the leader forwards at a time: 1 MiB."""
 
-LEAST_OWN_VALUES = 2**18
-"""Of the mean fragment, where every rank sends and fetches its own rows of it. A request costs a millisecond of a
-processor whatever it carries, and of a smaller fragment a rank may well hold the whole for a moment."""
+MIN_ROW_TRANSFER_VALUES = 2**18
+"""Smallest mean fragment for which every rank transfers its own rows. A request costs about a millisecond of CPU time
+whatever its size, and a rank has enough memory for a whole smaller fragment."""
 
 
 class LeaderBackground(Protocol):
-    """What the leader needs of the background thread of its process."""
+    """Interface of the background thread of the leader's process."""
 
     @property
-    def address(self) -> str:
-        """The syncer's."""
+    def syncer_address(self) -> str:
+        """Address of the syncer."""
         ...
 
     @property
     def has_token(self) -> bool: ...
 
-    def lead(self, leader: Leader, hands: RankRpcClient, ranks: int) -> None: ...
+    def start_row_transfer(self, leader: Leader, rank_rpc: RankRpcClient, ranks: int) -> None: ...
 
 
 class Leader(SingleRankIsland):
-    way = "leader"
+    transfer_mode = "leader"
 
     def __init__(self, ranks: Ranks, model: nn.Module, background: LeaderBackground, log: logging.Logger) -> None:
         self.ranks = ranks
-        self.shares: list[RowShare] = []  # by fragment, where ranks send and fetch their own rows
+        self.shares: list[FragmentSharding] = []  # by fragment, if ranks transfer their own rows
         self._background = background
         self.fsdp = fsdp_modules(model)
-        self.parcel = 0  # of inner state or of a snapshot's part, counted by all ranks alike
-        self.generation = 0  # of incarnations, so that nothing of one is taken for the next
-        self.waited_s = 0.0  # for the others at step boundaries
+        self.staged_count = 0  # staged copies of state or of a snapshot's part, counted in the same way by all ranks
+        self.generation = 0  # number of the incarnation; messages of earlier ones are ignored
+        self.waited_s = 0.0  # seconds of waiting for the other ranks at step boundaries
         self._log = log
-        self._lock = threading.Lock()  # one order at a time
-        self._given: list[int] = []  # what each rank gave last
-        self._theirs: list[list[list[Window]]] = []  # by follower and fragment, what it holds
-        self._owned: list[list[list[Window]]] = []  # and what of it is asked of it, and of nobody else
-        self._began = 0.0
+        self._lock = threading.Lock()  # one command at a time
+        self._values_by_rank: list[int] = []  # values of the newest requests
+        self._windows: list[list[list[ShardWindow]]] = []  # by follower and fragment, its shards
+        self._owned_windows: list[list[list[ShardWindow]]] = []  # the same without replicas, to be gathered
+        self._boundary_started_at = 0.0
 
     # -------------------------------------------------------------------------------------------- at a step boundary
 
-    def hear(self, kind: RankRequest, value: int = 0) -> int:
-        self._began = time.monotonic()
-        self._given = [value]
-        for line in self.ranks.control:
-            theirs, given = line.hear()
-            if theirs is not kind:
-                raise IslandBroken(
-                    f"rank {line.rank} of this island {CALLS[theirs]} where rank 0 {CALLS[kind]}: all ranks of an "
-                    "island do the same at the same step"
+    def gather_requests(self, kind: RankRequest, value: int = 0) -> int:
+        self._boundary_started_at = time.monotonic()
+        self._values_by_rank = [value]
+        for connection in self.ranks.control:
+            rank_kind, rank_value = connection.receive_request()
+            if rank_kind is not kind:
+                raise IslandBrokenError(
+                    f"rank {connection.rank} of this island {REQUEST_VERBS[rank_kind]} where rank 0"
+                    f" {REQUEST_VERBS[kind]}: all ranks of an island must do the same at the same step"
                 )
-            self._given.append(given)
-            self.noticed = max(self.noticed, line.noticed)
-        return sum(given for given, counts in zip(self._given, self.ranks.counts, strict=True) if counts)
+            self._values_by_rank.append(rank_value)
+            self.preemption_level = max(self.preemption_level, connection.preemption_level)
+        return sum(
+            rank_value
+            for rank_value, counts in zip(self._values_by_rank, self.ranks.counts_tokens, strict=True)
+            if counts
+        )
 
-    def agree(self, actions: list[Action], told: BoundaryStatus) -> list[Action]:
-        words = _encoded([_words_of(action) for action in actions]) if actions else b""
-        starting = next((action.inner for action in actions if type(action) is Start), None)
-        for line in self.ranks.control:
-            line.answer(told, words)
-            if starting is not None:
-                self._send_state(line, starting)
-        self.waited_s += time.monotonic() - self._began
+    def broadcast_actions(self, actions: list[Action], status: BoundaryStatus) -> list[Action]:
+        reply = _encode_commands([_encode_action(action) for action in actions]) if actions else b""
+        initial_state = next((action.initial for action in actions if type(action) is StartAction), None)
+        for connection in self.ranks.control:
+            connection.send_reply(status, reply)
+            if initial_state is not None:
+                self._send_state(connection, initial_state)
+        self.waited_s += time.monotonic() - self._boundary_started_at
         return actions
 
-    def stay(self) -> None:
-        for line in self.ranks.control:
-            line.answer(BoundaryStatus(paused=True), b"")
+    def pause_ranks(self) -> None:
+        for connection in self.ranks.control:
+            connection.send_reply(BoundaryStatus(is_paused=True), b"")
 
-    def say(self, words: list[Any]) -> None:
-        self.hear(RankRequest.JOIN)
-        for line in self.ranks.control:
-            line.answer(BoundaryStatus(), _encoded(words) if words else b"")
+    def broadcast(self, commands: list[Any]) -> None:
+        self.gather_requests(RankRequest.JOIN)
+        for connection in self.ranks.control:
+            connection.send_reply(BoundaryStatus(), _encode_commands(commands) if commands else b"")
 
-    def deal(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Samples by rank, those of one step in a row. Ranks that train on the same data get the same."""
+    def scatter_samples(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Split the samples of one step by rank. Ranks that train on the same data get the same samples."""
         starts, begin = {}, 0
-        for given, counts, slot in zip(self._given, self.ranks.counts, self.ranks.slots, strict=True):
+        for offset, counts, slot in zip(
+            self._values_by_rank, self.ranks.counts_tokens, self.ranks.data_slots, strict=True
+        ):
             if counts:
-                starts[slot] = (begin, begin + given)
-                begin += given
-        for line in self.ranks.control:
-            first, last = starts[self.ranks.slots[line.rank]]
-            line.answer(BoundaryStatus(), _encoded([["samples", numbers[first:last]]]))
-        first, last = starts[self.ranks.slots[0]]
+                starts[slot] = (begin, begin + offset)
+                begin += offset
+        for connection in self.ranks.control:
+            first, last = starts[self.ranks.data_slots[connection.rank]]
+            connection.send_reply(BoundaryStatus(), _encode_commands([["samples", numbers[first:last]]]))
+        first, last = starts[self.ranks.data_slots[0]]
         return numbers[first:last]
 
-    def _send_state(self, line: RankConnection, starting: Starting) -> None:
-        """The part of this rank of everything that its optimizer starts with, tensor by tensor."""
-        dealt = cut_for(self.ranks, line.rank, *starting.state) if starting.state is not None else ()
-        own = starting.part.rng_of(line.rank) if starting.part is not None else {}
-        send_tensors(line, chain(dealt, own.items()))
+    def _send_state(self, connection: RankConnection, initial_state: IslandInitialState) -> None:
+        """Send a rank its shards of the initial optimizer state, tensor by tensor."""
+        dealt = (
+            cut_for_rank(self.ranks, connection.rank, *initial_state.state) if initial_state.state is not None else ()
+        )
+        own = initial_state.part.rng_states(connection.rank) if initial_state.part is not None else {}
+        send_tensors(connection, chain(dealt, own.items()))
 
-    # ----------------------------------------------------------------------------------------------- what it is made of
+    # ----------------------------------------------------------------------------------------------------- construction
 
-    def view(self, model: nn.Module, plan: FragmentPlan) -> ModelView:
-        mine = owned(self.ranks.boxes, plan.tensors)
+    def make_view(self, model: nn.Module, plan: FragmentPlan) -> ModelView:
+        owners = assign_owners(self.ranks.boxes, plan.tensors)
         fragments = range(len(plan.fragments))
         others = range(1, self.ranks.size)
-        self._theirs = [[windows(plan, p, self.ranks.boxes[rank]) for p in fragments] for rank in others]
-        self._owned = [[windows(plan, p, self.ranks.boxes[rank], mine[rank]) for p in fragments] for rank in others]
-        view = IslandView(self, model, plan)  # all ranks make one at this moment: it may be theirs together to look at
-        if self._agree_on_rows(plan):
-            self.way = "rows"
-            self.shares = [share_out(plan, p, self.ranks.boxes) for p in fragments]
-            self._background.lead(self, RankRpcClient(self.ranks.rows), self.ranks.size)
+        self._windows = [[shard_windows(plan, p, self.ranks.boxes[rank]) for p in fragments] for rank in others]
+        self._owned_windows = [
+            [shard_windows(plan, p, self.ranks.boxes[rank], owners[rank]) for p in fragments] for rank in others
+        ]
+        view = IslandView(self, model, plan)  # all ranks make one now: building it may involve collective calls
+        if self._negotiate_row_transfer(plan):
+            self.transfer_mode = "rows"
+            self.shares = [shard_fragment(plan, p, self.ranks.boxes) for p in fragments]
+            self._background.start_row_transfer(self, RankRpcClient(self.ranks.rows), self.ranks.size)
             view.packed = True
         return view
 
-    def _agree_on_rows(self, plan: FragmentPlan) -> bool:
-        """Do all ranks send and fetch their own rows? For that they hold whole ones, of fragments that are worth a
-        request of each rank, and reach the syncer."""
-        unfit = ""
-        if not lie_in_rows(self.ranks.boxes, plan.tensors):
-            unfit = "they do not hold whole rows"
-        elif plan.total_numel < LEAST_OWN_VALUES * len(plan.fragments):
-            unfit = f"fragments of less than {LEAST_OWN_VALUES:,} values are not worth requests of each"
-        if unfit:
-            self._log.info("rank 0 sends and fetches for all ranks of this island: %s", unfit)
-            self.say([["way", ""]])
-            return False
-        self.say([["reach", self._background.address, self._background.has_token]])
-        self.hear(RankRequest.JOIN)
-        away = [rank for rank, reaches in enumerate(self._given) if rank and not reaches]
-        for line in self.ranks.control:
-            line.answer(BoundaryStatus(), _encoded([["way", "" if away else "rows"]]))
-        if away:
-            said = "rank 0 sends and fetches for all ranks of this island: rank %s cannot speak to the syncer"
-            self._log.warning(said, ", ".join(map(str, away)))
-        else:
-            self._log.info("every rank of this island sends and fetches its own rows")
-        return not away
+    def _negotiate_row_transfer(self, plan: FragmentPlan) -> bool:
+        """Return whether all ranks transfer their own rows.
 
-    def fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
+        For that they need whole rows, fragments that are worth a request of each rank, and a route to the syncer.
+        """
+        cause = ""
+        if not is_sharded_by_rows(self.ranks.boxes, plan.tensors):
+            cause = "they do not have whole rows"
+        elif plan.total_numel < MIN_ROW_TRANSFER_VALUES * len(plan.fragments):
+            cause = f"fragments have fewer than {MIN_ROW_TRANSFER_VALUES:,} values"
+        if cause:
+            self._log.info("rank 0 transfers the rows of all ranks of this island: %s", cause)
+            self.broadcast([["transfer_mode", ""]])
+            return False
+        self.broadcast([["reach", self._background.syncer_address, self._background.has_token]])
+        self.gather_requests(RankRequest.JOIN)
+        unreachable = [rank for rank, reaches in enumerate(self._values_by_rank) if rank and not reaches]
+        for connection in self.ranks.control:
+            connection.send_reply(
+                BoundaryStatus(), _encode_commands([["transfer_mode", "" if unreachable else "rows"]])
+            )
+        if unreachable:
+            message = "rank 0 transfers the rows of all ranks of this island: rank %s cannot reach the syncer"
+            self._log.warning(message, ", ".join(map(str, unreachable)))
+        else:
+            self._log.info("every rank of this island transfers its own rows")
+        return not unreachable
+
+    def make_fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
         return FragmentTensors(view, p, up, self, self.shares[p] if self.shares else None)
 
-    def boundary(self, *args: Any) -> StepBoundary:
+    def make_boundary(self, *args: Any) -> StepBoundary:
         self.generation += 1
-        self.parcel = 0
+        self.staged_count = 0
         return LeaderBoundary(self, *args)
 
     # ------------------------------------------------------------------------------------------------ in the background
 
-    def gather(self, order: Order, p: FragmentId, key: int, whole: Tensor) -> None:
-        """The rows of the other ranks into a whole flat fragment, which has the leader's own."""
-        asked = [
-            (line, parts)
-            for line, fragments in zip(self.ranks.bulk, self._owned, strict=True)
-            if (parts := [window for window in fragments[p] if window.first < window.last])
+    def gather_rows(self, command: RankCommand, p: FragmentId, key: int, whole: Tensor) -> None:
+        """Gather the rows of the other ranks into a full fragment, which already has the leader's rows."""
+        requested = [
+            (connection, parts)
+            for connection, fragments in zip(self.ranks.bulk, self._owned_windows, strict=True)
+            if (parts := [window for window in fragments[p] if window.packed_begin < window.packed_end])
         ]
-        gone = ""
+        problem = ""
         with self._lock:
-            for line, _ in asked:
-                line.order(order, p, key, self.generation)
-            for line, parts in asked:
-                status, why = line.said()
-                if status is RankReply.HERE:
+            for connection, _ in requested:
+                connection.send_command(command, p, key, self.generation)
+            for connection, parts in requested:
+                status, text = connection.receive_result()
+                if status is RankReply.OK:
                     for window in parts:
-                        line.receive_tensor(window.of(whole))
+                        connection.receive_tensor(window.view(whole))
                 else:
-                    gone = why or f"rank {line.rank} does not have it any more"
-        if gone:
-            raise CopyGone(gone)
+                    problem = text or f"rank {connection.rank} has dropped it"
+        if problem:
+            raise CopyUnavailableError(problem)
 
-    def share(self, p: FragmentId, version: Version, whole: Tensor) -> None:
+    def scatter_version(self, p: FragmentId, version: Version, whole: Tensor) -> None:
         with self._lock:
-            for line, fragments in zip(self.ranks.bulk, self._theirs, strict=True):
-                line.order(Order.SHARE, p, version, self.generation)
+            for connection, fragments in zip(self.ranks.bulk, self._windows, strict=True):
+                connection.send_command(RankCommand.VERSION, p, version, self.generation)
                 for window in fragments[p]:
-                    line.send_tensor(window.of(whole))
-            for line in self.ranks.bulk:
-                line.said()
+                    connection.send_tensor(window.view(whole))
+            for connection in self.ranks.bulk:
+                connection.receive_result()
 
-    def exchange(self, p: FragmentId, serial: int, given: Tensor, by: Codec) -> Tensor:
-        """The values of blocks that reach over the rows of one rank, to the rank that encodes them; ours are returned.
-        All ranks have copied, or none encodes."""
-        share, gone = self.shares[p], ""
-        theirs: dict[int, Tensor] = {0: given}
+    def exchange_edges(self, p: FragmentId, serial: int, given: Tensor, by: Codec) -> Tensor:
+        """Exchange the values of blocks that span several ranks, so that each block is at the rank that encodes it.
+
+        Return the values for this rank. If one rank has dropped the copy, no rank encodes it.
+        """
+        share, problem = self.shares[p], ""
+        outgoing_by_rank: dict[int, Tensor] = {0: given}
         with self._lock:
-            for line in self.ranks.bulk:
-                line.order(Order.EDGES, p, serial, self.generation)
-            for line in self.ranks.bulk:
-                status, why = line.said()
-                if status is RankReply.HERE:
-                    theirs[line.rank] = torch.empty(sum(move.size for move in share.given(line.rank)))
-                    line.receive_tensor(theirs[line.rank])
+            for connection in self.ranks.bulk:
+                connection.send_command(RankCommand.EDGES, p, serial, self.generation)
+            for connection in self.ranks.bulk:
+                status, text = connection.receive_result()
+                if status is RankReply.OK:
+                    outgoing_by_rank[connection.rank] = torch.empty(
+                        sum(move.numel for move in share.sends_from(connection.rank))
+                    )
+                    connection.receive_tensor(outgoing_by_rank[connection.rank])
                 else:
-                    gone = why or f"rank {line.rank} does not have it any more"
-            taken = _dealt_again(share, theirs) if not gone else {}
-            for line in self.ranks.bulk:
-                if line.rank not in theirs:
+                    problem = text or f"rank {connection.rank} has dropped it"
+            incoming = _redistribute(share, outgoing_by_rank) if not problem else {}
+            for connection in self.ranks.bulk:
+                if connection.rank not in outgoing_by_rank:
                     continue
-                line.say(RankReply.GONE if gone else RankReply.HERE, by.name)
-                if not gone:
-                    line.send_tensor(taken[line.rank])
-        if gone:
-            raise CopyGone(gone)
-        return taken[0]
+                connection.send_result(RankReply.MISSING if problem else RankReply.OK, by.name)
+                if not problem:
+                    connection.send_tensor(incoming[connection.rank])
+        if problem:
+            raise CopyUnavailableError(problem)
+        return incoming[0]
 
-    def pass_on(self, p: FragmentId, version: Version, own: Tensor, digest: str) -> bool:
-        """What every rank has fetched of a version goes by here in the order of the fragment, a little at a time: into
-        the digest of the whole, and on to those who hold the same rows. Is it what was published?"""
-        hashed = xxh3_128()
-        lines = {line.rank: line for line in self.ranks.bulk}
+    def relay_version(self, p: FragmentId, version: Version, own: Tensor, digest: str) -> bool:
+        """Stream the fetched rows of a version from all ranks through this rank, in the order of the fragment.
+
+        Each piece goes into the digest of the whole value, and to the ranks that replicate its rows. Return whether the
+        digest is that of the published value.
+        """
+        hasher = xxh3_128()
+        connections = {connection.rank: connection for connection in self.ranks.bulk}
 
         def take(piece: Tensor, others: list[int]) -> None:
-            hashed.update(bytes_of(piece))
+            hasher.update(tensor_bytes(piece))
             for rank in others:
-                lines[rank].send_tensor(piece)
+                connections[rank].send_tensor(piece)
 
         with self._lock:
-            for line in lines.values():
-                line.order(Order.PASS, p, version, self.generation)
-            away = [rank for rank, line in lines.items() if line.said()[0] is not RankReply.HERE]
-            for line in lines.values():
-                line.say(RankReply.GONE if away else RankReply.HERE)
-            if away:
+            for connection in connections.values():
+                connection.send_command(RankCommand.RELAY, p, version, self.generation)
+            missing = [
+                rank for rank, connection in connections.items() if connection.receive_result()[0] is not RankReply.OK
+            ]
+            for connection in connections.values():
+                connection.send_result(RankReply.MISSING if missing else RankReply.OK)
+            if missing:
                 return False
-            self._in_order(p, own, take)
-            is_right = hashed.hexdigest() == digest
-            for line in lines.values():
-                line.say(RankReply.HERE if is_right else RankReply.WRONG)
-            for line in lines.values():
-                line.said()
-        return is_right
+            self._stream_in_order(p, own, take)
+            is_valid = hasher.hexdigest() == digest
+            for connection in connections.values():
+                connection.send_result(RankReply.OK if is_valid else RankReply.ERROR)
+            for connection in connections.values():
+                connection.receive_result()
+        return is_valid
 
-    def read_in_order(self, p: FragmentId, own: Tensor, take: Callable[[Tensor], None]) -> None:
-        """The fragment as it stands, from all ranks. Only before training begins."""
+    def stream_rows(self, p: FragmentId, own: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Stream the current fragment from all ranks. Only before training begins."""
         with self._lock:
-            for line in self.ranks.bulk:
-                line.order(Order.READ, p, 0, self.generation)
-            for line in self.ranks.bulk:
-                line.said()
-            self._in_order(p, own, lambda piece, _: take(piece))
+            for connection in self.ranks.bulk:
+                connection.send_command(RankCommand.READ, p, 0, self.generation)
+            for connection in self.ranks.bulk:
+                connection.receive_result()
+            self._stream_in_order(p, own, lambda piece, _: take(piece))
 
-    def _in_order(self, p: FragmentId, own: Tensor, take: Callable[[Tensor, list[int]], None]) -> None:
-        lines = {line.rank: line for line in self.ranks.bulk}
-        theirs = [stretch.end - stretch.begin for stretch in self.shares[p].stretches if stretch.rank]
-        room = torch.empty(min(PIECE, max(theirs, default=0)))
-        for stretch in self.shares[p].stretches:
-            others = [rank for rank, _ in stretch.others]
-            count = stretch.end - stretch.begin
-            for begin in range(0, count, PIECE):
-                size = min(PIECE, count - begin)
-                if stretch.rank:
-                    piece = room[:size]
-                    lines[stretch.rank].receive_tensor(piece)
+    def _stream_in_order(self, p: FragmentId, own: Tensor, take: Callable[[Tensor, list[int]], None]) -> None:
+        connections = {connection.rank: connection for connection in self.ranks.bulk}
+        theirs = [row_range.end - row_range.begin for row_range in self.shares[p].row_ranges if row_range.rank]
+        buffer = torch.empty(min(PIECE_VALUES, max(theirs, default=0)))
+        for row_range in self.shares[p].row_ranges:
+            others = [rank for rank, _ in row_range.replicas]
+            count = row_range.end - row_range.begin
+            for begin in range(0, count, PIECE_VALUES):
+                size = min(PIECE_VALUES, count - begin)
+                if row_range.rank:
+                    piece = buffer[:size]
+                    connections[row_range.rank].receive_tensor(piece)
                 else:
-                    piece = own[stretch.first + begin : stretch.first + begin + size]
+                    piece = own[row_range.packed_begin + begin : row_range.packed_begin + begin + size]
                 take(piece, others)
 
-    def gather_inner(
-        self, key: int, taken: optimizer_state.Taken, rooms: optimizer_state.Rooms
-    ) -> optimizer_state.Taken:
-        """Inner state with whole tensors: those that are sharded come row by row from all ranks, the others are ours.
-        They come into their places in `rooms`, which may be those of a file."""
-        whole = dict(taken.tensors)
-        for number, part in taken.parts.items():
-            own = whole[number]
-            whole[number] = rooms[number] if number in rooms else torch.empty(part.sizes, dtype=own.dtype)
-            whole[number][part.box.where] = own.cpu()
-        beside: dict[str, Tensor] = {}
-        wrong = ""
-        with self._lock:
-            for line in self.ranks.bulk:
-                line.order(Order.INNER, 0 if taken.parts else ONLY_BESIDE, key, self.generation)
-                status, why = line.said()
-                if status is not RankReply.HERE:
-                    wrong = why or f"rank {line.rank} does not have it any more"
-                    continue
-                for number, offset, shape, dtype in line.receive_json():
-                    kind = getattr(torch, dtype)
-                    is_known = offset is not None and number in taken.parts and whole[number].dtype == kind
-                    rows = whole[number][Box(tuple(offset), tuple(shape)).where] if is_known else None
-                    try:
-                        came = rows if rows is not None and rows.is_contiguous() else torch.empty(shape, dtype=kind)
-                    except (RuntimeError, MemoryError) as error:
-                        line.skip(math.prod(shape) * kind.itemsize)  # or the next answer would be read from its middle
-                        wrong = cause_of(error)
-                        continue
-                    line.receive_tensor(came)
-                    if rows is not None:
-                        if came is not rows:
-                            rows.copy_(came)
-                    elif offset is None:
-                        beside[number] = came
-                    else:
-                        wrong = f"rank {line.rank} has inner state that rank 0 does not have"
-        if wrong:
-            raise ValueError(wrong)
-        return taken._replace(tensors=whole, events=[], parts={}, beside=beside, gather=None)
+    def gather_optimizer_state(
+        self, key: int, state_copy: optimizer_state.OptimizerStateCopy, buffers: optimizer_state.TensorBuffers
+    ) -> optimizer_state.OptimizerStateCopy:
+        """Return optimizer state with full tensors: gather sharded tensors from all ranks, and use this rank's others.
 
-    def write_by_all(self, key: int, taken: optimizer_state.Taken, folder: Path) -> list[Any] | None:
+        Gathered tensors are received into `buffers`, which may be memory-mapped files.
+        """
+        whole = dict(state_copy.tensors)
+        for number, part in state_copy.parts.items():
+            own = whole[number]
+            whole[number] = buffers[number] if number in buffers else torch.empty(part.sizes, dtype=own.dtype)
+            whole[number][part.box.slices] = own.cpu()
+        rng_tensors: dict[str, Tensor] = {}
+        problem = ""
+        with self._lock:
+            for connection in self.ranks.bulk:
+                connection.send_command(RankCommand.STATE, 0 if state_copy.parts else RNG_ONLY, key, self.generation)
+                status, text = connection.receive_result()
+                if status is not RankReply.OK:
+                    problem = text or f"rank {connection.rank} has dropped it"
+                    continue
+                for number, offset, shape, dtype in connection.receive_json():
+                    kind = getattr(torch, dtype)
+                    is_known = offset is not None and number in state_copy.parts and whole[number].dtype == kind
+                    rows = whole[number][Box(tuple(offset), tuple(shape)).slices] if is_known else None
+                    try:
+                        target = rows if rows is not None and rows.is_contiguous() else torch.empty(shape, dtype=kind)
+                    except (RuntimeError, MemoryError) as error:
+                        # Otherwise the next reply would be read from the middle of this tensor.
+                        connection.skip(math.prod(shape) * kind.itemsize)
+                        problem = summarize_error(error)
+                        continue
+                    connection.receive_tensor(target)
+                    if rows is not None:
+                        if target is not rows:
+                            rows.copy_(target)
+                    elif offset is None:
+                        rng_tensors[number] = target
+                    else:
+                        problem = f"rank {connection.rank} has optimizer state that rank 0 does not have"
+        if problem:
+            raise ValueError(problem)
+        return state_copy._replace(tensors=whole, events=[], parts={}, other_ranks_tensors=rng_tensors, gather=None)
+
+    def write_shards(self, key: int, state_copy: optimizer_state.OptimizerStateCopy, folder: Path) -> list[Any] | None:
         try:
-            return write_by_all(self.ranks, self._lock, self.generation, key, taken, folder)
+            return write_shards(self.ranks, self._lock, self.generation, key, state_copy, folder)
         except AtollError:  # the island is broken
             raise
         except Exception:
-            with contextlib.suppress(ValueError):  # nobody comes for their copies any more
-                self.gather_inner(key, taken._replace(tensors={}, parts={}), {})
+            with contextlib.suppress(ValueError):  # let the other ranks drop their staged copies
+                self.gather_optimizer_state(key, state_copy._replace(tensors={}, parts={}), {})
             raise
 
-    def load_by_all(self, part: Part) -> bool:
-        return load_by_all(self.ranks, self._lock, self.generation, part)
+    def load_shards(self, part: LearnerPart) -> bool:
+        return load_shards(self.ranks, self._lock, self.generation, part)
 
     # -------------------------------------------------------------------------------------------------- ending
 
-    def fail(self, wrong: BaseException | type[BaseException]) -> None:
-        """The others are told why, as far as they can be; whatever waits for them here waits no longer."""
-        text = failure_text(wrong, 0)
-        for line in self.ranks.control:
+    def fail(self, error: BaseException | type[BaseException]) -> None:
+        """Send the error to the other ranks, as far as possible, and wake the threads that wait for them."""
+        text = encode_failure(error, 0)
+        for connection in self.ranks.control:
             try:
-                line.fail(text)
+                connection.send_failure(text)
             except AtollError:
                 continue
-            line.shut_after_last_words()
-        self.ranks.shut()
+            connection.shut_down_writes()
+        self.ranks.shut_down()
 
     def close(self) -> None:
-        """All ranks have asked for it."""
-        for line in self.ranks.control:
-            line.answer(BoundaryStatus(), b"")
+        """Reply to the requests of all ranks to close, and close the connections."""
+        for connection in self.ranks.control:
+            connection.send_reply(BoundaryStatus(), b"")
         self.ranks.close()
 
 
@@ -396,82 +423,87 @@ class IslandView(ModelView):
         self._leader = leader
 
     def read(self, fragment: int, out: Tensor) -> None:
-        """The fragment as it stands, from all ranks, or packed. Only before training begins."""
+        """Read the current fragment from all ranks, or this rank's rows if packed. Only before training begins."""
         super().read(fragment, out)
         if not self.packed:
-            self._leader.gather(Order.READ, fragment, 0, out)
+            self._leader.gather_rows(RankCommand.READ, fragment, 0, out)
 
-    def flow(self, fragment: int, take: Callable[[Tensor], None]) -> None:
-        """The same piece by piece, where the leader has its own rows only: the whole flows by, and is nowhere."""
+    def stream_fragment(self, fragment: int, take: Callable[[Tensor], None]) -> None:
+        """Stream the current fragment piece by piece, without the memory for all of it, when ranks have only rows."""
         own = self.buffer(fragment)
         self.read(fragment, own)
-        self._leader.read_in_order(fragment, own, take)
+        self._leader.stream_rows(fragment, own, take)
 
 
 class LeaderBoundary(StepBoundary):
     def __init__(self, leader: Leader, *args: Any) -> None:
         super().__init__(*args)
         self._leader = leader
-        self._loaded: Part | None = None  # of which every rank holds its own
-        get_ready(leader.ranks)
+        self._loaded: LearnerPart | None = None  # part of which every rank has loaded its shards
+        preload_parts(leader.ranks)
 
-    def before(self) -> None:
+    def prepare_actions(self) -> None:
         reshard(self._leader.fsdp)
 
-    def give(self, action: Give) -> None:
-        self._leader.parcel += 1
-        super().give(action)
+    def copy_state(self, action: CopyStateAction) -> None:
+        self._leader.staged_count += 1
+        super().copy_state(action)
 
-    def save(self, action: Save) -> None:
-        self._leader.parcel += 1
-        super().save(action)
+    def save_part(self, action: SavePartAction) -> None:
+        self._leader.staged_count += 1
+        super().save_part(action)
 
-    def take_inner(self) -> optimizer_state.Taken:
-        taken, key = super().take_inner(), self._leader.parcel
-        return taken._replace(
-            gather=partial(self._leader.gather_inner, key), spread=partial(self._leader.write_by_all, key)
+    def take_optimizer_state(self) -> optimizer_state.OptimizerStateCopy:
+        state, key = super().take_optimizer_state(), self._leader.staged_count
+        return state._replace(
+            gather=partial(self._leader.gather_optimizer_state, key),
+            write_shards=partial(self._leader.write_shards, key),
         )
 
-    def others_load(self, part: Part) -> None:
-        self._loaded = part if part.shards is not None and self._leader.load_by_all(part) else None
+    def load_on_other_ranks(self, part: LearnerPart) -> None:
+        self._loaded = part if part.shards is not None and self._leader.load_shards(part) else None
 
-    def starting(self, effect: StartTraining, given: Any, saved: Saved | None, *args: Any) -> Starting:
-        starting = super().starting(effect, given, saved, *args)
-        if saved is not None and saved.part is self._loaded and starting.prepared is saved.inner:
-            return starting._replace(state=None, is_loaded=True)
-        return starting
-
-
-def _dealt_again(share: RowShare, given: dict[int, Tensor]) -> dict[int, Tensor]:
-    """What each rank gave to others, as those take it."""
-    taken: dict[int, list[Tensor]] = {rank: [] for rank in given}
-    first = dict.fromkeys(given, 0)
-    for move in share.moves:
-        if move.giver != move.taker:
-            taken[move.taker].append(given[move.giver][first[move.giver] : first[move.giver] + move.size])
-            first[move.giver] += move.size
-    return {rank: torch.cat(parts) if parts else torch.empty(0) for rank, parts in taken.items()}
+    def make_initial_state(
+        self, effect: StartTraining, received: Any, saved: SavedState | None, *args: Any
+    ) -> IslandInitialState:
+        initial = super().make_initial_state(effect, received, saved, *args)
+        if saved is not None and saved.part is self._loaded and initial.prepared is saved.prepared:
+            return initial._replace(state=None, is_loaded=True)
+        return initial
 
 
-def _words_of(action: Action) -> list[Any]:
-    """What the other ranks have to know of an action."""
+def _redistribute(share: FragmentSharding, outgoing: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Redistribute values: return those that each rank receives, from those that each rank has sent."""
+    incoming: dict[int, list[Tensor]] = {rank: [] for rank in outgoing}
+    first = dict.fromkeys(outgoing, 0)
+    for move in share.transfers:
+        if move.source_rank != move.target_rank:
+            incoming[move.target_rank].append(
+                outgoing[move.source_rank][first[move.source_rank] : first[move.source_rank] + move.numel]
+            )
+            first[move.source_rank] += move.numel
+    return {rank: torch.cat(parts) if parts else torch.empty(0) for rank, parts in incoming.items()}
+
+
+def _encode_action(action: Action) -> list[Any]:
+    """Return the command that makes the other ranks execute their part of an action."""
     match action:
         case CopyAction():
             return ["copy", action.copied.round.fragment, action.copied.serial]
-        case Adopt():
+        case AdoptAction():
             effect = action.effect
-            return ["adopt", effect.fragment, effect.version, effect.how, effect.merged_copy]
-        case Give():
-            return ["give"]
-        case Save():
-            return ["save"]
-        case Start():
-            assert action.inner is not None, "an island starts before it is known with what"
-            about = action.inner.state[0] if action.inner.state is not None else None
-            return ["start", action.inner.warmup_steps, about, action.inner.restored, action.inner.is_loaded]
-        case End():
+            return ["adopt", effect.fragment, effect.version, effect.mode, effect.merged_copy]
+        case CopyStateAction():
+            return ["copy_state"]
+        case SavePartAction():
+            return ["save_part"]
+        case StartAction():
+            assert action.initial is not None, "the initial state of an island is not set"
+            metadata = action.initial.state[0] if action.initial.state is not None else None
+            return ["start", action.initial.warmup_steps, metadata, action.initial.restored, action.initial.is_loaded]
+        case StopAction():
             return ["end", action.effect.reason.code, str(action.effect.reason)]
 
 
-def _encoded(words: list[Any]) -> bytes:
-    return json.dumps(words, separators=(",", ":")).encode()
+def _encode_commands(commands: list[Any]) -> bytes:
+    return json.dumps(commands, separators=(",", ":")).encode()

@@ -1,8 +1,9 @@
-"""Connections between the ranks of one island: what is said over them, byte by byte.
+"""Connections between the ranks of one island, and their wire format.
 
-Each follower has three of them to its leader, rank 0. Over one its training thread asks at every step boundary and is
-answered; over the next its background obeys orders to give or take rows; over the last it is told to send or to fetch
-its own (`rank_rpc`). They are plain sockets, and not a group of `torch.distributed`: see docs/design.md.
+Each follower has three connections to its leader, rank 0. On the control connection its training thread sends a request
+at every step boundary and receives a reply. On the bulk connection its background thread receives commands to send or
+receive rows. On the rows connection it receives requests to transfer its own rows (`rank_rpc`). The connections are
+plain sockets, and not a process group of `torch.distributed`: see docs/design.md.
 """
 
 from __future__ import annotations
@@ -21,78 +22,78 @@ import torch
 from torch import Tensor
 
 from atoll import errors
-from atoll.errors import AtollError, IslandBroken
+from atoll.errors import AtollError, IslandBrokenError
 
-WAIT_S = 1800.0
-"""For another rank at a step boundary, as `torch.distributed` would wait by default: it may be saving or evaluating."""
+STEP_TIMEOUT_S = 1800.0
+"""Timeout for another rank at a step boundary, the default of `torch.distributed`: it may be saving or evaluating."""
 
-MEET_S = 120.0
-BACKLOG = 1024
-DIAL_S = 10.0
-LINES = 3
+RENDEZVOUS_TIMEOUT_S = 120.0
+LISTEN_BACKLOG = 1024
+CONNECT_TIMEOUT_S = 10.0
+CONNECTIONS_PER_RANK = 3
 KEEPALIVE = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (6, "TCP_KEEPCNT"))
-"""A host that is gone without a word is noticed after 45 seconds of silence."""
+"""A lost host is detected after 45 seconds without a packet."""
 
 _GREETING = struct.Struct("<4s32sIB")
 _MAGIC = b"ATLR"
-_ASK = struct.Struct("<BBxxIq")
-_ANSWER = struct.Struct("<BBxxIdqqqqq")
-_ORDER = struct.Struct("<BxxxIqq")
-MOST_TEXT = 1 << 20
-MOST_WORDS = 1 << 28
-SKIPPED_BYTES = 1 << 20
+_REQUEST = struct.Struct("<BBxxIq")
+_REPLY = struct.Struct("<BBxxIdqqqqq")
+_COMMAND = struct.Struct("<BxxxIqq")
+MAX_TEXT_BYTES = 1 << 20
+MAX_COMMANDS_BYTES = 1 << 28
+SKIP_CHUNK_BYTES = 1 << 20
 
 
 class RankRequest(IntEnum):
-    """Why a follower asks. All ranks ask for the same, or the island is out of step."""
+    """Request of a follower. All ranks send the same request, or the island is out of step."""
 
     JOIN = 1
     STEP = 2
-    REST = 3
+    PAUSE = 3
     TAKE = 4
     CLOSE = 5
     FAILED = 6
 
 
-CALLS = {
+REQUEST_VERBS = {
     RankRequest.JOIN: "enters",
     RankRequest.STEP: "calls step",
-    RankRequest.REST: "rests",
+    RankRequest.PAUSE: "pauses",
     RankRequest.TAKE: "calls take",
     RankRequest.CLOSE: "leaves",
 }
 
 
-class Order(IntEnum):
-    """What a leader orders in the background."""
+class RankCommand(IntEnum):
+    """Command of the leader to the background thread of a follower."""
 
-    READ = 1  # give the rows of a fragment as they stand; nobody trains yet
-    COPY = 2  # of the copy with this serial
-    PART = 3  # of the copy for a snapshot's part
-    INNER = 4  # give inner state that was taken
-    SHARE = 5  # take the rows of a published version
-    EDGES = 6  # of the copy with this serial: give what others encode of it, take what is encoded here
-    PASS = 7  # in the order of the fragment, give what was fetched of a version, and take what others have fetched
-    WRITE = 16  # write your own of inner state that was taken, in a thread of your own
-    WRITTEN = 17  # say whether you have
-    LOAD = 18  # read your own of a part that was found
+    READ = 1  # send the current rows of a fragment; training has not begun
+    COPY = 2  # send the rows of the copy with this serial
+    PART = 3  # send the rows of the copy for a snapshot's part
+    STATE = 4  # send staged optimizer state
+    VERSION = 5  # receive the rows of a published version
+    EDGES = 6  # exchange values of the copy with this serial, so that each block is at the rank that encodes it
+    RELAY = 7  # send fetched rows of a version and receive replicated ones, in the order of the fragment
+    WRITE_SHARD = 16  # write this rank's shards of staged optimizer state, in another thread
+    WRITE_STATUS = 17  # report whether they are written
+    LOAD_SHARD = 18  # read this rank's shards of a part that was found
 
 
-ONLY_BESIDE = 1
-"""With INNER: what is dealt out was written to disk already, or is not wanted any more."""
+RNG_ONLY = 1
+"""Argument of STATE: send only the states of random generators. The shards are on disk already, or not needed."""
 
 
 class RankReply(IntEnum):
-    HERE = 1
-    GONE = 2
-    WRONG = 3
+    OK = 1
+    MISSING = 2
+    ERROR = 3
     BUSY = 4
 
 
 class BoundaryStatus(NamedTuple):
-    """What every rank is told at every boundary."""
+    """Status that every rank receives at every boundary."""
 
-    paused: bool = False
+    is_paused: bool = False
     progress: float = 0.0
     steps: int = 0
     tokens: int = 0
@@ -102,13 +103,13 @@ class BoundaryStatus(NamedTuple):
 
 
 class RankConnection:
-    """One connection to one rank. Whatever is wrong with it, the island is at its end."""
+    """Connection to one rank. Any error of it ends the island."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.rank = rank
-        self.noticed = 0  # notices that the rank at the other end has got, see `Notice.level`
+        self.preemption_level = 0  # level of the rank at the other end, see `Preemption.level`
         self._socket = connection
-        connection.settimeout(WAIT_S)
+        connection.settimeout(STEP_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for value, name in KEEPALIVE:
@@ -116,21 +117,21 @@ class RankConnection:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     @property
-    def connection(self) -> socket.socket:
-        """For an event loop, whose it is from now on. Others may still shut it."""
+    def nonblocking_socket(self) -> socket.socket:
+        """Socket for an event loop, which owns it from now on. Other threads may still shut it down."""
         self._socket.setblocking(False)
         return self._socket
 
-    def wait_for_ever(self) -> None:
-        """For who waits for orders: there may be none for hours."""
+    def disable_timeout(self) -> None:
+        """Wait for commands without a timeout: there may be none for hours."""
         self._socket.settimeout(None)
 
     def send(self, *data: bytes | memoryview) -> None:
         try:
             for each in data:
                 self._socket.sendall(each)
-        except OSError as wrong:
-            raise self._gone(wrong) from wrong
+        except OSError as error:
+            raise self._connection_error(error) from error
 
     def receive(self, size: int) -> bytes:
         data = bytearray(size)
@@ -140,96 +141,96 @@ class RankConnection:
     def receive_into(self, view: memoryview) -> None:
         try:
             while view.nbytes:
-                got = self._socket.recv_into(view)
-                if not got:
+                received = self._socket.recv_into(view)
+                if not received:
                     raise ConnectionError("it has closed the connection")
-                view = view[got:]
-        except OSError as wrong:
-            raise self._gone(wrong) from wrong
+                view = view[received:]
+        except OSError as error:
+            raise self._connection_error(error) from error
 
-    def _gone(self, wrong: OSError) -> IslandBroken:
-        who = "rank 0, which leads this island," if self.rank == 0 else f"rank {self.rank} of this island"
-        if isinstance(wrong, TimeoutError):
-            return IslandBroken(f"{who} has not come to this step within {WAIT_S:.0f} s")
-        return IslandBroken(f"{who} is gone ({wrong}); an island ends with any of its ranks")
+    def _connection_error(self, error: OSError) -> IslandBrokenError:
+        peer = "rank 0, which leads this island," if self.rank == 0 else f"rank {self.rank} of this island"
+        if isinstance(error, TimeoutError):
+            return IslandBrokenError(f"{peer} has not reached this step within {STEP_TIMEOUT_S:.0f} s")
+        return IslandBrokenError(f"{peer} is lost ({error}); an island ends when one of its ranks ends")
 
-    def shut(self) -> None:
-        """No more is sent or received; whoever waits for it in another thread waits no longer."""
+    def shut_down(self) -> None:
+        """Stop sending and receiving, and wake the threads that wait for it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def shut_after_last_words(self) -> None:
+    def shut_down_writes(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        self.shut()
+        self.shut_down()
         self._socket.close()
 
     # -------------------------------------------------------------------------------------------------- step boundaries
 
-    def ask(self, kind: RankRequest, value: int = 0, text: bytes = b"", noticed: int = 0) -> None:
-        self.send(_ASK.pack(kind, noticed, len(text), value) + text)
+    def send_request(self, kind: RankRequest, value: int = 0, text: bytes = b"", preemption_level: int = 0) -> None:
+        self.send(_REQUEST.pack(kind, preemption_level, len(text), value) + text)
 
-    def hear(self) -> tuple[RankRequest, int]:
-        """Raises what the other rank has failed with."""
-        kind, self.noticed, size, value = _ASK.unpack(self.receive(_ASK.size))
-        text = self.receive(min(size, MOST_TEXT))
+    def receive_request(self) -> tuple[RankRequest, int]:
+        """Receive a request. Raise the error with which the other rank has failed."""
+        kind, self.preemption_level, size, value = _REQUEST.unpack(self.receive(_REQUEST.size))
+        text = self.receive(min(size, MAX_TEXT_BYTES))
         if kind == RankRequest.FAILED:
-            raise failure_of(text, self.rank)
+            raise decode_failure(text, self.rank)
         return RankRequest(kind), value
 
-    def answer(self, told: BoundaryStatus, words: bytes) -> None:
-        self.send(_ANSWER.pack(0, told.paused, len(words), *told[1:]) + words)
+    def send_reply(self, status: BoundaryStatus, commands: bytes) -> None:
+        self.send(_REPLY.pack(0, status.is_paused, len(commands), *status[1:]) + commands)
 
-    def fail(self, text: bytes) -> None:
-        self.send(_ANSWER.pack(RankRequest.FAILED, 0, len(text), *BoundaryStatus()[1:]) + text)
+    def send_failure(self, text: bytes) -> None:
+        self.send(_REPLY.pack(RankRequest.FAILED, 0, len(text), *BoundaryStatus()[1:]) + text)
 
-    def answered(self) -> tuple[BoundaryStatus, list[Any]]:
-        failed, paused, size, *rest = _ANSWER.unpack(self.receive(_ANSWER.size))
-        text = self.receive(min(size, MOST_WORDS))
+    def receive_reply(self) -> tuple[BoundaryStatus, list[Any]]:
+        failed, paused, size, *rest = _REPLY.unpack(self.receive(_REPLY.size))
+        text = self.receive(min(size, MAX_COMMANDS_BYTES))
         if failed:
-            raise failure_of(text, self.rank)
+            raise decode_failure(text, self.rank)
         return BoundaryStatus(bool(paused), *rest), json.loads(text) if text else []
 
     # ------------------------------------------------------------------------------------------------ in the background
 
-    def order(self, order: Order, fragment: int, first: int, second: int = 0) -> None:
-        self.send(_ORDER.pack(order, fragment, first, second))
+    def send_command(self, command: RankCommand, fragment: int, first: int, second: int = 0) -> None:
+        self.send(_COMMAND.pack(command, fragment, first, second))
 
-    def ordered(self) -> tuple[Order, int, int, int]:
-        order, fragment, first, second = _ORDER.unpack(self.receive(_ORDER.size))
-        return Order(order), fragment, first, second
+    def receive_command(self) -> tuple[RankCommand, int, int, int]:
+        command, fragment, first, second = _COMMAND.unpack(self.receive(_COMMAND.size))
+        return RankCommand(command), fragment, first, second
 
-    def say(self, status: RankReply, text: str = "") -> None:
-        data = text.encode()[:MOST_TEXT]
+    def send_result(self, status: RankReply, text: str = "") -> None:
+        data = text.encode()[:MAX_TEXT_BYTES]
         self.send(struct.pack("<BI", status, len(data)) + data)
 
-    def said(self) -> tuple[RankReply, str]:
+    def receive_result(self) -> tuple[RankReply, str]:
         status, size = struct.unpack("<BI", self.receive(5))
-        return RankReply(status), self.receive(min(size, MOST_TEXT)).decode()
+        return RankReply(status), self.receive(min(size, MAX_TEXT_BYTES)).decode()
 
     # -------------------------------------------------------------------------------------------------- tensors
 
     def send_tensor(self, tensor: Tensor) -> None:
         if tensor.numel():
-            self.send(bytes_of(tensor.detach().cpu().contiguous()))
+            self.send(tensor_bytes(tensor.detach().cpu().contiguous()))
 
     def receive_tensor(self, tensor: Tensor) -> None:
-        """Into a tensor in host memory, whatever its strides."""
+        """Receive into a tensor in host memory, which may be strided."""
         if not tensor.numel():
             return
         if tensor.is_contiguous():
-            self.receive_into(bytes_of(tensor))
+            self.receive_into(tensor_bytes(tensor))
         else:
-            came = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self.receive_into(bytes_of(came))
-            tensor.copy_(came)
+            contiguous = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.receive_into(tensor_bytes(contiguous))
+            tensor.copy_(contiguous)
 
     def skip(self, size: int) -> None:
-        """Receive so many bytes and keep none of them."""
-        for begin in range(0, size, SKIPPED_BYTES):
-            self.receive(min(SKIPPED_BYTES, size - begin))
+        """Receive and drop this number of bytes."""
+        for begin in range(0, size, SKIP_CHUNK_BYTES):
+            self.receive(min(SKIP_CHUNK_BYTES, size - begin))
 
     def send_json(self, value: Any) -> None:
         data = json.dumps(value, separators=(",", ":")).encode()
@@ -237,60 +238,62 @@ class RankConnection:
 
     def receive_json(self) -> Any:
         (size,) = struct.unpack("<I", self.receive(4))
-        return json.loads(self.receive(min(size, MOST_WORDS)))
+        return json.loads(self.receive(min(size, MAX_COMMANDS_BYTES)))
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host."""
     flat: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return flat
 
 
-def failure_text(wrong: BaseException | type[BaseException], rank: int) -> bytes:
-    """What the other ranks are told."""
-    kind = wrong if isinstance(wrong, type) else type(wrong)
-    text = "" if isinstance(wrong, type) else str(wrong)[:2000]
+def encode_failure(error: BaseException | type[BaseException], rank: int) -> bytes:
+    """Encode the error of a rank for the other ranks."""
+    kind = error if isinstance(error, type) else type(error)
+    text = "" if isinstance(error, type) else str(error)[:2000]
     return json.dumps({"rank": rank, "kind": kind.__name__, "text": text}).encode()
 
 
-def failure_of(text: bytes, rank: int) -> AtollError:
-    """What all ranks of the island raise. What the leader was refused for is raised as such by all."""
-    told = json.loads(text)
-    known = getattr(errors, str(told["kind"]), None)
-    if isinstance(known, type) and issubclass(known, AtollError) and told["text"]:
-        return known(told["text"])
-    said = f": {told['text']}" if told["text"] else ""
-    return IslandBroken(f"rank {told.get('rank', rank)} of this island has ended with {told['kind']}{said}")
+def decode_failure(text: bytes, rank: int) -> AtollError:
+    """Return the error that all ranks of the island raise. An AtollError of the leader keeps its type."""
+    failure = json.loads(text)
+    known = getattr(errors, str(failure["kind"]), None)
+    if isinstance(known, type) and issubclass(known, AtollError) and failure["text"]:
+        return known(failure["text"])
+    detail = f": {failure['text']}" if failure["text"] else ""
+    return IslandBrokenError(
+        f"rank {failure.get('rank', rank)} of this island has ended with {failure['kind']}{detail}"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- meeting
+# ------------------------------------------------------------------------------------------------------- rendezvous
 
 
-def same_host() -> str:
-    """Equal on ranks that reach each other by loopback."""
+def host_identity() -> str:
+    """Return a text that is equal on ranks that reach each other by loopback."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
     except OSError:
         boot = ""
-    return f"{socket.gethostname()} {boot} {_network()}"
+    return f"{socket.gethostname()} {boot} {_network_namespace()}"
 
 
-def _network() -> str:
+def _network_namespace() -> str:
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:
         return ""
 
 
-def listen(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int]]]:
-    """A place for the other ranks to come to, and under which names they may find it."""
+def open_listener(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int]]]:
+    """Open a listener for the other ranks. Return it with the addresses at which they may reach it."""
     if is_one_host:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=LISTEN_BACKLOG)
     elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG)
     else:
-        listener = socket.create_server(("", 0), backlog=BACKLOG)
+        listener = socket.create_server(("", 0), backlog=LISTEN_BACKLOG)
     port = listener.getsockname()[1]
     if is_one_host:
         return listener, [("127.0.0.1", port)]
@@ -300,29 +303,38 @@ def listen(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int]]]:
     return listener, [(name, port) for name in dict.fromkeys(names) if name and name != "localhost"]
 
 
-def accept(listener: socket.socket, secret: bytes, size: int) -> list[list[RankConnection]]:
-    """The lines to every other rank, each kind in the order of ranks. Who does not know the secret is not let in."""
-    until = time.monotonic() + MEET_S
+def accept_ranks(listener: socket.socket, secret: bytes, size: int) -> list[list[RankConnection]]:
+    """Return the connections to every other rank, by kind in the order of ranks. Reject peers without the secret."""
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     found: dict[tuple[int, int], RankConnection] = {}
-    while len(found) < LINES * (size - 1):
-        left = until - time.monotonic()
-        if left <= 0:
-            missing = sorted({rank for rank in range(1, size) for which in range(LINES) if (rank, which) not in found})
-            raise IslandBroken(f"ranks {missing} of this island have not come within {MEET_S:.0f} s")
-        listener.settimeout(left)
-        with contextlib.suppress(OSError, IslandBroken):
+    while len(found) < CONNECTIONS_PER_RANK * (size - 1):
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            missing = sorted(
+                {rank for rank in range(1, size) for kind in range(CONNECTIONS_PER_RANK) if (rank, kind) not in found}
+            )
+            raise IslandBrokenError(
+                f"ranks {missing} of this island have not connected in {RENDEZVOUS_TIMEOUT_S:.0f} s"
+            )
+        listener.settimeout(remaining_s)
+        with contextlib.suppress(OSError, IslandBrokenError):
             connection, _ = listener.accept()
-            connection.settimeout(DIAL_S)
-            magic, theirs, rank, which = _GREETING.unpack(_exactly(connection, _GREETING.size))
-            if magic != _MAGIC or not hmac.compare_digest(theirs, secret) or not 0 < rank < size or which >= LINES:
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            magic, theirs, rank, kind = _GREETING.unpack(_receive_exactly(connection, _GREETING.size))
+            if (
+                magic != _MAGIC
+                or not hmac.compare_digest(theirs, secret)
+                or not 0 < rank < size
+                or kind >= CONNECTIONS_PER_RANK
+            ):
                 connection.close()
                 continue
             connection.sendall(b"\1")
-            found[rank, which] = RankConnection(connection, rank)
-    return [[found[rank, which] for rank in range(1, size)] for which in range(LINES)]
+            found[rank, kind] = RankConnection(connection, rank)
+    return [[found[rank, kind] for rank in range(1, size)] for kind in range(CONNECTIONS_PER_RANK)]
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))
@@ -332,22 +344,22 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def dial(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> list[list[RankConnection]]:
-    """To the leader, by whichever of its names is reached."""
-    until, problem = time.monotonic() + MEET_S, ""
-    while time.monotonic() < until:
+def connect_to_leader(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> list[list[RankConnection]]:
+    """Connect to the leader by the first of its addresses that is reachable."""
+    deadline, problem = time.monotonic() + RENDEZVOUS_TIMEOUT_S, ""
+    while time.monotonic() < deadline:
         for address in addresses:
-            made = []
+            connections = []
             try:
-                for which in range(LINES):
-                    connection = socket.create_connection(address, timeout=DIAL_S)
-                    connection.sendall(_GREETING.pack(_MAGIC, secret, rank, which))
-                    _exactly(connection, 1)
-                    made.append(RankConnection(connection, 0))
-                return [[line] for line in made]
-            except OSError as wrong:
-                problem = f"{address[0]}:{address[1]}: {wrong}"
-                for line in made:
-                    line.close()
+                for kind in range(CONNECTIONS_PER_RANK):
+                    connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
+                    connection.sendall(_GREETING.pack(_MAGIC, secret, rank, kind))
+                    _receive_exactly(connection, 1)
+                    connections.append(RankConnection(connection, 0))
+                return [[each] for each in connections]
+            except OSError as error:
+                problem = f"{address[0]}:{address[1]}: {error}"
+                for each in connections:
+                    each.close()
         time.sleep(0.2)
-    raise IslandBroken(f"rank 0, which leads this island, cannot be reached from rank {rank}: {problem}")
+    raise IslandBrokenError(f"rank 0, which leads this island, cannot be reached from rank {rank}: {problem}")

@@ -1,8 +1,8 @@
-"""What the leader's loop asks of the other ranks while a fragment travels, and how they answer.
+"""Requests of the leader's event loop to the other ranks while a fragment is transferred, and their replies.
 
-One line to each of them, over which questions and answers cross: a transfer takes seconds, and several are under way.
-A message is its size and a JSON array: `[number, word, arguments]` as a question, `[number, answer]` or
-`[number, null, kind, sentence]` as an answer. A newer question about the same fragment ends the older one.
+There is one connection to each rank. Requests and replies are interleaved: a transfer takes seconds, and several run at
+once. A message is its size and a JSON array: `[number, method, arguments]` as a request, `[number, result]` or
+`[number, null, kind, text]` as a reply. A newer request for the same fragment cancels the older one.
 """
 
 from __future__ import annotations
@@ -15,136 +15,142 @@ from typing import Any
 
 import aiohttp
 
-from atoll.errors import IslandBroken
-from atoll.island.fragments import CopyGone
+from atoll.errors import IslandBrokenError
+from atoll.island.fragments import CopyUnavailableError
 from atoll.island.rank_connection import RankConnection
-from atoll.transport.http_client import Refusal, why
+from atoll.transport.http_client import SyncerRefusedError, describe_network_error
 from atoll.transport.wire import WireError
 
-MOST_BYTES = 1 << 26
+MAX_MESSAGE_BYTES = 1 << 26
 _SIZE = struct.Struct("<I")
 
 LOST, REFUSED, DAMAGED, GONE = "lost", "refused", "damaged", "gone"
-"""What became of a transfer: the connection broke; the syncer said no; its bytes were wrong; nobody has the copy."""
+"""Errors of a transfer: the connection was lost; the syncer refused; the bytes were damaged; a rank lacks the copy."""
 
 
 class RankRpcClient:
-    """At the leader: the other ranks by their numbers. Everything is called in the loop, `open` first."""
+    """Client at the leader for the other ranks. All methods are called in the loop, `open` first."""
 
-    def __init__(self, lines: list[RankConnection]) -> None:
-        self._lines = lines
+    def __init__(self, connections: list[RankConnection]) -> None:
+        self._connections = connections
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
-        self._number = 0
-        self._reading: list[asyncio.Task[None]] = []
-        self._gone: dict[int, str] = {}
+        self._pending_calls: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._last_call = 0
+        self._readers: list[asyncio.Task[None]] = []
+        self._lost_ranks: dict[int, str] = {}
 
     async def open(self) -> None:
-        for line in self._lines:
-            reader, self._writers[line.rank] = await asyncio.open_connection(sock=line.connection, limit=MOST_BYTES)
-            self._reading.append(asyncio.ensure_future(self._read(line.rank, reader)))
+        for connection in self._connections:
+            reader, self._writers[connection.rank] = await asyncio.open_connection(
+                sock=connection.nonblocking_socket, limit=MAX_MESSAGE_BYTES
+            )
+            self._readers.append(asyncio.ensure_future(self._read(connection.rank, reader)))
 
-    async def ask(self, rank: int, word: str, what: dict[str, Any]) -> Any:
-        if rank in self._gone:
-            raise IslandBroken(self._gone[rank])
-        self._number += 1
-        key = rank, self._number
-        self._asked[key] = asyncio.get_running_loop().create_future()
+    async def call(self, rank: int, method: str, arguments: dict[str, Any]) -> Any:
+        if rank in self._lost_ranks:
+            raise IslandBrokenError(self._lost_ranks[rank])
+        self._last_call += 1
+        key = rank, self._last_call
+        self._pending_calls[key] = asyncio.get_running_loop().create_future()
         try:
-            self._writers[rank].write(_message([self._number, word, what]))
-            return await self._asked[key]
+            self._writers[rank].write(_encode_message([self._last_call, method, arguments]))
+            return await self._pending_calls[key]
         finally:
-            del self._asked[key]
+            del self._pending_calls[key]
 
     async def _read(self, rank: int, reader: asyncio.StreamReader) -> None:
         problem = "it has closed the connection"
         try:
             while True:
-                number, answer, *wrong = await _next(reader)
-                asked = self._asked.get((rank, number))
-                if asked is None or asked.done():
-                    continue  # nobody waits for it any more
-                if wrong:
-                    asked.set_exception(_raised(rank, *wrong))
+                number, result, *error = await _read_message(reader)
+                pending = self._pending_calls.get((rank, number))
+                if pending is None or pending.done():
+                    continue  # the call was cancelled
+                if error:
+                    pending.set_exception(_decode_error(rank, *error))
                 else:
-                    asked.set_result(answer)
-        except (OSError, asyncio.IncompleteReadError, ValueError) as found:
-            problem = str(found) or problem
-        self._gone[rank] = f"rank {rank} of this island is gone ({problem}); an island ends with any of its ranks"
-        for (asked_of, _), asked in self._asked.items():
-            if asked_of == rank and not asked.done():
-                asked.set_exception(IslandBroken(self._gone[rank]))
+                    pending.set_result(result)
+        except (OSError, asyncio.IncompleteReadError, ValueError) as caught:
+            problem = str(caught) or problem
+        self._lost_ranks[rank] = (
+            f"rank {rank} of this island is lost ({problem}); an island ends when one of its ranks ends"
+        )
+        for (target, _), pending in self._pending_calls.items():
+            if target == rank and not pending.done():
+                pending.set_exception(IslandBrokenError(self._lost_ranks[rank]))
 
 
-def _raised(rank: int, kind: str, sentence: str) -> Exception:
-    sentence = f"rank {rank}: {sentence}"
+def _decode_error(rank: int, kind: str, text: str) -> Exception:
+    text = f"rank {rank}: {text}"
     match kind:
         case "refused":
-            return Refusal(0, sentence)
+            return SyncerRefusedError(0, text)
         case "damaged":
-            return WireError(sentence, "digest")
+            return WireError(text, "digest")
         case "gone":
-            return CopyGone(sentence)
+            return CopyUnavailableError(text)
         case "lost":
-            return ConnectionError(sentence)
-    return IslandBroken(sentence)
+            return ConnectionError(text)
+    return IslandBrokenError(text)
 
 
-async def obey(line: RankConnection, carry_out: Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]) -> None:
-    """At another rank, until the leader hangs up: every question is carried out, and answered."""
-    reader, writer = await asyncio.open_connection(sock=line.connection, limit=MOST_BYTES)
-    under_way: dict[tuple[str, int], asyncio.Task[None]] = {}
+async def serve_rank_rpc(
+    connection: RankConnection, handle: Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]
+) -> None:
+    """Handle requests at another rank until the leader closes the connection."""
+    reader, writer = await asyncio.open_connection(sock=connection.nonblocking_socket, limit=MAX_MESSAGE_BYTES)
+    running: dict[tuple[str, int], asyncio.Task[None]] = {}
 
-    async def answer(number: int, word: str, what: dict[str, Any]) -> None:
+    async def reply(number: int, method: str, arguments: dict[str, Any]) -> None:
         try:
-            said = [number, await carry_out(word, what)]
+            message = [number, await handle(method, arguments)]
         except asyncio.CancelledError:
-            said = [number, None, LOST, "something newer was asked"]
-        except Exception as wrong:
-            said = [number, None, *_told(wrong)]
-        writer.write(_message(said))
+            message = [number, None, LOST, "replaced by a newer request"]
+        except Exception as error:
+            message = [number, None, *_encode_error(error)]
+        writer.write(_encode_message(message))
 
     try:
         while True:
-            number, word, what = await _next(reader)
-            key = word, int(what["fragment"])
-            older = under_way.pop(key, None)
+            number, method, arguments = await _read_message(reader)
+            key = method, int(arguments["fragment"])
+            older = running.pop(key, None)
             if older is not None:
                 older.cancel()
                 await asyncio.wait([older])
-            under_way[key] = asyncio.ensure_future(answer(number, word, what))
+            running[key] = asyncio.ensure_future(reply(number, method, arguments))
     except (OSError, asyncio.IncompleteReadError):
-        return  # the training thread hears of it at its next step
+        return  # the training thread raises it at its next step
     finally:
-        for task in under_way.values():
+        for task in running.values():
             task.cancel()
-        await asyncio.gather(*under_way.values(), return_exceptions=True)
+        await asyncio.gather(*running.values(), return_exceptions=True)
         writer.close()
 
 
-def _told(wrong: Exception) -> tuple[str, str]:
-    match wrong:
-        case CopyGone():
-            return GONE, str(wrong)
-        case Refusal(code="digest"):
-            return LOST, str(wrong)  # its bytes were damaged on their way, and are brought again
-        case Refusal():
-            return REFUSED, str(wrong)
+def _encode_error(error: Exception) -> tuple[str, str]:
+    match error:
+        case CopyUnavailableError():
+            return GONE, str(error)
+        case SyncerRefusedError(code="digest"):
+            return LOST, str(error)  # the bytes were damaged in transit, and are sent again
+        case SyncerRefusedError():
+            return REFUSED, str(error)
         case WireError():
-            return DAMAGED, str(wrong)
+            return DAMAGED, str(error)
         case aiohttp.ClientError() | OSError() | TimeoutError():
-            return LOST, why(wrong)
-    return "broken", f"{type(wrong).__name__}: {wrong}"
+            return LOST, describe_network_error(error)
+    return "broken", f"{type(error).__name__}: {error}"
 
 
-def _message(said: list[Any]) -> bytes:
-    data = json.dumps(said, separators=(",", ":")).encode()
+def _encode_message(message: list[Any]) -> bytes:
+    data = json.dumps(message, separators=(",", ":")).encode()
     return _SIZE.pack(len(data)) + data
 
 
-async def _next(reader: asyncio.StreamReader) -> list[Any]:
+async def _read_message(reader: asyncio.StreamReader) -> list[Any]:
     (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
-    if size > MOST_BYTES:
-        raise ConnectionError(f"a message of {size} bytes")
-    found: list[Any] = json.loads(await reader.readexactly(size))
-    return found
+    if size > MAX_MESSAGE_BYTES:
+        raise ConnectionError(f"message of {size} bytes exceeds {MAX_MESSAGE_BYTES}")
+    message: list[Any] = json.loads(await reader.readexactly(size))
+    return message

@@ -1,9 +1,9 @@
-"""Fragments of an island whose ranks send and fetch their own rows.
+"""Fragments of an island whose ranks transfer their own rows.
 
-`RowWork` is what every rank does: it brings the bytes of its strips to the syncer in slices, and fetches those that
-hold its rows. `RowTraffic` is the leader's: it asks all ranks for that, says the words for which the syncer waits, and
-has a version checked when everybody has its rows. Bytes, digests and retries are those of the wire: the syncer does not
-know how many processes an island has.
+`RankRowTransfer` runs at every rank. It uploads the bytes of its strips to the syncer in slices, and downloads those
+that contain its rows. `RowTransferCoordinator` runs at the leader. It sends requests to all ranks, commits the
+contribution at the syncer, and verifies a version when every rank has its rows. Bytes, digests and retries are those of
+the wire: the syncer does not know how many processes an island has.
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ from msgspec.structs import astuple
 
 from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import FragmentId, RoundId, Version
-from atoll.errors import IslandBroken
-from atoll.island.fragments import Buffer, Copied, CopyGone, RowFragment
+from atoll.errors import IslandBrokenError
+from atoll.island.fragments import Buffer, CopyUnavailableError, PulledCopy, RowFragment
 from atoll.island.rank_rpc import RankRpcClient
 from atoll.tensors.codecs import CODECS
-from atoll.tensors.row_sharding import ByteLayout, EncodeRange, RowRange, cover, lay
-from atoll.transport.buffers import ByteBuffers, Spans
-from atoll.transport.http_client import RETRY_S, TRIES, Fetching, LearnerBulk, LearnerLink, Refusal, fragment_sizes
+from atoll.tensors.row_sharding import ByteLayout, EncodeRange, RowRange, covering_ranges, make_byte_layout
+from atoll.transport.buffers import ByteBufferPool, Spans
+from atoll.transport.http_client import (
+    MAX_ATTEMPTS,
+    RETRY_DELAY_S,
+    FragmentClient,
+    FragmentDownload,
+    LearnerLink,
+    SyncerRefusedError,
+    fragment_sizes,
+)
 from atoll.transport.wire import (
     CODEC_NUMBERS,
     FragmentHeader,
     FrameHead,
-    Kind,
+    FrameKind,
     SliceHeader,
     WireError,
     as_bytes,
@@ -41,15 +49,15 @@ from atoll.transport.wire import (
 if TYPE_CHECKING:
     from atoll.island.leader import Leader
 
-LOST_S = 120.0
-"""For so long a rank has brought and got nothing, while rank 0 has: it has lost its own way to the syncer."""
+RANK_UNREACHABLE_TIMEOUT_S = 120.0
+"""Time after which a rank has lost its route to the syncer: its transfers fail, and those of rank 0 succeed."""
 
-AT_ONCE = 8
-"""Parts of one slice that travel at once: rows are cut as tensors are, and a part may be small."""
+MAX_CONCURRENT_PARTS = 8
+"""Maximum number of concurrent parts of one slice. A part ends at the end of a tensor, so it may be small."""
 
 
 class SendRowsRequest(NamedTuple):
-    """What a rank has to know to bring its strips. `at`: where the fragment is; `missing`: bytes of the whole."""
+    """Request to upload strips. `address`: endpoint of the fragment; `missing`: missing bytes of the whole."""
 
     fragment: FragmentId
     generation: int
@@ -58,163 +66,167 @@ class SendRowsRequest(NamedTuple):
     incarnation: int
     session: int
     round: tuple[int, ...]
-    of: int
-    at: str
+    size: int
+    address: str
     missing: list[list[int]]
 
 
 class FetchRowsRequest(NamedTuple):
-    """What it has to know to fetch its rows."""
+    """Request to download rows."""
 
     fragment: FragmentId
-    generation: int  # of incarnations
+    generation: int  # number of the incarnation at the leader
     version: Version
     base: Version | None
     downs: tuple[str, ...]
-    at: str
+    address: str
 
 
-class RowFetching(Fetching):
-    """What is here of this rank's rows. The first slice is one byte: its header says in what the rows are."""
+class RowDownload(FragmentDownload):
+    """Download of this rank's rows. The first slice is one byte; its header contains the codec of the rows."""
 
-    def __init__(self, version: Version, base: Version | None, numel: int, stretches: Sequence[RowRange]) -> None:
+    def __init__(self, version: Version, base: Version | None, numel: int, row_ranges: Sequence[RowRange]) -> None:
         super().__init__(version, base)
         self._numel = numel
-        self._stretches = stretches
+        self._ranges = row_ranges
         self.strips: list[EncodeRange] = []
-        self.laid = ByteLayout(0, (), ())
+        self.layout = ByteLayout(0, (), ())
 
-    def memory(self, head: FrameHead, said: FragmentHeader, buffers: ByteBuffers) -> Any:
+    def slice_buffer(self, head: FrameHead, fields: FragmentHeader, buffers: ByteBufferPool) -> Any:
         if self.header is None:
             return bytearray(head.payload_bytes)
         if self.data is None:
-            self.data = buffers.take(self.laid.size)
-        ((own, end),) = self.laid.owned(said.begin, said.begin + head.payload_bytes)
+            self.data = buffers.acquire(self.layout.size)
+        ((own, end),) = self.layout.to_local(fields.begin, fields.begin + head.payload_bytes)
         return as_bytes(self.data)[own:end]
 
-    def came(self, head: FrameHead, said: FragmentHeader) -> None:
+    def add_slice(self, head: FrameHead, fields: FragmentHeader) -> None:
         if self.header is None:
             by = CODECS[head.codec]
-            self.header, self.codec = said, head.codec
-            self.strips = cover(by, self._numel, self._stretches)
-            self.laid = lay(by, self._numel, self.strips)
-            for part in self.laid.parts:
-                self.missing.add(part.own, part.own + part.size)
+            self.header, self.codec = fields, head.codec
+            self.strips = covering_ranges(by, self._numel, self._ranges)
+            self.layout = make_byte_layout(by, self._numel, self.strips)
+            for part in self.layout.parts:
+                self.missing.add(part.local_begin, part.local_begin + part.size)
 
 
-class RowWork:
-    """At one rank. `fragments`: those of an incarnation, which this rank may yet have to hear of, so it may wait;
-    `hold`: the rows of a version that is here."""
+class RankRowTransfer:
+    """Row transfer at one rank.
+
+    `fragments` returns those of an incarnation, and may wait for it to begin. `retain` returns the rows of a version.
+    """
 
     def __init__(
         self,
         link: LearnerLink,
-        bulk: LearnerBulk,
+        bulk: FragmentClient,
         compute: ThreadPoolExecutor,
         fragments: Callable[[int], Sequence[RowFragment]],
-        hold: Callable[[FragmentId, Version], Buffer | None],
+        retain: Callable[[FragmentId, Version], Buffer | None],
     ) -> None:
         self.link = link
         self.bulk = bulk
         self.compute = compute
         self._fragments = fragments
-        self._hold = hold
-        self._fetching: dict[FragmentId, RowFetching] = {}
-        self._under_way = 0
+        self._retain = retain
+        self._fetching: dict[FragmentId, RowDownload] = {}
+        self._active_requests = 0
 
-    async def carry_out(self, word: str, what: dict[str, Any]) -> Any:
-        """As the leader asks another rank for it."""
-        if not self._under_way:
-            await self.link.renew_keys()  # no link is dialled here, at which that would be done
-        self._under_way += 1
+    async def handle(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Handle a request of the leader."""
+        if not self._active_requests:
+            await self.link.renew_keys()  # other transfers do this when they open a connection
+        self._active_requests += 1
         try:
-            if word == "send":
-                return await self.send(SendRowsRequest(**what))
-            return await self.fetch(FetchRowsRequest(**what))
+            if method == "send":
+                return await self.send(SendRowsRequest(**arguments))
+            return await self.fetch(FetchRowsRequest(**arguments))
         finally:
-            self._under_way -= 1
+            self._active_requests -= 1
 
     async def _fragment(self, p: FragmentId, generation: int) -> RowFragment:
         fragments = await asyncio.get_running_loop().run_in_executor(None, self._fragments, generation)
         return fragments[p]
 
-    async def send(self, what: SendRowsRequest) -> dict[str, int]:
-        """How many bytes it was."""
-        fragment = await self._fragment(what.fragment, what.generation)
-        strips = await asyncio.shield(asyncio.wrap_future(fragment.strips(what.serial)))
-        laid, data = strips
-        view, round_id = as_bytes(data), RoundId(*what.round)
+    async def send(self, request: SendRowsRequest) -> dict[str, int]:
+        """Upload the missing strips. Return the number of bytes."""
+        fragment = await self._fragment(request.fragment, request.generation)
+        strips = await asyncio.shield(asyncio.wrap_future(fragment.strips(request.serial)))
+        layout, data = strips
+        view, round_id = as_bytes(data), RoundId(*request.round)
         missing = Spans()
-        for begin, end in what.missing:
-            for own in laid.owned(begin, end):
+        for begin, end in request.missing:
+            for own in layout.to_local(begin, end):
                 missing.add(*own)
 
         async def put(begin: int, own: int, size: int) -> None:
-            header = SliceHeader(what.learner, what.incarnation, what.session, round_id, begin, what.of)
-            await self.bulk.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[own : own + size], what.at)
+            header = SliceHeader(request.learner, request.incarnation, request.session, round_id, begin, request.size)
+            await self.bulk.put_frame(
+                "/v1/slice", FrameKind.SLICE, 0, header.encode(), view[own : own + size], request.address
+            )
 
         async def move(begin: int, end: int) -> None:
-            await _few_at_once([lambda part=part: put(*part) for part in laid.cut(begin, end)])  # type: ignore[misc]
+            await _run_limited([lambda part=part: put(*part) for part in layout.to_global(begin, end)])  # type: ignore[misc]
 
         moved = missing.bytes
-        await self.bulk.up.carry(missing, move)
+        await self.bulk.up.transfer(missing, move)
         return {"moved": moved}
 
-    async def fetch(self, what: FetchRowsRequest) -> dict[str, Any]:
-        """Its rows are in the fragment when this returns; the digest is that of the whole value."""
-        fragment = await self._fragment(what.fragment, what.generation)
-        digest = fragment.fetched_digest(what.version)
-        return {"digest": digest, "moved": 0} if digest is not None else await self._fetch(fragment, what)
+    async def fetch(self, request: FetchRowsRequest) -> dict[str, Any]:
+        """Download this rank's rows into the fragment. The digest in the result is that of the whole value."""
+        fragment = await self._fragment(request.fragment, request.generation)
+        digest = fragment.fetched_digest(request.version)
+        return {"digest": digest, "moved": 0} if digest is not None else await self._fetch(fragment, request)
 
-    async def _fetch(self, fragment: RowFragment, what: FetchRowsRequest) -> dict[str, Any]:
-        p, asked = what.fragment, (what.version, what.base)
-        under_way = self._fetching.get(p)
-        if under_way is None or under_way.asked != asked or under_way.is_stale:
-            under_way = self._fetching[p] = RowFetching(*asked, fragment.dealt.numel, fragment.stretches)
-        under_way.place = what.at
-        fetching = under_way
-        sizes = fragment_sizes(fragment.dealt.numel, fragment.tensors.codecs(what.downs))
+    async def _fetch(self, fragment: RowFragment, request: FetchRowsRequest) -> dict[str, Any]:
+        p, versions = request.fragment, (request.version, request.base)
+        download = self._fetching.get(p)
+        if download is None or download.requested != versions or download.is_stale:
+            download = self._fetching[p] = RowDownload(*versions, fragment.share.numel, fragment.ranges)
+        download.address = request.address
+        fetching = download
+        sizes = fragment_sizes(fragment.share.numel, fragment.tensors.allowed_codecs(request.downs))
 
         async def get(begin: int, own: int, size: int) -> None:
-            await self.bulk.fetch_slice(p, fetching, sizes, begin, begin + size)
+            await self.bulk.download_slice(p, fetching, sizes, begin, begin + size)
 
         async def move(begin: int, end: int) -> None:
-            parts = fetching.laid.cut(begin, end)
-            await _few_at_once([lambda part=part: get(*part) for part in parts])  # type: ignore[misc]
+            parts = fetching.layout.to_global(begin, end)
+            await _run_limited([lambda part=part: get(*part) for part in parts])  # type: ignore[misc]
 
         try:
-            if under_way.header is None:
+            if download.header is None:
                 await get(0, 0, 1)
-            moved = under_way.missing.bytes
-            await self.bulk.down.carry(under_way.missing, move)
-        except (Refusal, WireError):
+            moved = download.missing.bytes
+            await self.bulk.down.transfer(download.missing, move)
+        except (SyncerRefusedError, WireError):
             self._fetching.pop(p, None)
             raise
         self._fetching.pop(p, None)
-        return {"digest": await self._decode(fragment, fetching, what.version), "moved": moved}
+        return {"digest": await self._decode(fragment, fetching, request.version), "moved": moved}
 
-    async def _decode(self, fragment: RowFragment, came: RowFetching, version: Version) -> str:
-        header, data = came.header, came.data
+    async def _decode(self, fragment: RowFragment, download: RowDownload, version: Version) -> str:
+        header, data = download.header, download.data
         assert header is not None and data is not None
-        base = self._hold(fragment.p, header.base) if header.base is not None else None
+        base = self._retain(fragment.p, header.base) if header.base is not None else None
         if header.base is not None and base is None:
-            raise WireError(f"an update to version {header.base}, which is not here", "type")
-        made = came.codec, came.strips, came.laid, data, base, version, header.value_digest
-        decoding = self.compute.submit(fragment.decode, *made)
+            raise WireError(f"an update to version {header.base}, which this rank does not have", "type")
+        arguments = download.codec, download.strips, download.layout, data, base, version, header.value_digest
+        decoding = self.compute.submit(fragment.decode, *arguments)
         decoding.add_done_callback(lambda _: fragment.buffers.release(base))
         await asyncio.wrap_future(decoding)
-        self.bulk.give_back(data)
+        self.bulk.release_buffer(data)
         return header.value_digest
 
 
-async def _few_at_once(jobs: list[Callable[[], Any]]) -> None:
+async def _run_limited(jobs: list[Callable[[], Any]]) -> None:
     waiting = iter(jobs)
 
     async def work() -> None:
         for job in waiting:
             await job()
 
-    tasks = [asyncio.ensure_future(work()) for _ in range(min(AT_ONCE, len(jobs)))]
+    tasks = [asyncio.ensure_future(work()) for _ in range(min(MAX_CONCURRENT_PARTS, len(jobs)))]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -223,149 +235,155 @@ async def _few_at_once(jobs: list[Callable[[], Any]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class RowTraffic:
-    """At the leader. `work`: its own rows."""
+class RowTransferCoordinator:
+    """Row transfer of all ranks, at the leader. `work`: the row transfer of the leader itself."""
 
-    def __init__(self, leader: Leader, hands: RankRpcClient, work: RowWork) -> None:
+    def __init__(self, leader: Leader, rank_rpc: RankRpcClient, work: RankRowTransfer) -> None:
         self._leader = leader
-        self._hands = hands
-        self._work = work
+        self._rank_rpc = rank_rpc
+        self._local_transfer = work
         self._link, self._bulk, self._compute = work.link, work.bulk, work.compute
-        self._begun: dict[FragmentId, RoundId] = {}  # contributions of which the syncer may have a part
-        self._lost_since: dict[int, float] = {}  # ranks whose transfers fail, and not rank 0's
+        self._started: dict[FragmentId, RoundId] = {}  # contributions that the syncer may have in part
+        self._lost_since: dict[int, float] = {}  # ranks whose transfers fail while those of rank 0 succeed
 
     async def contribute(
-        self, fragment: RowFragment, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
+        self, fragment: RowFragment, copied: PulledCopy, envelope: Envelope, body: Contribution, resources: ExitStack
     ) -> None:
-        """All ranks encode and bring their strips; the word that says so is the leader's. `held`: what is let go when
-        they are encoded."""
+        """Let all ranks encode and upload their strips, and commit the contribution. Close `resources` once encoded."""
         encoding = self._compute.submit(self._encode, fragment, copied)
-        encoding.add_done_callback(lambda _: held.close())
+        encoding.add_done_callback(lambda _: resources.close())
         await asyncio.wrap_future(encoding)
         number, header = CODEC_NUMBERS[copied.codec.name], encode_message(envelope)
-        of = copied.codec.size(fragment.dealt.numel)
-        about = fragment.p, self._leader.generation, copied.serial
-        said = (*about, envelope.learner, envelope.incarnation, envelope.session)
-        missing = Spans([(0, of)]) if self._begun.get(fragment.p) != body.round else None
-        self._begun[fragment.p] = body.round
-        for attempt in range(TRIES):
+        size = copied.codec.encoded_size(fragment.share.numel)
+        copy_id = fragment.p, self._leader.generation, copied.serial
+        common = (*copy_id, envelope.learner, envelope.incarnation, envelope.session)
+        missing = Spans([(0, size)]) if self._started.get(fragment.p) != body.round else None
+        self._started[fragment.p] = body.round
+        for attempt in range(MAX_ATTEMPTS):
             try:
-                at = await self._at(fragment.p)
-                if missing is None:  # some of it may be there
-                    missing = await self._bulk.say_contributed(number, header, at)
+                address = await self._shard_address(fragment.p)
+                if missing is None:  # the syncer may have a part of it
+                    missing = await self._bulk.commit_contribution(number, header, address)
                 if missing:
                     spans = [list(span) for span in missing]
-                    sending = SendRowsRequest(*said, astuple(body.round), of, at, spans)
-                    with self._bulk.measured("up", lambda: of):
-                        await self._all(fragment, "send", sending._asdict(), self._work.send(sending), "up")
-                    missing = await self._bulk.say_contributed(number, header, at)
+                    sending = SendRowsRequest(*common, astuple(body.round), size, address, spans)
+                    with self._bulk.measure("up", lambda: size):
+                        await self._call_ranks(
+                            fragment, "send", sending._asdict(), self._local_transfer.send(sending), "up"
+                        )
+                    missing = await self._bulk.commit_contribution(number, header, address)
                 if not missing:
                     return
-            except (Refusal, aiohttp.ClientError, OSError, TimeoutError) as wrong:
-                is_damaged = isinstance(wrong, Refusal) and wrong.code == "digest"
-                if (isinstance(wrong, Refusal) and not is_damaged) or attempt == TRIES - 1:
+            except (SyncerRefusedError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                is_damaged = isinstance(error, SyncerRefusedError) and error.code == "digest"
+                if (isinstance(error, SyncerRefusedError) and not is_damaged) or attempt == MAX_ATTEMPTS - 1:
                     raise
                 missing = None
-                self._bulk.forget_places()
-                await asyncio.sleep(RETRY_S * 2**attempt)
-        raise ConnectionError(f"{missing.bytes if missing else 0} bytes of it are missing")
+                self._bulk.forget_shard_addresses()
+                await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
+        raise ConnectionError(f"the syncer lacks {missing.bytes if missing else 0} bytes of fragment {fragment.p}")
 
     async def fetch(
         self, fragment: RowFragment, version: Version, base: Version | None, downs: tuple[str, ...]
     ) -> tuple[Buffer | None]:
-        """The leader's rows, when every rank has its own; None: together they are not what was published."""
-        getting = FetchRowsRequest(
-            fragment.p, self._leader.generation, version, base, downs, await self._at(fragment.p)
+        """Return the leader's rows when every rank has its own. (None,): the whole value differs from the published
+        value."""
+        request = FetchRowsRequest(
+            fragment.p, self._leader.generation, version, base, downs, await self._shard_address(fragment.p)
         )
         try:
-            answers: list[Any] = []
-            with self._bulk.measured("down", lambda: sum(answer["moved"] for answer in answers)):
-                answers += await self._all(fragment, "fetch", getting._asdict(), self._work.fetch(getting), "down")
+            results: list[Any] = []
+            with self._bulk.measure("down", lambda: sum(result["moved"] for result in results)):
+                results += await self._call_ranks(
+                    fragment, "fetch", request._asdict(), self._local_transfer.fetch(request), "down"
+                )
         except (aiohttp.ClientError, OSError):
-            self._bulk.forget_places()  # a shard may be somewhere else by now
+            self._bulk.forget_shard_addresses()  # a shard may have another address by now
             raise
-        digests = {answer["digest"] for answer in answers}
+        digests = {result["digest"] for result in results}
         if len(digests) != 1:
-            raise WireError(f"ranks were told of different values: {sorted(digests)}", "digest")
-        passing = self._compute.submit(self._pass_on, fragment, version, digests.pop())
+            raise WireError(f"ranks received different digests of one version: {sorted(digests)}", "digest")
+        relaying = self._compute.submit(self._relay_version, fragment, version, digests.pop())
         try:
-            return (await asyncio.shield(asyncio.wrap_future(passing)),)
+            return (await asyncio.shield(asyncio.wrap_future(relaying)),)
         except asyncio.CancelledError:
-            passing.add_done_callback(
+            relaying.add_done_callback(
                 lambda done: fragment.buffers.release(done.result()) if not done.exception() else None
             )
             raise
 
-    def _encode(self, fragment: RowFragment, copied: Copied) -> None:
-        """In the computing thread: all ranks encode their strips, this one too."""
+    def _encode(self, fragment: RowFragment, copied: PulledCopy) -> None:
+        """Let all ranks encode their strips, and encode this rank's. Runs in the codec thread."""
         if fragment.is_encoded(copied.serial):
             return
         try:
-            prepared = fragment.prepare(copied)
-            taken = self._leader.exchange(fragment.p, copied.serial, prepared.given, copied.codec)
-            fragment.encode_strips(prepared, taken, copied.codec)
+            prepared = fragment.prepare_copy(copied)
+            incoming = self._leader.exchange_edges(fragment.p, copied.serial, prepared.outgoing, copied.codec)
+            fragment.encode_strips(prepared, incoming, copied.codec)
         except BaseException as error:
-            fragment.give_up(copied.serial, error)
+            fragment.abort_encoding(copied.serial, error)
             if isinstance(error, CancelledError):  # the training thread never made the copy
-                raise CopyGone from None
+                raise CopyUnavailableError from None
             raise
 
-    def _pass_on(self, fragment: RowFragment, version: Version, digest: str) -> Buffer | None:
-        """In the computing thread: every rank has its rows of the version when this returns, or none of them has."""
-        value = fragment.take_fetched(version)
+    def _relay_version(self, fragment: RowFragment, version: Version, digest: str) -> Buffer | None:
+        """Give every rank its rows of the version, or none of them. Runs in the codec thread."""
+        value = fragment.pop_fetched(version)
         if value is None:
             return None
-        is_right = False
+        is_valid = False
         try:
-            is_right = self._leader.pass_on(fragment.p, version, value.tensor, digest)
+            is_valid = self._leader.relay_version(fragment.p, version, value.tensor, digest)
         finally:
-            if not is_right:
+            if not is_valid:
                 fragment.buffers.release(value)
-        return value if is_right else None
+        return value if is_valid else None
 
-    async def _at(self, p: FragmentId) -> str:
-        return await self._bulk.place(p) or self._link.asked
+    async def _shard_address(self, p: FragmentId) -> str:
+        return await self._bulk.shard_address(p) or self._link.current_address
 
-    async def _all(self, fragment: RowFragment, word: str, what: dict[str, Any], own: Any, way: str) -> list[Any]:
-        """Of the ranks that have something to do. What they have moved counts for the island."""
-        ranks = {stretch.rank for stretch in fragment.dealt.stretches}
-        if word == "send":
-            ranks = {rank for rank, strips in enumerate(fragment.dealt.strips) if strips}
-        asked = [asyncio.ensure_future(self._hands.ask(rank, word, what)) for rank in sorted(ranks) if rank]
+    async def _call_ranks(
+        self, fragment: RowFragment, method: str, arguments: dict[str, Any], own: Any, direction: str
+    ) -> list[Any]:
+        """Call all ranks that have rows to transfer, and count their bytes for the island. Return their results."""
+        ranks = {row_range.rank for row_range in fragment.share.row_ranges}
+        if method == "send":
+            ranks = {rank for rank, strips in enumerate(fragment.share.encode_ranges) if strips}
+        calls = [asyncio.ensure_future(self._rank_rpc.call(rank, method, arguments)) for rank in sorted(ranks) if rank]
         mine = [asyncio.ensure_future(own)] if 0 in ranks else []
         if not mine:
             own.close()
         try:
-            # All come to their end: what one of them has to bring again is no reason for the others to begin anew.
-            ended = await asyncio.gather(*mine, *asked, return_exceptions=True)
+            # Wait for all: the error of one rank must not restart the transfers of the others.
+            ended = await asyncio.gather(*mine, *calls, return_exceptions=True)
         finally:
-            for each in (*mine, *asked):
+            for each in (*mine, *calls):
                 each.cancel()
         if mine and not isinstance(ended[0], BaseException):
-            self._watch(dict(zip((rank for rank in sorted(ranks) if rank), ended[1:], strict=True)))
-        found: list[Any] = []
+            self._check_reachability(dict(zip((rank for rank in sorted(ranks) if rank), ended[1:], strict=True)))
+        results: list[Any] = []
         for each in ended:
             if isinstance(each, BaseException):
                 raise each
-            found.append(each)
-        theirs = found[len(mine) :]
-        moved = sum(answer["moved"] for answer in theirs)
-        if way == "up":
-            self._bulk.up.moved_elsewhere += moved
+            results.append(each)
+        theirs = results[len(mine) :]
+        moved = sum(result["moved"] for result in theirs)
+        if direction == "up":
+            self._bulk.up.moved_bytes_by_other_ranks += moved
             self._link.bytes_up += moved
         else:
-            self._bulk.down.moved_elsewhere += moved
+            self._bulk.down.moved_bytes_by_other_ranks += moved
             self._link.bytes_down += moved
-        return found
+        return results
 
-    def _watch(self, theirs: dict[int, Any]) -> None:
-        """Rank 0 has done its own. An island of which one rank never can would train on, and take part in nothing."""
+    def _check_reachability(self, theirs: dict[int, Any]) -> None:
+        """Raise IslandBrokenError if a rank fails for long while rank 0 succeeds: this island could never merge."""
         now = time.monotonic()
         for rank, ended in theirs.items():
             if not isinstance(ended, ConnectionError):
                 self._lost_since.pop(rank, None)
-            elif now - self._lost_since.setdefault(rank, now) > LOST_S:
-                raise IslandBroken(
-                    f"{ended}; it has not reached the syncer for {LOST_S:.0f} s, and rank 0 has: start the island"
-                    " again, and rank 0 will send and fetch for it"
+            elif now - self._lost_since.setdefault(rank, now) > RANK_UNREACHABLE_TIMEOUT_S:
+                raise IslandBrokenError(
+                    f"{ended}; it has not reached the syncer for {RANK_UNREACHABLE_TIMEOUT_S:.0f} s, and rank 0 has:"
+                    " restart the island, and rank 0 will transfer the rows of all ranks"
                 )

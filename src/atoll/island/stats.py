@@ -1,4 +1,4 @@
-"""What a rank of a learner counts, and what it knows of its run."""
+"""Counters of a rank of a learner, and its view of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.store.run_settings import RunSettings
 
 
 class LearnerStats(NamedTuple):
-    """What a learner has done so far. `boundary_s`: time spent between steps for Atoll, of `training_s` in all."""
+    """Counters of a learner. `boundary_s`: seconds between steps spent in Atoll, as a part of `training_s`."""
 
     steps: int
     tokens: int
@@ -21,25 +21,25 @@ class LearnerStats(NamedTuple):
     adopted: int
     contributed: int
     link: str
-    samples: int  # of its leases, had once
-    repeated: int  # steps on samples that it had had before, because no lease was left
-    paused_s: float = 0.0  # it stood still because the run was paused; part of `training_s`
-    island_s: float = (
-        0.0  # of `boundary_s`, for the ranks of this island to come to the same list, slower ones included
+    samples: int  # leased samples that were trained on
+    repeated_steps: int  # steps on repeated samples, because no lease was left
+    paused_s: float = 0.0  # seconds of pause of the run, as a part of `training_s`
+    rank_wait_s: float = 0.0  # seconds of waiting for other ranks at boundaries, as a part of `boundary_s`
+    host_bytes: int = 0  # host memory of this rank: anchors, copies, arrivals and quantization residuals
+    device_bytes: int = 0  # peak of Atoll's device memory, besides the model: a copy and a value of one fragment
+    parameters: int = 0  # parameter values at this rank that are merged
+    transfer_mode: str = (
+        "alone"  # several ranks: "rows" if each transfers its own rows, "leader" if rank 0 does for all
     )
-    host_bytes: int = 0  # in this rank's host memory: anchors, copies, arrivals and what rounding left out
-    device_bytes: int = 0  # beside the model on its device, at most: a snapshot and a staged value of one fragment
-    parameters: int = 0  # numbers that travel, of those what this rank holds
-    way: str = "alone"  # in an island of several ranks "rows": each sends and fetches its own; "leader": rank 0 for all
-    unmerged: int = 0  # tokens that some fragment has not merged yet, as far as the leader knows; of rank 0 only
+    unmerged_tokens: int = 0  # tokens that some fragment has not merged yet, as far as rank 0 knows; 0 at other ranks
 
 
 @dataclass(slots=True)
 class LearnerStatus:
-    """What a rank knows of its run, as of the last step boundary. The properties of `atoll.Learner` show it."""
+    """A rank's view of its run, as of the last step boundary. The properties of `atoll.Learner` show it."""
 
     settings: RunSettings = field(default_factory=RunSettings)
-    number: tuple[int, int] | None = None  # of the learner and its incarnation
+    identity: tuple[int, int] | None = None  # numbers of the learner and of its incarnation
     finished: bool = False
     drained: bool = False
     progress: float = 0.0

@@ -1,7 +1,7 @@
-"""The ranks of an island meet: who holds which part of the model, whose tokens count, who leads.
+"""Rendezvous of the ranks of an island: which rank has which part of the model, whose tokens count, which rank leads.
 
-Nothing is asked of the user: an island has many ranks where `torch.distributed` is initialised with more than one, and
-what each of them holds is seen from its parameters.
+The user configures nothing. An island has several ranks if `torch.distributed` is initialized with more than one, and
+their shards are found from their parameters.
 """
 
 from __future__ import annotations
@@ -14,106 +14,106 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.island.rank_connection import RankConnection, accept, dial, listen, same_host
+from atoll.island.rank_connection import RankConnection, accept_ranks, connect_to_leader, host_identity, open_listener
 from atoll.tensors.plan import named_tensors
-from atoll.tensors.sharding import Box, Boxes, boxes_of, is_sharded
+from atoll.tensors.sharding import Box, Boxes, is_sharded, local_boxes
 
 
 class Ranks(NamedTuple):
-    """An island of many ranks, seen from one of them."""
+    """Ranks of an island, as seen from one of them."""
 
     rank: int
     size: int
     boxes: tuple[Boxes, ...]  # by rank
-    counts: tuple[bool, ...]  # by rank, whether its tokens count; of ranks that train on the same data one does
-    slots: tuple[int, ...]  # by rank, whose data it trains on; the same for ranks that share theirs
-    control: list[RankConnection]  # at the leader one per follower, in their order; at a follower the leader's
+    counts_tokens: tuple[bool, ...]  # by rank; of ranks that train on the same data, one counts
+    data_slots: tuple[int, ...]  # by rank, number of the data shard; ranks that train on the same data share it
+    control: list[RankConnection]  # at the leader one per follower, in rank order; at a follower the leader's
     bulk: list[RankConnection]
     rows: list[RankConnection]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.rank == 0
 
-    def shut(self) -> None:
-        """Threads that wait for another rank wait no longer."""
-        for line in [*self.bulk, *self.rows]:
-            line.shut()
+    def shut_down(self) -> None:
+        """Wake the threads that wait for another rank."""
+        for connection in [*self.bulk, *self.rows]:
+            connection.shut_down()
 
     def close(self) -> None:
-        for line in [*self.control, *self.bulk, *self.rows]:
-            line.close()
+        for connection in [*self.control, *self.bulk, *self.rows]:
+            connection.close()
 
 
-def meet(model: nn.Module) -> Ranks | None:
-    """All ranks of the job call it together; None: there is but one. Raises the same ValueError on all of them."""
+def rendezvous(model: nn.Module) -> Ranks | None:
+    """Connect all ranks of the job. Return None if there is only one. Raise the same ValueError on all ranks."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
-    everybody = [json.loads(text) for text in _exchanged(json.dumps(_described(model, rank)), size)]
-    _check(everybody)
-    hosts = [each["host"] for each in everybody]
-    place: list[Any] = [None]
+    descriptions = [json.loads(text) for text in _all_gather(json.dumps(_describe_rank(model, rank)), size)]
+    _check_same_model(descriptions)
+    hosts = [each["host"] for each in descriptions]
+    offers: list[Any] = [None]
     listener = None
     if rank == 0:
-        listener, addresses = listen(len(set(hosts)) == 1)
-        place = [json.dumps({"addresses": addresses, "secret": secrets.token_bytes(16).hex()})]
+        listener, addresses = open_listener(len(set(hosts)) == 1)
+        offers = [json.dumps({"addresses": addresses, "secret": secrets.token_bytes(16).hex()})]
     try:
-        place = _exchanged(place[0] or "", size)
-        told = json.loads(place[0])
-        secret = told["secret"].encode()
+        offers = _all_gather(offers[0] or "", size)
+        offer = json.loads(offers[0])
+        secret = offer["secret"].encode()
         if listener is not None:
-            lines = accept(listener, secret, size)
+            connections = accept_ranks(listener, secret, size)
         else:
-            addresses = [(str(name), int(port)) for name, port in told["addresses"]]
-            lines = dial(addresses, secret, rank)
+            addresses = [(str(name), int(port)) for name, port in offer["addresses"]]
+            connections = connect_to_leader(addresses, secret, rank)
     finally:
         if listener is not None:
             listener.close()
     boxes = tuple(
         {name: Box(tuple(offset), tuple(shape)) for name, (offset, shape) in each["boxes"].items()}
-        for each in everybody
+        for each in descriptions
     )
-    counts, slots = whose_data([each["data"] for each in everybody])
-    return Ranks(rank, size, boxes, counts, slots, *lines)
+    counts, slots = data_groups([each["data"] for each in descriptions])
+    return Ranks(rank, size, boxes, counts, slots, *connections)
 
 
-def _exchanged(text: str, size: int) -> list[Any]:
-    """What every rank says, over the group of the training: it has not begun, and everybody is here."""
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, text)
-    return found
+def _all_gather(text: str, size: int) -> list[Any]:
+    """Gather a text from all ranks, over the process group of the training, which is still idle."""
+    texts: list[Any] = [None] * size
+    dist.all_gather_object(texts, text)
+    return texts
 
 
-def _described(model: nn.Module, rank: int) -> dict[str, Any]:
-    """What the others have to know of this rank. A problem is told to all, so that nobody waits for who has it."""
+def _describe_rank(model: nn.Module, rank: int) -> dict[str, Any]:
+    """Return the description of this rank for the others. An error is sent too, so that no rank waits for this one."""
     try:
         reshard(fsdp_modules(model))
         return {
-            "host": same_host(),
+            "host": host_identity(),
             "tensors": {
                 name: f"{'x'.join(map(str, tensor.shape))} {tensor.dtype} {'' if tensor.requires_grad else 'frozen'}"
                 for name, tensor in named_tensors(model).items()
             },
-            "boxes": boxes_of(model),
+            "boxes": local_boxes(model),
             "data": data_ranks(model, rank),
         }
-    except Exception as wrong:
-        return {"wrong": f"{type(wrong).__name__}: {wrong}"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _check(everybody: list[dict[str, Any]]) -> None:
-    for rank, told in enumerate(everybody):
-        if "wrong" in told:
-            raise ValueError(f"rank {rank} of this island: {told['wrong']}")
-    first = everybody[0]["tensors"]
-    for rank, told in enumerate(everybody[1:], 1):
-        for name in sorted({*first, *told["tensors"]}):
-            mine, theirs = first.get(name, "nothing"), told["tensors"].get(name, "nothing")
-            if mine != theirs:
+def _check_same_model(descriptions: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(descriptions):
+        if "error" in each:
+            raise ValueError(f"rank {rank} of this island: {each['error']}")
+    first = descriptions[0]["tensors"]
+    for rank, each in enumerate(descriptions[1:], 1):
+        for name in sorted({*first, *each["tensors"]}):
+            first_rank, this_rank = first.get(name, "missing"), each["tensors"].get(name, "missing")
+            if first_rank != this_rank:
                 raise ValueError(
-                    f"{name} is {theirs} on rank {rank} of this island and {mine} on rank 0; all ranks of an island "
-                    "have the same model, whole or sharded"
+                    f"{name} is {this_rank} on rank {rank} of this island and {first_rank} on rank 0;"
+                    " all ranks of an island must have the same model, whole or sharded"
                 )
 
 
@@ -122,8 +122,8 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def reshard(modules: list[Any]) -> None:
-    """FSDP's parameters as they are between two steps. After a forward pass without a backward one some modules hold
-    gathered copies, which would not see what is adopted."""
+    """Reshard FSDP parameters. After a forward pass without a backward pass some modules hold gathered copies, which
+    would not see adopted values."""
     for module in modules:
         module.reshard()
 
@@ -132,8 +132,8 @@ def reshard(modules: list[Any]) -> None:
 
 
 def data_ranks(model: nn.Module, rank: int) -> tuple[str, list[int]]:
-    """("others", ranks): these and this one have data of their own each, and train one model. ("same", ranks): these
-    train on the same data, each with its part of the model."""
+    """Return ("others", ranks) if these ranks train one model on different data, or ("same", ranks) if they train on
+    the same data, each with its part of the model."""
     if isinstance(model, DistributedDataParallel):
         return "others", dist.get_process_group_ranks(model.process_group)
     for module in fsdp_modules(model):
@@ -150,23 +150,23 @@ def data_ranks(model: nn.Module, rank: int) -> tuple[str, list[int]]:
     return "others", list(range(dist.get_world_size()))
 
 
-def whose_data(told: list[Any]) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """By rank, whether its tokens count, and whose data it has.
+def data_groups(data_by_rank: list[Any]) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+    """Return, by rank, whether its tokens count, and the number of its data shard.
 
-    Tokens count of the ranks that reduce gradients with the leader (DDP, FSDP); ranks beside them, of tensor
-    parallelism, have the same data. Where there is only tensor parallelism, the first of each mesh counts.
+    Tokens of the ranks that reduce gradients with the leader (DDP, FSDP) count. Ranks of tensor parallelism next to
+    them have the same data. With tensor parallelism only, the first rank of each mesh counts.
 
-    >>> whose_data([["others", [0, 1]], ["others", [0, 1]]])
+    >>> data_groups([["others", [0, 1]], ["others", [0, 1]]])
     ((True, True), (0, 1))
-    >>> whose_data([["same", [0, 1]], ["same", [0, 1]]])
+    >>> data_groups([["same", [0, 1]], ["same", [0, 1]]])
     ((True, False), (0, 0))
-    >>> whose_data([["others", [0, 2]], ["others", [1, 3]], ["others", [0, 2]], ["others", [1, 3]]])
+    >>> data_groups([["others", [0, 2]], ["others", [1, 3]], ["others", [0, 2]], ["others", [1, 3]]])
     ((True, False, True, False), (0, 0, 1, 1))
     """
-    kind, first = told[0]
+    kind, first = data_by_rank[0]
     if kind == "same":
-        sets = sorted({tuple(ranks) for _, ranks in told})
-        slots = tuple(sets.index(tuple(ranks)) for _, ranks in told)
-        return tuple(rank == min(ranks) for rank, (_, ranks) in enumerate(told)), slots
-    slots = tuple(ranks.index(rank) if rank in ranks else 0 for rank, (_, ranks) in enumerate(told))
-    return tuple(rank in first for rank in range(len(told))), slots
+        sets = sorted({tuple(ranks) for _, ranks in data_by_rank})
+        slots = tuple(sets.index(tuple(ranks)) for _, ranks in data_by_rank)
+        return tuple(rank == min(ranks) for rank, (_, ranks) in enumerate(data_by_rank)), slots
+    slots = tuple(ranks.index(rank) if rank in ranks else 0 for rank, (_, ranks) in enumerate(data_by_rank))
+    return tuple(rank in first for rank in range(len(data_by_rank))), slots

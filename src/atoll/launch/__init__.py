@@ -1,2 +1,4 @@
-"""Where the processes of a run are: on this machine, in a Ray cluster, under Slurm. Engines keep them alive; they know
-nothing of training."""
+"""Start the processes of a run on this machine, in a Ray cluster or under Slurm, and restart them when they fail.
+
+Launchers handle commands, environments and exit codes. They do not depend on training.
+"""

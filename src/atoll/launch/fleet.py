@@ -1,7 +1,8 @@
-"""The units of one run and the engines that keep them: what `atoll up`, `down`, `status` and `logs` do.
+"""Start, stop, inspect and follow the units of one run, for `atoll up`, `down`, `status` and `logs`.
 
-What is known between two commands is `fleet/units.json` in the run's directory: for each unit its engine, the handle by
-which that engine finds it again, and what it was started as. It is written after each start, so that no unit is lost.
+`fleet/units.json` in the run's directory is the state between two commands. It has for each unit its launcher, the
+handle for that launcher, and the specification with which the unit was started. It is written after each start, so that
+no unit is lost.
 """
 
 from __future__ import annotations
@@ -20,390 +21,419 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.files import LockHeldError, take_lock, write_text
-from atoll.launch.engine import SHARD, SYNCER, Engine, TakesArrays, Unit, UnitStanding, engine, is_island
+from atoll.files import LockHeldError, acquire_lock, write_text
 from atoll.launch.islands_file import IslandsFile
-from atoll.launch.units import FLEET
+from atoll.launch.launcher import (
+    SHARD_PREFIX,
+    SYNCER,
+    ArrayLauncher,
+    Launcher,
+    Unit,
+    UnitState,
+    is_island,
+    load_launcher,
+)
+from atoll.launch.units import FLEET_FOLDER
 
-KNOWN, LOCK = "units.json", "lock"
+UNITS_FILE, LOCK_FILE = "units.json", "lock"
 FORMAT = 1
-AT_ONCE = 32
-"""Units that are stopped at the same time: each may take its whole notice."""
+MAX_PARALLEL_STOPS = 32
+"""Number of units that are stopped in parallel: each may take its full notice."""
 
 POLL_INTERVAL_S, REMOTE_POLL_INTERVAL_S = 1.0, 5.0
-"""Between two looks at the units, on this machine and elsewhere."""
+"""Intervals between two polls of the units, for local and for remote launchers."""
 
-LAST_WORDS_S = 120.0
-"""For the syncer, from the end of the last island to its own: it writes the model."""
+SYNCER_EXIT_TIMEOUT_S = 120.0
+"""Time that the syncer has after the last island to write the model and exit."""
 
-HELD_BACK = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
-Say = Callable[[str, str], None]  # a unit, and what happens to it
+NotifyUnit = Callable[[str, str], None]  # name of a unit, message
 
 
 class UnitRecord(NamedTuple):
-    engine: str
+    launcher: str
     handle: Mapping[str, Any]
-    told: Mapping[str, Any]
-    """What it was started as, without secrets."""
+    spec: Mapping[str, Any]
+    """Specification with which the unit was started, without secrets."""
 
 
-class UnitStatus(NamedTuple):
+class UnitReport(NamedTuple):
     name: str
-    engine: str
-    standing: UnitStanding = UnitStanding.NOT_STARTED
+    launcher: str
+    state: UnitState = UnitState.NOT_STARTED
     restarts: int = 0
-    why: str = ""
-    """In words; of an engine that does not answer, the problem."""
+    cause: str = ""
+    """Human-readable detail; if the launcher does not reply, the error."""
 
     @property
-    def is_wrong(self) -> bool:
-        return self.standing in (UnitStanding.FAILED, UnitStanding.GONE, UnitStanding.UNKNOWN)
+    def is_problem(self) -> bool:
+        return self.state in (UnitState.FAILED, UnitState.LOST, UnitState.UNKNOWN)
 
 
 class Fleet:
+    """The units of one run, across all launchers."""
+
     def __init__(self, file: IslandsFile) -> None:
         self.file = file
-        self.folder = file.directory / FLEET
-        self._engines: dict[str, Engine] = {}
+        self.folder = file.directory / FLEET_FOLDER
+        self._launchers: dict[str, Launcher] = {}
 
-    def engine(self, name: str) -> Engine:
-        if name not in self._engines:
-            self._engines[name] = engine(name)
-        return self._engines[name]
+    def launcher(self, name: str) -> Launcher:
+        if name not in self._launchers:
+            self._launchers[name] = load_launcher(name)
+        return self._launchers[name]
 
-    # ------------------------------------------------------------------------------------------------------- looking
+    # -------------------------------------------------------------------------------------------------------- status
 
-    def known(self) -> dict[str, UnitRecord]:
+    def read_units(self) -> dict[str, UnitRecord]:
+        """Return the records of all units that were started."""
         try:
-            told = json.loads((self.folder / KNOWN).read_text(encoding="utf-8"))
+            content = json.loads((self.folder / UNITS_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except ValueError:
             raise ValueError(
-                f"{self.folder / KNOWN} cannot be read: it is damaged; bring it back from a copy"
+                f"{self.folder / UNITS_FILE} cannot be read: it is damaged; restore it from a backup"
             ) from None
-        if told.get("format") != FORMAT:
-            raise ValueError(f"{self.folder / KNOWN} was written by another version of Atoll: use that one")
-        return {name: UnitRecord(**fields) for name, fields in told["units"].items()}
+        if content.get("format") != FORMAT:
+            raise ValueError(f"{self.folder / UNITS_FILE} was written by another version of Atoll: use that version")
+        return {name: UnitRecord(**fields) for name, fields in content["units"].items()}
 
-    def statuses(self, wanted: Sequence[str] = ()) -> list[UnitStatus]:
-        """Return the status of these units, or else of all: those of the file, then those that left the file."""
-        known = self.known()
-        return [self._status(name, known) for name in self.names(wanted)]
+    def statuses(self, requested: Sequence[str] = ()) -> list[UnitReport]:
+        """Return the status of the requested units, or of all units.
 
-    def _status(self, name: str, known: Mapping[str, UnitRecord]) -> UnitStatus:
-        """Return the status of a unit. An engine that does not answer says nothing about the unit."""
+        Units of the file come first, then those that were removed from it.
+        """
+        known = self.read_units()
+        return [self._status(name, known) for name in self.names(requested)]
+
+    def _status(self, name: str, known: Mapping[str, UnitRecord]) -> UnitReport:
+        """Return the status of a unit; UNKNOWN if its launcher does not reply."""
         if name not in known:
-            return UnitStatus(name, self._listed().get(name, ""))
-        of = known[name]
+            return UnitReport(name, self._launchers_by_unit().get(name, ""))
+        record = known[name]
         try:
-            state = self.engine(of.engine).status(of.handle)
+            status = self.launcher(record.launcher).status(record.handle)
         except Exception as error:
-            return UnitStatus(name, of.engine, UnitStanding.UNKNOWN, why=f"cannot be asked: {_words(error)}")
-        return UnitStatus(name, of.engine, state.standing, state.restarts, state.why)
+            return UnitReport(name, record.launcher, UnitState.UNKNOWN, cause=f"no status: {_error_text(error)}")
+        return UnitReport(name, record.launcher, status.state, status.restarts, status.cause)
 
     def logs(self, name: str) -> list[Path]:
-        known = self.known().get(name)
-        return self.engine(known.engine).log(known.handle) if known is not None else []
+        """Return the log files of a unit, oldest first."""
+        record = self.read_units().get(name)
+        return self.launcher(record.launcher).log(record.handle) if record is not None else []
 
-    def names(self, wanted: Sequence[str]) -> list[str]:
-        """ValueError for a name that no unit has; all of them where none is wanted."""
-        listed = self._listed()
-        there = [*listed, *(name for name in self.known() if name not in listed)]
-        for name in wanted:
-            if name not in there:
-                near = difflib.get_close_matches(name, there, 1)
-                meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(there)}"
-                raise ValueError(f"{self.file.path} has no unit {name}: {meant}")
-        return [name for name in there if not wanted or name in wanted]
+    def names(self, requested: Sequence[str]) -> list[str]:
+        """Return the requested names, or all names if none is requested. Raise ValueError for an unknown one."""
+        listed = self._launchers_by_unit()
+        existing = [*listed, *(name for name in self.read_units() if name not in listed)]
+        for name in requested:
+            if name not in existing:
+                similar = difflib.get_close_matches(name, existing, 1)
+                hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(existing)}"
+                raise ValueError(f"{self.file.path} has no unit {name}: {hint}")
+        return [name for name in existing if not requested or name in requested]
 
-    def _listed(self) -> dict[str, str]:
-        """Return the engines of the units of the file, by name."""
-        ours = [SYNCER, *(f"{SHARD}{k}" for k in range(self.file.syncer.shards))]
-        islands = {island.unit.name: island.unit.engine for island in self.file.islands}
-        return dict.fromkeys(ours, self.file.syncer.unit.engine) | islands
+    def _launchers_by_unit(self) -> dict[str, str]:
+        """Return the launcher of each unit of the file, by name."""
+        syncer_and_shards = [SYNCER, *(f"{SHARD_PREFIX}{k}" for k in range(self.file.syncer.shards))]
+        islands = {island.unit.name: island.unit.launcher for island in self.file.islands}
+        return dict.fromkeys(syncer_and_shards, self.file.syncer.unit.launcher) | islands
 
     def is_finished(self) -> bool:
-        """As the store on a disk that this machine can see says; the model of a run with shards is gathered later."""
+        """Return whether the run is over, from the store if it is on a disk of this machine.
+
+        The model of a run with shards is gathered after the manifest is written.
+        """
         model = not self.file.syncer.shards or (self.file.directory / "model.safetensors").exists()
         return model and self._has_manifest()
 
     def _has_manifest(self) -> bool:
-        """Nothing is left for islands to do."""
+        """Return whether the final manifest exists: islands have finished their work."""
         return (self.file.directory / "store" / "manifest.json").exists()
 
-    # ------------------------------------------------------------------------------------------------------ starting
+    # --------------------------------------------------------------------------------------------------------- start
 
     def check(self, units: Sequence[Unit]) -> None:
-        """Raise ValueError with all problems, before anything is started."""
+        """Raise ValueError with the problems of all units. Start nothing."""
         problems: list[str] = []
         for unit in units:
             try:
-                self.engine(unit.engine).check(unit)
+                self.launcher(unit.launcher).check(unit)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
             raise ValueError("; ".join(dict.fromkeys(problems)))
 
-    def up(self, units: Sequence[Unit], say: Say) -> list[str]:
-        """Start what is new, has failed or has left a run that goes on; returns the names of those. A second call
-        starts nothing."""
+    def up(self, units: Sequence[Unit], notify: NotifyUnit) -> list[str]:
+        """Start units that are new, have failed, or have exited from an unfinished run. Return their names.
+        Idempotent."""
         started: list[str] = []
-        with self.alone("atoll up"):
-            known = self.known()
+        with self.lock("atoll up"):
+            known = self.read_units()
             before = {name: self._status(name, known) for name in known}
-            is_over = self.is_finished() or (SYNCER in before and before[SYNCER].standing == UnitStanding.ENDED)
-            wanted: list[Unit] = []
+            is_over = self.is_finished() or (SYNCER in before and before[SYNCER].state == UnitState.ENDED)
+            pending: list[Unit] = []
             for unit in units:
                 if unit.name in known:
-                    left = self._left_alone(unit, known[unit.name].told, before[unit.name], is_over)
+                    skip_reason = self._skip_reason(unit, known[unit.name].spec, before[unit.name], is_over)
                 else:
-                    left = "the run is over: not started" if is_over else None
-                if left is not None:
-                    say(unit.name, left)
+                    skip_reason = "the run is over: not started" if is_over else None
+                if skip_reason is not None:
+                    notify(unit.name, skip_reason)
                 else:
-                    wanted.append(unit)
-            for together in self._arrays(wanted):
-                with _uninterrupted():  # a unit that runs and is not written down is lost
-                    for unit, handle in zip(together, self._start(together), strict=True):
-                        known[unit.name] = UnitRecord(unit.engine, handle, _told(unit))
-                    self._write(known)
-                for unit in together:
+                    pending.append(unit)
+            for group in self._group_arrays(pending):
+                with _defer_signals():  # a running unit without a record is lost
+                    for unit, handle in zip(group, self._start(group), strict=True):
+                        known[unit.name] = UnitRecord(unit.launcher, handle, _describe_unit(unit))
+                    self._write_units(known)
+                for unit in group:
                     started.append(unit.name)
-                    say(unit.name, "started again" if unit.name in before else f"started by engine {unit.engine}")
-            for name in set(before).difference(self._listed()):
-                say(name, f"is {before[name].standing}, and not in the file any more: down it to forget it")
+                    notify(unit.name, "restarted" if unit.name in before else f"started by launcher {unit.launcher}")
+            for name in set(before).difference(self._launchers_by_unit()):
+                notify(name, f"is {before[name].state}, but no longer in the file: run atoll down to remove it")
         return started
 
-    def _arrays(self, wanted: Sequence[Unit]) -> list[list[Unit]]:
-        """Group what is submitted at once: islands of one table, where the engine takes that; otherwise each alone."""
-        tables = {island.unit.name: island.table for island in self.file.islands}
-        made: list[list[Unit]] = []
+    def _group_arrays(self, units: Sequence[Unit]) -> list[list[Unit]]:
+        """Group the islands of one table if their launcher is an `ArrayLauncher`. Other units are alone in a group."""
+        tables = {island.unit.name: island.table_name for island in self.file.islands}
+        groups: list[list[Unit]] = []
         before: str | None = None
-        for unit in wanted:
+        for unit in units:
             table = tables.get(unit.name)
-            if table is not None and table == before and isinstance(self.engine(unit.engine), TakesArrays):
-                made[-1].append(unit)
+            if table is not None and table == before and isinstance(self.launcher(unit.launcher), ArrayLauncher):
+                groups[-1].append(unit)
             else:
-                made.append([unit])
+                groups.append([unit])
             before = table
-        return made
+        return groups
 
-    def _start(self, together: Sequence[Unit]) -> list[dict[str, Any]]:
-        of_all = self.engine(together[0].engine)
-        if len(together) > 1 and isinstance(of_all, TakesArrays):
-            return of_all.start_array(together)
-        return [of_all.start(unit) for unit in together]
+    def _start(self, group: Sequence[Unit]) -> list[dict[str, Any]]:
+        launcher = self.launcher(group[0].launcher)
+        if len(group) > 1 and isinstance(launcher, ArrayLauncher):
+            return launcher.start_array(group)
+        return [launcher.start(unit) for unit in group]
 
-    def _left_alone(self, unit: Unit, told: Mapping[str, Any], status: UnitStatus, is_over: bool) -> str | None:
-        """Return why a unit that was started before is not started again; None: it is."""
-        standing = status.standing
-        if standing == UnitStanding.UNKNOWN:
-            return f"{status.why}; left alone; {self._or_forget(status.name)}"
-        if standing.is_kept:
-            changed = _changes(told, _told(unit))
+    def _skip_reason(self, unit: Unit, spec: Mapping[str, Any], status: UnitReport, is_over: bool) -> str | None:
+        """Return why `up` does not restart a unit that was started before; None to restart it."""
+        state = status.state
+        if state == UnitState.UNKNOWN:
+            return f"{status.cause}; unchanged; {self._forget_hint(status.name)}"
+        if state.is_active:
+            changed = _changes(spec, _describe_unit(unit))
             if changed:
-                return f"is {standing} as it was, and {', '.join(changed)} changed: down it first, then up"
-            return f"is {standing}: left alone"
-        if standing == UnitStanding.ENDED:
-            has_done_all = is_over or (is_island(unit.name) and self._has_manifest())
-            return "has ended: left alone" if has_done_all else None
-        return f"{standing}, and the run is over: left alone" if is_over else None
+                return f"is {state} as before, but {', '.join(changed)} changed: run atoll down, then atoll up"
+            return f"is {state}: unchanged"
+        if state == UnitState.ENDED:
+            is_complete = is_over or (is_island(unit.name) and self._has_manifest())
+            return "has ended: unchanged" if is_complete else None
+        return f"{state}, and the run is over: unchanged" if is_over else None
 
-    # ------------------------------------------------------------------------------------------------------ stopping
+    # ---------------------------------------------------------------------------------------------------------- stop
 
-    def down(self, wanted: Sequence[str], say: Say) -> bool:
-        """Islands first, so that they can send what is not merged yet; then the syncer. False: something is left."""
-        names = self.names(wanted)
-        with self.alone("atoll down"):
-            known = self.known()
+    def down(self, requested: Sequence[str], notify: NotifyUnit) -> bool:
+        """Stop units: islands first, so that they can upload unmerged work. Return whether all are stopped."""
+        names = self.names(requested)
+        with self.lock("atoll down"):
+            known = self.read_units()
             islands = [name for name in names if is_island(name)]
             others = [name for name in names if name not in islands]
-            # A shard that is stopped before its syncer would be waited for; the syncer is first.
-            stopped = [self._stop_all(each, known, say) for each in (islands, others[:1], others[1:])]
-            strays = set(names).difference(self._listed())
-            if all(stopped) and strays:  # of those nobody will ask again
-                self._write({name: unit for name, unit in known.items() if name not in strays})
+            # The syncer before its shards: it would wait for a stopped shard.
+            stopped = [self._stop_all(each, known, notify) for each in (islands, others[:1], others[1:])]
+            removed = set(names).difference(self._launchers_by_unit())
+            if all(stopped) and removed:
+                self._write_units({name: unit for name, unit in known.items() if name not in removed})
             return all(stopped)
 
-    def forget(self, wanted: Sequence[str], say: Say) -> bool:
-        """Units that no engine answers for are not known any more. False: some engine does, and they are kept."""
-        with self.alone("atoll down"):
-            known = self.known()
+    def forget(self, requested: Sequence[str], notify: NotifyUnit) -> bool:
+        """Delete the records of units whose launcher does not reply. Return False if a unit is still active."""
+        with self.lock("atoll down"):
+            known = self.read_units()
             is_done = True
-            for name in wanted:
-                standing, why = (status := self._status(name, known)).standing, status.why
-                if standing.is_kept:
-                    say(name, f"is {standing}, and its engine answers: atoll down {self.file.path} {name}")
+            for name in requested:
+                state, cause = (status := self._status(name, known)).state, status.cause
+                if state.is_active:
+                    notify(name, f"is {state}, and its launcher replies: run atoll down {self.file.path} {name}")
                     is_done = False
                 elif name not in known:
-                    say(name, "was not started")
+                    notify(name, "was not started")
                 else:
-                    is_unknown = standing == UnitStanding.UNKNOWN
-                    may = "; if it still runs there, end it there before it is started again" if is_unknown else ""
-                    say(name, f"forgotten: {why or standing}{may}")
+                    is_unknown = state == UnitState.UNKNOWN
+                    hint = "; if it still runs there, stop it there before you start it again" if is_unknown else ""
+                    notify(name, f"forgotten: {cause or state}{hint}")
                     del known[name]
-                    self._write(known)
+                    self._write_units(known)
             return is_done
 
-    def _or_forget(self, name: str) -> str:
-        return f"if that is gone for good: atoll down {self.file.path} {name} --forget"
+    def _forget_hint(self, name: str) -> str:
+        return f"if it is lost for good: atoll down {self.file.path} {name} --forget"
 
-    def _stop_all(self, names: Sequence[str], known: Mapping[str, UnitRecord], say: Say) -> bool:
-        wanted = []
+    def _stop_all(self, names: Sequence[str], known: Mapping[str, UnitRecord], notify: NotifyUnit) -> bool:
+        running = []
         for name in names:
-            standing = self._status(name, known).standing
+            state = self._status(name, known).state
             if name not in known:
-                say(name, "was not started")
-            elif standing in (UnitStanding.ENDED, UnitStanding.GONE):
-                say(name, f"is {standing}")
+                notify(name, "was not started")
+            elif state in (UnitState.ENDED, UnitState.LOST):
+                notify(name, f"is {state}")
             else:
-                wanted.append(name)
+                running.append(name)
 
         def stop(name: str) -> bool:
             try:
-                self.engine(known[name].engine).stop(known[name].handle)
+                self.launcher(known[name].launcher).stop(known[name].handle)
             except Exception as error:
-                say(name, f"cannot be stopped: {_words(error)}; {self._or_forget(name)}")
+                notify(name, f"cannot be stopped: {_error_text(error)}; {self._forget_hint(name)}")
                 return False
-            say(name, "stopped")
+            notify(name, "stopped")
             return True
 
-        if not wanted:
+        if not running:
             return True
-        with ThreadPoolExecutor(min(AT_ONCE, len(wanted))) as pool:
-            return all(list(pool.map(stop, wanted)))
+        with ThreadPoolExecutor(min(MAX_PARALLEL_STOPS, len(running))) as pool:
+            return all(list(pool.map(stop, running)))
 
-    # ----------------------------------------------------------------------------------------------------- following
+    # -------------------------------------------------------------------------------------------------------- follow
 
-    def follow(self, show: Callable[[list[UnitStatus]], None]) -> list[UnitStatus]:
+    def follow(self, show: Callable[[list[UnitReport]], None]) -> list[UnitReport]:
         """Wait until all islands have ended; return the last status of all units."""
-        ended_with: dict[str, int] | None = None  # restarts of each, when the syncer was seen to have ended
-        last_island: float | None = None
+        restarts_at_end: dict[str, int] | None = None  # by unit, when the syncer had ended
+        islands_ended_at: float | None = None
         while True:
             statuses = self.statuses()
             show(statuses)
             now = time.monotonic()
-            if any(each.name == SYNCER and each.standing == UnitStanding.ENDED for each in statuses):
-                if ended_with is None:
-                    ended_with = {each.name: each.restarts for each in statuses}
-                self._stop_late(statuses, ended_with)
-            there = [each for each in statuses if each.standing != UnitStanding.NOT_STARTED]
-            islands = [each for each in there if is_island(each.name)]
-            if all(each.standing.is_over for each in islands or there):
-                last_island = last_island if last_island is not None else now
-                has_ended = any(each.standing == UnitStanding.ENDED for each in islands)
-                if not has_ended or all(each.standing.is_over for each in there) or now - last_island > LAST_WORDS_S:
+            if any(each.name == SYNCER and each.state == UnitState.ENDED for each in statuses):
+                if restarts_at_end is None:
+                    restarts_at_end = {each.name: each.restarts for each in statuses}
+                self._stop_late(statuses, restarts_at_end)
+            started = [each for each in statuses if each.state != UnitState.NOT_STARTED]
+            islands = [each for each in started if is_island(each.name)]
+            if all(each.state.is_finished for each in islands or started):
+                islands_ended_at = islands_ended_at if islands_ended_at is not None else now
+                has_ended = any(each.state == UnitState.ENDED for each in islands)
+                if (
+                    not has_ended
+                    or all(each.state.is_finished for each in started)
+                    or now - islands_ended_at > SYNCER_EXIT_TIMEOUT_S
+                ):
                     return statuses
-            is_near = all(each.engine == "local" for each in there)
-            time.sleep(POLL_INTERVAL_S if is_near else REMOTE_POLL_INTERVAL_S)
+            is_local = all(each.launcher == "local" for each in started)
+            time.sleep(POLL_INTERVAL_S if is_local else REMOTE_POLL_INTERVAL_S)
 
-    def _stop_late(self, statuses: Sequence[UnitStatus], ended_with: Mapping[str, int]) -> None:
-        """Stop what would wait for a syncer that has ended: shards, and islands that are started only now."""
-        known = self.known()
-        for name, by_engine, standing, restarts, _ in statuses:
-            is_late = standing == UnitStanding.WAITING or restarts > ended_with.get(name, 0) or not is_island(name)
-            if standing.is_kept and name != SYNCER and is_late:
-                # Another process may hold the lock, or the engine may not answer now: there is a next look.
-                with suppress(ValueError, OSError), self.alone("atoll up"):
-                    self.engine(by_engine).stop(known[name].handle)
+    def _stop_late(self, statuses: Sequence[UnitReport], restarts_at_end: Mapping[str, int]) -> None:
+        """Stop units that would wait for a syncer that has ended: shards, and islands that restarted after its end."""
+        known = self.read_units()
+        for name, launcher, state, restarts, _ in statuses:
+            is_late = state == UnitState.WAITING or restarts > restarts_at_end.get(name, 0) or not is_island(name)
+            if state.is_active and name != SYNCER and is_late:
+                # The next poll retries if another process holds the lock, or the launcher does not reply now.
+                with suppress(ValueError, OSError), self.lock("atoll up"):
+                    self.launcher(launcher).stop(known[name].handle)
 
-    # ------------------------------------------------------------------------------------------------- what it keeps
+    # --------------------------------------------------------------------------------------------------------- state
 
-    def _write(self, known: Mapping[str, UnitRecord]) -> None:
-        told = {"format": FORMAT, "units": {name: unit._asdict() for name, unit in known.items()}}
-        write_text(self.folder / KNOWN, json.dumps(told, indent=2) + "\n", mode=0o600)
+    def _write_units(self, known: Mapping[str, UnitRecord]) -> None:
+        content = {"format": FORMAT, "units": {name: unit._asdict() for name, unit in known.items()}}
+        write_text(self.folder / UNITS_FILE, json.dumps(content, indent=2) + "\n", mode=0o600)
 
     @contextmanager
-    def alone(self, who: str) -> Iterator[None]:
-        """Hold the lock of the run: one process at a time changes it. ValueError names the one that does."""
+    def lock(self, owner: str) -> Iterator[None]:
+        """Hold the lock of the run: only one process changes it at a time. Raise ValueError with the current owner."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = take_lock(self.folder / LOCK, f"{who} (process {os.getpid()} on {socket.gethostname()})")
+            lock = acquire_lock(self.folder / LOCK_FILE, f"{owner} (process {os.getpid()} on {socket.gethostname()})")
         except LockHeldError as error:
             owner = error.owner or "another process"
-            raise ValueError(f"{owner} is changing this run: wait until it is done") from None
+            raise ValueError(f"{owner} is changing this run: wait until it has ended") from None
         try:
             yield
         finally:
             os.close(lock)
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _told(unit: Unit) -> dict[str, Any]:
-    """Return what the unit is started as, in JSON and without secrets: `up` says which of it has changed."""
-    shown = {name: value for name, value in unit.environment.items() if name not in unit.secret}
-    told = unit.to_json() | {"environment": shown, "secrets": sorted(unit.secret)}
-    again: dict[str, Any] = json.loads(json.dumps(told, default=str))
-    return {key: value for key, value in again.items() if key not in ("run", "name", "directory", "secret")}
+def _describe_unit(unit: Unit) -> dict[str, Any]:
+    """Return the specification of the unit as JSON, without secrets: `up` compares it to find changes."""
+    public = {name: value for name, value in unit.environment.items() if name not in unit.secret_names}
+    fields = unit.to_json() | {"environment": public, "secrets": sorted(unit.secret_names)}
+    spec: dict[str, Any] = json.loads(json.dumps(fields, default=str))
+    return {key: value for key, value in spec.items() if key not in ("run", "name", "directory", "secret_names")}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [{"notice_s": "notice"}.get(key, key) for key in now if before.get(key) != now[key]]
+    return [
+        {"notice_s": "notice", "max_restarts": "restarts"}.get(key, key) for key in now if before.get(key) != now[key]
+    ]
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C, a terminal that is closed and a plain kill do after the block what they would have done in it."""
+def _defer_signals() -> Iterator[None]:
+    """Defer SIGINT, SIGHUP and SIGTERM until the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in HELD_BACK}
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in DEFERRED_SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        for one in came[:1]:
-            signal.raise_signal(one)
+        for first in received[:1]:
+            signal.raise_signal(first)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the units of a run have printed, line by line, also over restarts
+# Log lines of the units of a run, across restarts
 
 
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20
-"""A longer line is shown in pieces."""
+"""Maximum line length: a longer line is split."""
 
 
 class FleetLogs:
-    """Lines as pairs of a unit and a text. `tail`: so many of each unit the first time."""
+    """Log lines of several units, as pairs of unit name and text.
+
+    Args:
+        tail: Number of last lines of each unit in the first call of `read_new`; None for all.
+    """
 
     def __init__(self, fleet: Fleet, units: Sequence[str], tail: int | None = None) -> None:
         self.fleet = fleet
         self.units = units
-        self.problems: dict[str, str] = {}  # by unit: why it cannot be read
+        self.problems: dict[str, str] = {}  # error by unit whose log cannot be read
         self._tail = tail
         self._files: dict[tuple[str, Path], _LogFile] = {}
-        self._has_begun = False
+        self._has_read = False
 
-    def new(self) -> Iterator[tuple[str, str]]:
-        """Return what was printed since the last call."""
+    def read_new(self) -> Iterator[tuple[str, str]]:
+        """Return the lines that were written since the last call."""
         for unit in self.units:
             lines = self._lines(unit)
-            if not self._has_begun and self._tail is not None:
+            if not self._has_read and self._tail is not None:
                 lines = iter(deque(lines, maxlen=self._tail))
             yield from ((unit, text) for text in lines)
-        self._has_begun = True
+        self._has_read = True
 
-    def rest(self) -> Iterator[tuple[str, str]]:
-        """Return what was printed without an end of the line."""
+    def read_unfinished(self) -> Iterator[tuple[str, str]]:
+        """Return last lines without a line end."""
         for (unit, _), file in self._files.items():
-            if file.begun:
-                yield unit, file.begun.decode(errors="replace")
-                file.begun = b""
+            if file.unfinished:
+                yield unit, file.unfinished.decode(errors="replace")
+                file.unfinished = b""
 
     def _lines(self, unit: str) -> Iterator[str]:
         try:
             paths = self.fleet.logs(unit)
-        except Exception as error:  # an engine that cannot be asked has its own kinds
-            self.problems[unit] = _words(error)
+        except Exception as error:  # each launcher raises its own exceptions
+            self.problems[unit] = _error_text(error)
             return
         self.problems.pop(unit, None)
         for path in paths:
@@ -414,23 +444,23 @@ class _LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
-        self.begun = b""  # a line without its end
+        self.unfinished = b""  # last line, without its end
 
     def lines(self) -> Iterator[str]:
         try:
             size = self.path.stat().st_size
-            if size < self.offset:  # it was truncated
-                self.offset, self.begun = 0, b""
+            if size < self.offset:  # truncated
+                self.offset, self.unfinished = 0, b""
             if size == self.offset:
                 return
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
                 while chunk := file.read(CHUNK_BYTES):
                     self.offset += len(chunk)
-                    *whole, self.begun = (self.begun + chunk).split(b"\n")
-                    if len(self.begun) > MAX_LINE_BYTES:
-                        whole, self.begun = [*whole, self.begun], b""
-                    for line in whole:
+                    *complete, self.unfinished = (self.unfinished + chunk).split(b"\n")
+                    if len(self.unfinished) > MAX_LINE_BYTES:
+                        complete, self.unfinished = [*complete, self.unfinished], b""
+                    for line in complete:
                         yield line.decode(errors="replace").rstrip("\r")
         except FileNotFoundError:
             return

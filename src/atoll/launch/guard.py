@@ -1,26 +1,27 @@
-"""No process outlives its parent: the guard of a command, and the identity of a process.
+"""Process guard: end all descendants of a command together with its supervisor. Also: identity of a process.
 
-The ranks of torchrun are in sessions of their own: a signal to a process group does not reach them, and a parent that
-dies by SIGKILL leaves them running. So a command runs below a guard:
+Each rank of torchrun has its own session. A signal to the process group of torchrun does not reach it, and it continues
+when its parent dies by SIGKILL. Therefore a command runs below a guard:
 
     supervisor =pipe=> guard (subreaper) => command => ranks
 
 - The guard adopts every orphan below it (PR_SET_CHILD_SUBREAPER), so it knows all descendants of the command.
-- The guard has no parent of its own (double fork): a system that kills the children of the supervisor spares it.
-- The end of the pipe is the end of the supervisor. The guard then sends SIGTERM, waits for the notice, sends SIGKILL.
-- A guard that is killed takes the command along (PR_SET_PDEATHSIG). Orphans of the command go to the next subreaper:
-  to a supervisor that called `adopt_orphans`, which then calls `kill_descendants`.
+- The guard is detached from the supervisor (double fork): a system that kills the supervisor's children does not kill
+it.
+- The pipe closes when the supervisor ends. The guard then sends SIGTERM, waits for the notice, and sends SIGKILL.
+- When the guard is killed, the kernel kills the command (PR_SET_PDEATHSIG). Orphans of the command go to the next
+  subreaper: a supervisor that called `adopt_orphans`. It then calls `kill_descendants`.
 
-A process that comes from a fork server cannot have PR_SET_PDEATHSIG: its parent is the fork server, which lives while
-any of them lives. `exit_with_parent` waits at the end of a pipe there, as the guard does.
+PR_SET_PDEATHSIG does not work for a process from a fork server: its parent is the fork server, which outlives the
+supervisor. `exit_with_parent` waits for the end of a pipe there, as the guard does.
 
-Not covered: supervisor and guard both killed by SIGKILL. The command ends; its descendants in other sessions do not.
-Without Linux there are no subreapers, and the guard ends the process group of the command only.
+Not covered: supervisor and guard both killed by SIGKILL. The command ends; descendants in other sessions do not.
+Only Linux has subreapers. On other systems the guard ends only the process group of the command.
 
-The guard runs this file by its path, in an interpreter without site-packages: standard library only. First line in:
-`{"command": [...], "environment": {...}, "directory": "...", "log": "...", "orphan_notice_s": 30}`, so that no secret
-is on a command line. Later lines: `{"stop_s": 30}`. Out: `{"pid": 1}`, then `{"code": 0, "was_killed": false}`, or
-`{"error": "..."}`.
+The guard runs this file by its path, in an interpreter without site-packages: use only the standard library. Its first
+input line is `{"command": [...], "environment": {...}, "directory": "...", "log": "...", "orphan_notice_s": 30}`. So
+secrets are not on a command line. Later lines are `{"stop_s": 30}`. It prints `{"pid": 1}`, then
+`{"code": 0, "was_killed": false}`, or `{"error": "..."}`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from typing import Any, NamedTuple, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_INTERVAL_S = 0.05
-"""Between two signals to a unit that is to end: a process that is being killed may have started another one."""
+"""Interval between two rounds of signals: a process may start another one before it dies."""
 KILL_TIMEOUT_S = 20.0
 MAX_LINE_BYTES = 16 * 2**20
 _PROC = Path("/proc")
@@ -53,41 +54,41 @@ _DEAD = ("Z", "X")
 
 
 class ProcessId(NamedTuple):
-    """One process for ever: its number is given to another process after its end, so its birth is part of it."""
+    """Identity of one process. It includes the start time because the kernel reuses process ids."""
 
     pid: int
-    born: str
+    start_time: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"pid": self.pid, "born": self.born}
+        return {"pid": self.pid, "start_time": self.start_time}
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessId | None:
-        return cls(int(value["pid"]), str(value["born"])) if value else None
+        return cls(int(value["pid"]), str(value["start_time"])) if value else None
 
 
-def process_id(pid: int) -> ProcessId | None:
-    """Return the identity of a running process; None where there is none, or it has ended."""
+def identify_process(pid: int) -> ProcessId | None:
+    """Return the identity of a running process, or None if it does not exist or has ended."""
     if not _PROC.joinpath("self").exists():
-        said = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True).stdout
-        state, _, born = said.strip().partition(" ")
-        return ProcessId(pid, born.strip()) if born and not state.startswith(_DEAD) else None
+        output = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True).stdout
+        state, _, start_time = output.strip().partition(" ")
+        return ProcessId(pid, start_time.strip()) if start_time and not state.startswith(_DEAD) else None
     try:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()[:8]  # births are counted from it
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()[:8]  # start times are relative to the boot
     except (OSError, ValueError):
         return None
     return ProcessId(pid, f"{boot}:{fields[19]}") if fields[0] not in _DEAD else None
 
 
 def is_alive(process: ProcessId) -> bool:
-    return process_id(process.pid) == process
+    return identify_process(process.pid) == process
 
 
 def send_signal(process: ProcessId, number: int) -> bool:
-    """Signal this process and no other; return False where it is gone.
+    """Send a signal to this process and no other. Return False if it has ended.
 
-    With a process handle (pidfd) the number cannot change hands between the check and the signal.
+    With a pidfd the kernel cannot reuse the process id between the check and the signal.
     """
     try:
         handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
@@ -114,16 +115,18 @@ def send_signal(process: ProcessId, number: int) -> bool:
 
 class CommandExit(NamedTuple):
     code: int
-    """Below 0: the signal that ended the command."""
+    """Exit code of the command; negative for a signal."""
     was_killed: bool
-    """Something was left when the notice was over."""
+    """True if a process was left after the notice."""
 
 
 class GuardedCommand:
-    """A command that runs from here on, and ends with this process, however that ends.
+    """A running command that ends when this process ends, even by SIGKILL.
 
-    `orphan_notice_s`: from SIGTERM to SIGKILL, if this process dies. `keep_open`: files that the guard keeps open, such
-    as a lock that is to be held until the command is gone.
+    Args:
+        log: Name of the log file in `directory`.
+        orphan_notice_s: Seconds from SIGTERM to SIGKILL if this process dies.
+        keep_open: File descriptors that the guard keeps open, such as a lock that covers the lifetime of the command.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class GuardedCommand:
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=keep_open
         )
-        self._guard.wait()  # the first of its two forks
+        self._guard.wait()  # the first process of the double fork
         self._lock = threading.Lock()
         self._send(
             {
@@ -153,22 +156,22 @@ class GuardedCommand:
         self.pid = int(self._receive()["pid"])
 
     def is_running(self, timeout_s: float) -> bool:
-        """Wait for the end of the command, at most so long."""
+        """Wait up to `timeout_s` for the end of the command. Return False if it has ended."""
         assert self._guard.stdout is not None
         return not select.select([self._guard.stdout], [], [], timeout_s)[0]
 
     def wait(self) -> CommandExit:
-        """Wait for the command and all its descendants to end. OSError: its guard was killed."""
+        """Wait for the command and all its descendants to end. Raise OSError if the guard was killed."""
         reply = self._receive()
         self._close()
         return CommandExit(int(reply["code"]), bool(reply["was_killed"]))
 
     def stop(self, notice_s: float) -> None:
-        """Send SIGTERM now, to no process twice, and SIGKILL to what is left when the notice is over."""
+        """Send SIGTERM once to each process now, and SIGKILL to the remaining ones after the notice."""
         self._send({"stop_s": notice_s})
 
     def _receive(self) -> dict[str, Any]:
-        """Return the next reply. OSError where the command cannot be started, or the guard is gone."""
+        """Return the next reply. Raise OSError if the command cannot be started or the guard has ended."""
         assert self._guard.stdout is not None
         line = self._guard.stdout.readline()
         reply: dict[str, Any] = json.loads(line) if line else {"error": "its guard was killed"}
@@ -179,7 +182,7 @@ class GuardedCommand:
 
     def _send(self, order: Mapping[str, Any]) -> None:
         assert self._guard.stdin is not None
-        with self._lock, contextlib.suppress(BrokenPipeError):  # `wait` says what has happened
+        with self._lock, contextlib.suppress(BrokenPipeError):  # `wait` raises the error
             if not self._guard.stdin.closed:
                 self._guard.stdin.write(json.dumps(order).encode() + b"\n")
                 self._guard.stdin.flush()
@@ -190,18 +193,18 @@ class GuardedCommand:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process. It then has to call `kill_descendants` now and then."""
+    """Make this process the subreaper of its descendants. It must then call `kill_descendants` regularly."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants() -> None:
-    """Kill every process below this one, and wait until none is left."""
+    """Kill all descendants of this process, and wait until none is left."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while _reap(None)[1]:
         for pid in (left := _descendants()):
             _kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise OSError(f"process {left[0]} does not end by SIGKILL: it waits for a disk or a device")
+            raise OSError(f"process {left[0]} survives SIGKILL: it is blocked on a disk or a device")
         time.sleep(KILL_INTERVAL_S / 10)
 
 
@@ -210,8 +213,8 @@ def kill_descendants() -> None:
 
 
 def exit_with_parent(notice_s: float, code: int) -> None:
-    """End this process when the one that started it ends: SIGTERM to itself, and after the notice an exit at once."""
-    from multiprocessing import connection, parent_process  # which the guard does not need
+    """End this process when its parent ends: send it SIGTERM, and exit with `code` after the notice."""
+    from multiprocessing import connection, parent_process  # not loaded in the guard
 
     parent = parent_process()
 
@@ -235,17 +238,17 @@ def main() -> NoReturn:
         os._exit(0)
     os.setsid()
     adopt_orphans()
-    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and so is everything below
+    with contextlib.suppress(BrokenPipeError):  # the supervisor has ended, and so have all descendants
         _reply(_guard())
     os._exit(0)
 
 
 def _guard() -> dict[str, Any]:
-    """Run one command, from the first order to the end of the last process."""
-    woken, waking = os.pipe()
-    os.set_blocking(woken, False)
-    os.set_blocking(waking, False)
-    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    """Run one command until its last descendant has ended. Return the last reply."""
+    wakeup_reader, wakeup_writer = os.pipe()
+    os.set_blocking(wakeup_reader, False)
+    os.set_blocking(wakeup_writer, False)
+    signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     received = b""
     while b"\n" not in received:
@@ -256,14 +259,14 @@ def _guard() -> dict[str, Any]:
     first, _, received = received.partition(b"\n")
     job = json.loads(first)
     try:
-        command = _start(job)  # kept: a Popen that is dropped waits for its process itself
+        command = _start(job)  # keep a reference: the destructor of Popen would reap the process
     except OSError as error:
         return {"error": f"cannot be started: {error}"}
     with contextlib.suppress(BrokenPipeError):
         _reply({"pid": command.pid})
 
     code: int | None = None
-    inputs, kill_at, is_stopping, was_killed = [0, woken], float("inf"), False, False
+    inputs, kill_at, is_stopping, was_killed = [0, wakeup_reader], float("inf"), False, False
     signalled = set[int]()
     while True:
         ended, any_left = _reap(command.pid)
@@ -271,7 +274,7 @@ def _guard() -> dict[str, Any]:
         if not any_left:
             return {"code": code, "was_killed": was_killed}
         if code is not None and not is_stopping:
-            kill_at = 0.0  # the unit is its command; other processes are left over
+            kill_at = 0.0  # the command has ended: kill its remaining descendants
         if time.monotonic() >= kill_at:
             was_killed = was_killed or is_stopping
             for pid in _descendants():
@@ -281,22 +284,22 @@ def _guard() -> dict[str, Any]:
                 _kill(pid, signal.SIGTERM)
                 signalled.add(pid)
         ready, _, _ = select.select(inputs, [], [], None if kill_at == float("inf") else KILL_INTERVAL_S)
-        if woken in ready:
+        if wakeup_reader in ready:
             with contextlib.suppress(BlockingIOError):
-                os.read(woken, 4096)
+                os.read(wakeup_reader, 4096)
         if 0 not in ready:
             continue
         more = os.read(0, 65_536)
         *lines, received = (received + more).split(b"\n")
         notices = [float(json.loads(line)["stop_s"]) for line in lines]
         if not more:
-            inputs = [woken]
+            inputs = [wakeup_reader]
             notices.append(float(job["orphan_notice_s"]))
         for notice_s in notices:
             kill_at = min(kill_at, time.monotonic() + notice_s)
         if notices and not is_stopping:
-            # Once, and to its group alone: torchrun passes it on to its ranks, and a learner that gets a second SIGTERM
-            # leaves at once, without its last push.
+            # Send it once, and only to the process group: torchrun forwards the signal to its ranks. A learner that
+            # receives a second SIGTERM exits at once, without its last upload.
             is_stopping = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(command.pid, signal.SIGTERM)
@@ -306,7 +309,7 @@ def _start(job: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     guard = os.getpid()
 
     def prepare() -> None:
-        """In the child, before the command replaces it."""
+        """Reset signals and bind the child to the guard, before `exec`."""
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:
             os._exit(1)  # the guard was killed before the line above
@@ -331,7 +334,7 @@ def _start(job: Mapping[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _reap(pid: int | None) -> tuple[int | None, bool]:
-    """Return the exit code of this child, if it has just ended, and whether any child is left."""
+    """Reap ended children. Return the exit code of child `pid` if it was among them, and whether any child is left."""
     code = None
     while True:
         try:
@@ -350,7 +353,7 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 def _orphans(group: int) -> set[int]:
-    """Return the adopted processes that a signal to the command's group has not reached."""
+    """Return the adopted processes outside of the command's process group."""
     found = set()
     for pid in _children().get(os.getpid(), []):
         with contextlib.suppress(ProcessLookupError):
@@ -360,7 +363,7 @@ def _orphans(group: int) -> set[int]:
 
 
 def _descendants() -> list[int]:
-    """Return children, their children and so on; parents first."""
+    """Return all descendants of this process, parents first."""
     children, found = _children(), [os.getpid()]
     for pid in found:
         found += sorted(children.get(pid, []))
@@ -368,15 +371,15 @@ def _descendants() -> list[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """Return the living children of every process of this machine that has some."""
+    """Return the running children of each process of this machine."""
     rows: list[list[str]] = []
     if _PROC.joinpath("self").exists():
         for name in filter(str.isdigit, os.listdir(_PROC)):
             with contextlib.suppress(OSError), open(_PROC / name / "stat", encoding="utf-8", errors="replace") as file:
                 rows.append([name, *file.read().rpartition(")")[2].split()[:2]])
     else:
-        said = subprocess.run(["ps", "-A", "-o", "pid=,stat=,ppid="], capture_output=True, text=True).stdout
-        rows = [line.split() for line in said.splitlines()]
+        output = subprocess.run(["ps", "-A", "-o", "pid=,stat=,ppid="], capture_output=True, text=True).stdout
+        rows = [line.split() for line in output.splitlines()]
     children: dict[int, list[int]] = {}
     for name, state, parent in rows:
         if not state.startswith(_DEAD):
@@ -389,8 +392,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _reply(words: dict[str, Any]) -> None:
-    os.write(1, json.dumps(words).encode() + b"\n")
+def _reply(message: dict[str, Any]) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

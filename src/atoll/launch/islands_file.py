@@ -1,26 +1,26 @@
-"""The file of `atoll up`: where the syncer and the islands of a run are, and what they are told.
+"""Parse and validate the islands file of `atoll up`: the launchers, machines and arguments of the units of a run.
 
-    run = "first"                          # without it: the name of the file
-    directory = "runs/first"               # relative to the file; without it: runs/RUN
+    run = "first"                          # default: the name of the file
+    directory = "runs/first"               # relative to the file; default: runs/RUN
 
     [syncer]
-    address = "head:7400"                  # what islands dial: this machine, as others call it
-    keys = "keys"                          # of atoll keys; not needed where all islands are on this machine
-    arguments = ["--quorum", "2"]          # of atoll syncer
+    address = "head:7400"                  # address to which islands connect
+    keys = "keys"                          # made with atoll keys; not needed if all islands are on this machine
+    arguments = ["--quorum", "2"]          # for atoll syncer
 
-    [defaults]                             # of all islands
+    [defaults]                             # for all islands
     notice = "30s"
 
     [islands.near]
     command = "python train.py"
 
     [islands.far]
-    engine = "slurm"
+    launcher = "slurm"
     command = ["torchrun", "--nproc-per-node", "8", "train.py"]
     devices = 8
     count = 2                              # far-1 and far-2
 
-Every unknown key and bad value is refused, with the file, the key and what is allowed; all of them at once.
+Unknown keys and invalid values are errors. One message reports all of them, each with the key and the allowed values.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.engine import SYNCER, Unit, check_name, is_island
-from atoll.transport.endpoint import is_loopback, place
+from atoll.launch.launcher import SYNCER, Unit, check_launcher_name, is_island
+from atoll.transport.endpoint import is_loopback, parse_endpoint
 
-UNITS = "units"
-"""Folder of the run's directory: a directory for each unit, in which it runs and its engine keeps what it prints."""
+UNITS_FOLDER = "units"
+"""Folder of the run's directory with one working directory per unit. Launchers write logs there."""
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 MAX_UNITS = 10_000
 MAX_NOTICE_S = 24 * 3600.0
-GIVEN = ("--out", "--resume", "--or-resume", "--standby", "--token", "--keys", "--shards")
-"""Options of `atoll syncer` that have keys of their own here."""
-GIVEN_VARIABLES = frozenset({"ATOLL_SYNCER", "ATOLL_TOKEN", "ATOLL_KEYS", "ATOLL_LEARNER", "ATOLL_RUN_DIRECTORY"})
+RESERVED_OPTIONS = ("--out", "--resume", "--or-resume", "--standby", "--token", "--keys", "--shards")
+"""Options of `atoll syncer` that this file sets by other keys."""
+RESERVED_VARIABLES = frozenset({"ATOLL_SYNCER", "ATOLL_TOKEN", "ATOLL_KEYS", "ATOLL_LEARNER", "ATOLL_RUN_DIRECTORY"})
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -57,31 +57,31 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, None: 1.
 @dataclass(frozen=True)
 class SyncerTable:
     unit: Unit
-    """Without a command, and its secrets without values, which come from the environment of `atoll up`."""
+    """Unit without a command. Its secrets have no values yet: these come from the environment of `atoll up`."""
     address: str
-    """As islands dial it; several between commas."""
+    """Address to which islands connect; several are separated by commas."""
     shards: int
     keys: Path | None
     token_file: Path | None
     arguments: tuple[str, ...]
 
     @property
-    def dialled(self) -> list[str]:
-        """HOST:PORT of each address."""
-        return place(self.address, self.keys).addresses.split(",")
+    def endpoints(self) -> list[str]:
+        """Each address as HOST:PORT."""
+        return parse_endpoint(self.address, self.keys).addresses.split(",")
 
     @property
-    def is_of_one_machine(self) -> bool:
-        """Return whether connections to the syncer never leave the machine that they begin on."""
-        return all(is_loopback(each.rpartition(":")[0]) for each in self.dialled)
+    def is_loopback_only(self) -> bool:
+        """Return whether all addresses of the syncer are loopback addresses."""
+        return all(is_loopback(each.rpartition(":")[0]) for each in self.endpoints)
 
 
 @dataclass(frozen=True)
 class IslandTable:
     unit: Unit
-    """Its secrets have no values yet."""
-    table: str
-    """Its name in the file; several islands may be of one table."""
+    """Unit whose secrets have no values yet."""
+    table_name: str
+    """Name of the table in the file. One table may define several islands."""
     number: int
 
 
@@ -99,222 +99,231 @@ class IslandsFile:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not TOML: {error}") from None
-        return _TableReader(path, raw).file()
+        return _TableReader(path, raw).read_file()
 
 
 class _TableReader:
-    """Collects all problems, so that a file has to be repaired once only."""
+    """Reader that collects all problems of a file, so that one message reports them together."""
 
     def __init__(self, path: Path, raw: Mapping[str, Any]) -> None:
         self.path, self.raw = path, raw
-        self.beside = path.absolute().parent
-        self.problems: dict[str, None] = {}  # each once: one of the defaults is met with each island
-        self.run = self.take(raw, "run", "", _name, path.stem)
-        self.directory = (self.beside / self.take(raw, "directory", "", _text, f"runs/{self.run}")).resolve()
+        self.base_directory = path.absolute().parent
+        self.problems: dict[str, None] = {}  # without duplicates: each island repeats the defaults
+        self.run = self.read_key(raw, "run", "", _name, path.stem)
+        self.directory = (
+            self.base_directory / self.read_key(raw, "directory", "", _text, f"runs/{self.run}")
+        ).resolve()
 
-    def file(self) -> IslandsFile:
-        self.known(self.raw, ("run", "directory", "syncer", "defaults", "islands"), "")
-        syncer = self.syncer(self.table("syncer"))
-        islands = self.islands(self.table("islands"), self.table("defaults"), syncer.unit.engine)
+    def read_file(self) -> IslandsFile:
+        self.check_keys(self.raw, ("run", "directory", "syncer", "defaults", "islands"), "")
+        syncer = self.read_syncer(self.get_table("syncer"))
+        islands = self.read_islands(self.get_table("islands"), self.get_table("defaults"), syncer.unit.launcher)
         if self.problems:
             count = len(self.problems)
-            several = f"{count} things are wrong: " if count > 1 else ""
-            raise ValueError(f"{self.path}: {several}{'; '.join(self.problems)}")
+            prefix = f"{count} problems: " if count > 1 else ""
+            raise ValueError(f"{self.path}: {prefix}{'; '.join(self.problems)}")
         return IslandsFile(self.path, self.run, self.directory, syncer, islands)
 
     # ------------------------------------------------------------------------------------------------------- tables
 
-    def syncer(self, raw: Mapping[str, Any]) -> SyncerTable:
-        where = "syncer."
-        self.known(raw, OF_SYNCER, where)
-        keys = self.take(raw, "keys", where, self.beside_path, None)
-        token_file = self.take(raw, "token_file", where, self.beside_path, None)
+    def read_syncer(self, raw: Mapping[str, Any]) -> SyncerTable:
+        prefix = "syncer."
+        self.check_keys(raw, SYNCER_KEYS, prefix)
+        keys = self.read_key(raw, "keys", prefix, self.resolve_path, None)
+        token_file = self.read_key(raw, "token_file", prefix, self.resolve_path, None)
         if keys is not None and not keys.is_dir():
-            self.problem(f"{where}keys is {keys}, which is no directory: make it with atoll keys init {keys}")
+            self.add_problem(f"{prefix}keys is {keys}, which is not a directory: create it with atoll keys init {keys}")
         if token_file is not None and not token_file.is_file():
-            self.problem(f"{where}token_file is {token_file}, which is no file: put the token in it")
-        address = self.take(raw, "address", where, _addresses, DEFAULT_ADDRESS)
+            self.add_problem(f"{prefix}token_file is {token_file}, which is not a file: write the token into it")
+        address = self.read_key(raw, "address", prefix, _addresses, DEFAULT_ADDRESS)
         try:
-            place(address, keys).check() if keys is None else place(address, keys)
+            parse_endpoint(address, keys).check() if keys is None else parse_endpoint(address, keys)
         except ValueError as error:
-            self.problem(f"{where}address: {error}")
+            self.add_problem(f"{prefix}address: {error}")
         if isinstance(raw.get("options"), list | str):
-            self.problem(f"{where}options are those of the engine, a table; of atoll syncer it is arguments")
+            self.add_problem(
+                f"{prefix}options is the table of launcher options: write options of atoll syncer in arguments"
+            )
             raw = {key: value for key, value in raw.items() if key != "options"}
-        arguments = self.take(raw, "arguments", where, _words, ())
-        for word in arguments:
-            if word.partition("=")[0] in GIVEN:
-                self.problem(f"{where}arguments has {word}: atoll up gives that by itself, leave it out")
-        shards = self.take(raw, "shards", where, _at_least(0), 0)
-        return SyncerTable(self.unit(raw, where, SYNCER, ()), address, shards, keys, token_file, arguments)
+        arguments = self.read_key(raw, "arguments", prefix, _arguments, ())
+        for argument in arguments:
+            if argument.partition("=")[0] in RESERVED_OPTIONS:
+                self.add_problem(f"{prefix}arguments has {argument}: remove it, atoll up sets it")
+        shards = self.read_key(raw, "shards", prefix, _integer_reader(0), 0)
+        return SyncerTable(self.read_unit(raw, prefix, SYNCER, ()), address, shards, keys, token_file, arguments)
 
-    def islands(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], engine: str) -> tuple[IslandTable, ...]:
-        self.known(defaults, OF_DEFAULTS, "defaults.")
+    def read_islands(
+        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], launcher: str
+    ) -> tuple[IslandTable, ...]:
+        self.check_keys(defaults, DEFAULTS_KEYS, "defaults.")
         if not raw:
-            self.problem('it names no island: begin one with [islands.NAME] and a line command = "..."')
-        made = [island for table, own in raw.items() for island in self.alike(table, own, defaults, engine)]
+            self.add_problem('it has no island: add a table [islands.NAME] with a line command = "..."')
+        islands = [
+            island for table, own in raw.items() for island in self.read_island_table(table, own, defaults, launcher)
+        ]
         numbers: dict[int, str] = {}
         names: dict[str, str] = {}
-        for island in made:
+        for island in islands:
             name, number = island.unit.name, island.number
             if number and (other := numbers.setdefault(number, name)) != name:
-                self.problem(f"{name} and {other} have number {number} both: give each its own, or leave them out")
-            if (other := names.setdefault(name, island.table)) != island.table:
-                self.problem(f"islands.{island.table} and islands.{other} both make an island {name}")
+                self.add_problem(f"{name} and {other} both have number {number}: use different numbers, or remove them")
+            if (other := names.setdefault(name, island.table_name)) != island.table_name:
+                self.add_problem(f"islands.{island.table_name} and islands.{other} both define an island {name}")
         free = (number for number in itertools.count(1) if number not in numbers)
-        return tuple(island if island.number else replace(island, number=next(free)) for island in made)
+        return tuple(island if island.number else replace(island, number=next(free)) for island in islands)
 
-    def alike(self, table: str, own: Any, defaults: Mapping[str, Any], engine: str) -> list[IslandTable]:
-        """Return the islands of one table, with number 0 where it gives none."""
+    def read_island_table(self, table: str, own: Any, defaults: Mapping[str, Any], launcher: str) -> list[IslandTable]:
+        """Return the islands of one table. Their number is 0 if the table has none."""
         if not isinstance(own, dict):
-            self.problem(f"islands.{table} is no table: begin it with a line [islands.{table}]")
+            self.add_problem(f"islands.{table} is not a table: begin it with a line [islands.{table}]")
             return []
-        where = f"islands.{table}."
-        self.known(own, OF_ISLAND, where)
-        usual = defaults.get("engine", engine)
-        if own.get("engine", usual) != usual:
-            defaults = {key: value for key, value in defaults.items() if key != "options"}  # another engine's
-        raw = {"engine": engine, **defaults, **own}
-        for key, of_all in defaults.items():
-            if isinstance(of_all, dict) and isinstance(own.get(key), dict):
-                raw[key] = {**of_all, **own[key]}
-            elif key == "secrets" and isinstance(of_all, list) and isinstance(own.get(key), list):
-                raw[key] = [*of_all, *own[key]]
+        prefix = f"islands.{table}."
+        self.check_keys(own, ISLAND_KEYS, prefix)
+        default_launcher = defaults.get("launcher", launcher)
+        if own.get("launcher", default_launcher) != default_launcher:
+            # The default options belong to the default launcher.
+            defaults = {key: value for key, value in defaults.items() if key != "options"}
+        raw = {"launcher": launcher, **defaults, **own}
+        for key, default_value in defaults.items():
+            if isinstance(default_value, dict) and isinstance(own.get(key), dict):
+                raw[key] = {**default_value, **own[key]}
+            elif key == "secrets" and isinstance(default_value, list) and isinstance(own.get(key), list):
+                raw[key] = [*default_value, *own[key]]
 
-        def take(key: str, read: Callable[[Any], Any], default: Any) -> Any:
-            return self.take(raw, key, where if key in own else "defaults.", read, default)
+        def read(key: str, parse: Callable[[Any], Any], default: Any) -> Any:
+            return self.read_key(raw, key, prefix if key in own else "defaults.", parse, default)
 
-        count, number = take("count", _at_least(1), None), take("number", _at_least(1), 0)
+        count, number = read("count", _integer_reader(1), None), read("number", _integer_reader(1), 0)
         if count is not None and count > MAX_UNITS:
-            self.problem(f"{where}count is {count}: at most {MAX_UNITS} islands are in one file")
+            self.add_problem(f"{prefix}count is {count}: one file may have at most {MAX_UNITS} islands")
             count = 1
         names = [table] if count is None else [f"{table}-{k}" for k in range(1, count + 1)]
         self.check_name(table, names[-1])
-        command = take("command", _words, ())
+        command = read("command", _arguments, ())
         if "command" not in raw:
-            self.problem(f'islands.{table} has no command: say what it runs, as command = "python train.py"')
-        command = self.beside_words(command + take("arguments", _words, ()))
+            self.add_problem(f'islands.{table} has no command: add a line such as command = "python train.py"')
+        command = self.resolve_command(command + read("arguments", _arguments, ()))
         return [
-            IslandTable(self.unit(raw, where, name, command, own), table, number + k if number else 0)
+            IslandTable(self.read_unit(raw, prefix, name, command, own), table, number + k if number else 0)
             for k, name in enumerate(names)
         ]
 
-    def unit(
+    def read_unit(
         self,
         raw: Mapping[str, Any],
-        where: str,
+        prefix: str,
         name: str,
         command: tuple[str, ...],
         own: Mapping[str, Any] | None = None,
     ) -> Unit:
-        """Return the unit of a table. A key of `raw` that is not in `own` comes from the defaults."""
-        given: dict[str, Any] = {}
-        for key, (field, read) in OF_UNIT.items():
-            value = self.take(raw, key, where if own is None or key in own else "defaults.", read, None)
+        """Return the unit of a table. Error messages attribute a key that is not in `own` to the defaults."""
+        fields: dict[str, Any] = {}
+        for key, (field, read) in UNIT_KEYS.items():
+            value = self.read_key(raw, key, prefix if own is None or key in own else "defaults.", read, None)
             if value is not None:
-                given[field] = value
-        unit = Unit(self.run, name, command, self.directory / UNITS / name, **given)
-        for variable in unit.secret.intersection(unit.environment):
-            self.problem(f"{where}secrets has {variable}, and so has environment: leave it out of environment")
+                fields[field] = value
+        unit = Unit(self.run, name, command, self.directory / UNITS_FOLDER / name, **fields)
+        for variable in unit.secret_names.intersection(unit.environment):
+            self.add_problem(f"{prefix}secrets and environment both have {variable}: remove it from environment")
         return unit
 
     # --------------------------------------------------------------------------------------------------------- keys
 
-    def problem(self, sentence: str) -> None:
-        self.problems[sentence] = None
+    def add_problem(self, message: str) -> None:
+        self.problems[message] = None
 
     def check_name(self, table: str, name: str) -> None:
-        """`name`: of the last island that the table makes."""
+        """Check the longest name of the islands of a table: that of the last one."""
         try:
             if not is_island(_name(name)):
-                raise ValueError(f"the name {name} belongs to the syncer and its shards: choose another")
+                raise ValueError(f"the name {name} is reserved for the syncer and its shards: choose another one")
         except ValueError as error:
-            self.problem(f"islands.{table}: {error}")
+            self.add_problem(f"islands.{table}: {error}")
 
-    def known(self, raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    def check_keys(self, raw: Mapping[str, Any], keys: tuple[str, ...], prefix: str) -> None:
         for key in raw:
             if key not in keys:
-                near = difflib.get_close_matches(key, keys, 1)
-                meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
-                self.problem(f"{where}{key} is not known: {meant}")
+                similar = difflib.get_close_matches(key, keys, 1)
+                hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(keys)}"
+                self.add_problem(f"{prefix}{key} is not known: {hint}")
 
-    def table(self, key: str) -> Mapping[str, Any]:
+    def get_table(self, key: str) -> Mapping[str, Any]:
         found = self.raw.get(key, {})
         if isinstance(found, dict):
             return found
-        self.problem(f"{key} is {found!r}: write it as a table, [{key}]")
+        self.add_problem(f"{key} is {found!r}: write it as a table, [{key}]")
         return {}
 
-    def take(self, raw: Mapping[str, Any], key: str, where: str, read: Callable[[Any], Any], default: Any) -> Any:
+    def read_key(self, raw: Mapping[str, Any], key: str, prefix: str, read: Callable[[Any], Any], default: Any) -> Any:
         if key not in raw:
             return default
         try:
             return read(raw[key])
         except ValueError as error:
-            self.problem(f"{where}{key} {error}")
+            self.add_problem(f"{prefix}{key} {error}")
             return default
 
-    def beside_path(self, value: Any) -> Path:
-        return (self.beside / Path(_text(value)).expanduser()).resolve()
+    def resolve_path(self, value: Any) -> Path:
+        return (self.base_directory / Path(_text(value)).expanduser()).resolve()
 
-    def beside_words(self, command: tuple[str, ...]) -> tuple[str, ...]:
-        """Make words that name a file beside this one absolute: units run in directories of their own."""
+    def resolve_command(self, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Make paths relative to this file absolute: each unit runs in its own directory."""
 
-        def absolute(word: str) -> str:
-            is_relative = word.startswith(("./", "../"))
-            if not is_relative and not word.startswith(("-", "/")) and ("." in word or "/" in word):
-                is_relative = (self.beside / word).is_file()
-            return str((self.beside / word).resolve()) if is_relative else word
+        def absolute(argument: str) -> str:
+            is_relative = argument.startswith(("./", "../"))
+            if not is_relative and not argument.startswith(("-", "/")) and ("." in argument or "/" in argument):
+                is_relative = (self.base_directory / argument).is_file()
+            return str((self.base_directory / argument).resolve()) if is_relative else argument
 
         return tuple(map(absolute, command))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Values. Each error is the end of a sentence that begins with the key.
+# Values. `read_key` puts the key before each error message
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError(f"is {value!r}: write a text between quotes")
+        raise ValueError(f"is {value!r}: write a string in quotes")
     return value
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ValueError(f"is {value!r}: a name has letters, digits and dashes in it, at most 40")
+        raise ValueError(f"is {value!r}: use at most 40 letters, digits and dashes")
     return value
 
 
-def _engine(value: Any) -> str:
+def _launcher(value: Any) -> str:
     try:
-        check_name(_text(value))
+        check_launcher_name(_text(value))
     except ValueError as error:
         raise ValueError(f"is {value!r}: {error}") from None
     return str(value)
 
 
-def _at_least(least: int) -> Callable[[Any], int]:
+def _integer_reader(minimum: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"is {value!r}: write a whole number of at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"is {value!r}: write an integer of at least {minimum}")
         return value
 
     return read
 
 
-def _words(value: Any) -> tuple[str, ...]:
+def _arguments(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         try:
-            words = tuple(shlex.split(value))
+            arguments = tuple(shlex.split(value))
         except ValueError as error:
-            raise ValueError(f"is {value!r}: {error}; write it as a list of words") from None
-    elif isinstance(value, list) and all(isinstance(word, str | int | float) for word in value):
-        words = tuple(map(str, value))
+            raise ValueError(f"is {value!r}: {error}; write it as a list of strings") from None
+    elif isinstance(value, list) and all(isinstance(argument, str | int | float) for argument in value):
+        arguments = tuple(map(str, value))
     else:
-        raise ValueError(f"is {value!r}: write one text, or a list of words")
-    if not words or not words[0] or any("\0" in word for word in words):
-        raise ValueError("is empty: write what is to be run")
-    return words
+        raise ValueError(f"is {value!r}: write a string, or a list of strings")
+    if not arguments or not arguments[0] or any("\0" in argument for argument in arguments):
+        raise ValueError("is empty: write a command or arguments")
+    return arguments
 
 
 def _addresses(value: Any) -> str:
@@ -324,55 +333,55 @@ def _addresses(value: Any) -> str:
 
 
 def _notice(value: Any) -> float:
-    found = _DURATION.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
-    seconds = float(found[1]) * _SECONDS[found[2]] if found else -1.0
+    match = _DURATION.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else -1.0
     if not 0 < seconds <= MAX_NOTICE_S:
-        raise ValueError(f'is {value!r}: write a time, as "30s", "2m" or a number of seconds, at most a day')
+        raise ValueError(f'is {value!r}: write a time of at most a day, such as "30s", "2m" or a number of seconds')
     return seconds
 
 
 def _environment(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise ValueError(f'is {value!r}: write a table, as {{ NAME = "value" }}')
+        raise ValueError(f'is {value!r}: write a table such as {{ NAME = "value" }}')
     for name, text in value.items():
         if not _VARIABLE.fullmatch(name) or not isinstance(text, str | int | float) or "\0" in str(text):
-            raise ValueError(f"has {name} = {text!r}: write a name of letters and digits, and a text")
-        if name in GIVEN_VARIABLES:
-            raise ValueError(f"has {name}: atoll up sets that by itself, leave it out")
+            raise ValueError(f"has {name} = {text!r}: write a name of letters and digits, and a string")
+        if name in RESERVED_VARIABLES:
+            raise ValueError(f"has {name}: remove it, atoll up sets it")
     return {name: str(text).lower() if isinstance(text, bool) else str(text) for name, text in value.items()}
 
 
 def _variables(value: Any) -> frozenset[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) and _VARIABLE.fullmatch(name) for name in value):
-        raise ValueError(f'is {value!r}: write a list of names of variables, as ["WANDB_API_KEY"]')
+        raise ValueError(f'is {value!r}: write a list of variable names such as ["WANDB_API_KEY"]')
     for name in value:
-        if name in GIVEN_VARIABLES:
-            raise ValueError(f"has {name}: atoll up sets that by itself, leave it out")
+        if name in RESERVED_VARIABLES:
+            raise ValueError(f"has {name}: remove it, atoll up sets it")
     return frozenset(value)
 
 
 def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f'is {value!r}: write a table, as {{ partition = "long" }}')
+        raise ValueError(f'is {value!r}: write a table such as {{ partition = "long" }}')
     return dict(value)
 
 
-OF_UNIT: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "engine": ("engine", _engine),
-    "nodes": ("nodes", _at_least(1)),
-    "cpus": ("cpus", _at_least(1)),
-    "devices": ("devices", _at_least(0)),
+UNIT_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "launcher": ("launcher", _launcher),
+    "nodes": ("nodes", _integer_reader(1)),
+    "cpus": ("cpus", _integer_reader(1)),
+    "devices": ("devices", _integer_reader(0)),
     "site": ("site", _text),
-    "restarts": ("restarts", _at_least(0)),
+    "restarts": ("max_restarts", _integer_reader(0)),
     "notice": ("notice_s", _notice),
     "environment": ("environment", _environment),
-    "secrets": ("secret", _variables),
+    "secrets": ("secret_names", _variables),
     "options": ("options", _table),
 }
-"""Keys of a unit, with the field of `Unit` and the reader of the value."""
-OF_SYNCER = (
+"""Keys of a unit, with the field of `Unit` and the parser of the value."""
+SYNCER_KEYS = (
     *("address", "shards", "keys", "token_file", "arguments"),
-    *(key for key in OF_UNIT if key not in ("nodes", "devices")),
+    *(key for key in UNIT_KEYS if key not in ("nodes", "devices")),
 )
-OF_DEFAULTS = ("command", "arguments", *OF_UNIT)
-OF_ISLAND = (*OF_DEFAULTS, "number", "count")
+DEFAULTS_KEYS = ("command", "arguments", *UNIT_KEYS)
+ISLAND_KEYS = (*DEFAULTS_KEYS, "number", "count")

@@ -1,6 +1,7 @@
-"""This machine as an engine: a keeper process for each unit, which goes on when whoever started it has gone.
+"""The local launcher: one detached supervisor process on this machine for each unit.
 
-All that is known of a unit is in its directory (`atoll.launch.keeper`), so nothing has to run between two commands.
+The state of a unit is in its directory (`atoll.launch.local_supervisor`). No other process has to run between two
+commands.
 """
 
 from __future__ import annotations
@@ -19,86 +20,90 @@ from pathlib import Path
 from typing import Any
 
 from atoll.files import is_locked
-from atoll.launch.engine import Unit, UnitStanding, UnitState, inherited_environment, search_path, start_logs
 from atoll.launch.guard import ProcessId, is_alive, send_signal
-from atoll.launch.keeper import LOCK, SPEC, STATE, read_state, write_json
+from atoll.launch.launcher import Unit, UnitState, UnitStatus, find_start_logs, inherited_environment, search_path
+from atoll.launch.local_supervisor import LOCK_FILE, SPEC_FILE, STATE_FILE, read_state, write_json
 from atoll.launch.supervisor import POLL_INTERVAL_S
 
-START_S = 60.0
-RESERVE_S = 15.0
-"""For the keeper, after the notice: it kills what is left and writes that down."""
+SUPERVISOR_START_TIMEOUT_S = 60.0
+KILL_RESERVE_S = 15.0
+"""Time after the notice in which the supervisor kills the remaining processes and writes its state."""
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-class LocalEngine:
+class LocalLauncher:
+    """Launcher of units on this machine."""
+
     def __init__(self) -> None:
-        self._asked: dict[str, int] = {}  # devices, by unit
-        self._there: list[str] | None = None
+        self._requested_devices: dict[str, int] = {}  # number of devices by unit
+        self._device_ids: list[str] | None = None
 
-    # ------------------------------------------------------------------------------------------------------ starting
+    # --------------------------------------------------------------------------------------------------------- start
 
     def check(self, unit: Unit) -> None:
         if unit.nodes != 1:
-            raise ValueError(f"{unit.name}: nodes is {unit.nodes}, and engine local has this machine only: give 1")
+            raise ValueError(f"{unit.name}: nodes is {unit.nodes}, but launcher local has one machine: use 1")
         if unit.options:
-            raise ValueError(f"{unit.name}: engine local has no options; leave {', '.join(unit.options)} out")
+            raise ValueError(f"{unit.name}: launcher local has no options: remove {', '.join(unit.options)}")
         if shutil.which(unit.command[0], path=search_path(unit.environment.get("PATH"))) is None:
             raise ValueError(
                 f"{unit.name}: there is no program {unit.command[0]!r} on this machine: write its path, or ./NAME if"
-                f" it is beside the file"
+                f" it is in the directory of the file"
             )
         _check_directory(unit)
-        self._asked[unit.name] = unit.devices
-        wanted, there = sum(self._asked.values()), self._devices() if unit.devices else None
-        if there is not None and wanted > len(there):
+        self._requested_devices[unit.name] = unit.devices
+        requested, available = sum(self._requested_devices.values()), self._devices() if unit.devices else None
+        if available is not None and requested > len(available):
             raise ValueError(
-                f"{unit.name}: the local units want {wanted} devices together, and this machine has {len(there)}:"
-                f" give some of them fewer"
+                f"{unit.name}: the local units need {requested} devices together, and this machine has"
+                f" {len(available)}: reduce devices of some units"
             )
 
     def render(self, unit: Unit) -> str:
-        words = [f"{name}={shlex.quote(value)}" for name, value in unit.shown_environment().items()]
+        variables = [f"{name}={shlex.quote(value)}" for name, value in unit.redacted_environment().items()]
         if unit.devices:
-            words.append(f"{VISIBLE}=({unit.devices} that are free)")
-        kept = f"# {unit.name}, on this machine; restarts: {unit.restarts}, notice: {unit.notice_s:g} s"
-        return "\n".join([kept, f"cd {shlex.quote(str(unit.directory))}", *words, shlex.join(unit.command)])
+            variables.append(f"{VISIBLE_DEVICES}=({unit.devices} free devices)")
+        header = f"# {unit.name}, on this machine; restarts: {unit.max_restarts}, notice: {unit.notice_s:g} s"
+        return "\n".join([header, f"cd {shlex.quote(str(unit.directory))}", *variables, shlex.join(unit.command)])
 
     def start(self, unit: Unit) -> dict[str, Any]:
         unit.directory.mkdir(parents=True, exist_ok=True)
         handle = {"directory": str(unit.directory), "host": socket.gethostname(), "notice_s": unit.notice_s}
         spec = {
             "command": list(unit.command),
-            "restarts": unit.restarts,
+            "restarts": unit.max_restarts,
             "notice_s": unit.notice_s,
-            "syncer": str(unit.syncer) if unit.syncer is not None else None,
+            "syncer": str(unit.syncer_directory) if unit.syncer_directory is not None else None,
             "ends_with_syncer": unit.ends_with_syncer,
         }
-        if (told := read_state(unit.directory)) is not None:
-            if not self._status(unit.directory).standing.is_over:
-                self._adopt(unit, spec, told)
+        if (state := read_state(unit.directory)) is not None:
+            if not self._status(unit.directory).state.is_finished:
+                self._adopt(unit, spec, state)
                 return handle
-            _wait_for_end(unit.directory, float(told["notice_s"]))
+            _wait_for_end(unit.directory, float(state["notice_s"]))
         environment = inherited_environment()
-        environment.setdefault("OMP_NUM_THREADS", str(unit.cpus))  # more threads than cores slow each other down
+        environment.setdefault("OMP_NUM_THREADS", str(unit.cpus))  # avoid more threads than cores
         environment |= {**unit.environment, "PATH": search_path(unit.environment.get("PATH"))}
-        devices = self._take(unit)
+        devices = self._allocate_devices(unit)
         if devices:
-            environment[VISIBLE] = ",".join(devices)
-        write_json(unit.directory / SPEC, {**spec, "devices": devices})
-        self._keep(unit, environment)
+            environment[VISIBLE_DEVICES] = ",".join(devices)
+        write_json(unit.directory / SPEC_FILE, {**spec, "devices": devices})
+        self._spawn_supervisor(unit, environment)
         return handle
 
-    def _adopt(self, unit: Unit, spec: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-        """Whoever started it was killed before that was written down: it is this very unit, unless it has changed."""
-        kept = json.loads((unit.directory / SPEC).read_text(encoding="utf-8"))
-        if {**kept, **spec} != kept:
-            keeper = told["keeper"]["pid"]
-            raise ValueError(f"{unit.name} is kept already, as another command, by process {keeper}: kill {keeper}")
+    def _adopt(self, unit: Unit, spec: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Take over a running supervisor whose handle was lost. Raise ValueError if its specification differs."""
+        running_spec = json.loads((unit.directory / SPEC_FILE).read_text(encoding="utf-8"))
+        if {**running_spec, **spec} != running_spec:
+            supervisor = state["supervisor"]["pid"]
+            raise ValueError(
+                f"{unit.name} runs already with another command, under process {supervisor}: kill {supervisor}"
+            )
 
-    def _keep(self, unit: Unit, environment: dict[str, str]) -> None:
-        keeper = subprocess.Popen(
-            [sys.executable, "-m", "atoll.launch.keeper", str(unit.directory)],
+    def _spawn_supervisor(self, unit: Unit, environment: dict[str, str]) -> None:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "atoll.launch.local_supervisor", str(unit.directory)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -108,118 +113,120 @@ class LocalEngine:
             start_new_session=True,
         )
         try:
-            said, wrong = keeper.communicate(timeout=START_S)
+            output, errors = supervisor.communicate(timeout=SUPERVISOR_START_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            keeper.kill()
-            keeper.communicate()
-            raise OSError(f"{unit.name}: its keeper did not start within {START_S:g} s") from None
-        if keeper.returncode != 0:
-            raise OSError(f"{unit.name} cannot be kept: {said.strip() or wrong.strip()[-500:]}")
+            supervisor.kill()
+            supervisor.communicate()
+            raise OSError(
+                f"{unit.name}: its supervisor did not start within {SUPERVISOR_START_TIMEOUT_S:g} s"
+            ) from None
+        if supervisor.returncode != 0:
+            raise OSError(f"{unit.name} cannot be supervised: {output.strip() or errors.strip()[-500:]}")
 
-    # ------------------------------------------------------------------------------------------------------- looking
+    # -------------------------------------------------------------------------------------------------------- status
 
-    def status(self, handle: Mapping[str, Any]) -> UnitState:
-        return self._status(_here(handle))
+    def status(self, handle: Mapping[str, Any]) -> UnitStatus:
+        return self._status(_unit_directory(handle))
 
-    def _status(self, directory: Path) -> UnitState:
-        told = read_state(directory)
-        if told is None:
-            return UnitState(UnitStanding.GONE, why=f"nothing is known of it in {directory}")
-        standing, restarts, why = UnitStanding(told["standing"]), int(told["restarts"]), str(told["why"])
-        if not standing.is_over:
-            keeper = ProcessId.from_json(told["keeper"])
-            if keeper is None or not is_alive(keeper):
-                told = read_state(directory) or told  # it may have ended between the two looks
-                standing, why = UnitStanding(told["standing"]), str(told["why"])
-                if not standing.is_over:
-                    also = "; its command is being ended" if is_locked(directory / LOCK) else ""
-                    return UnitState(UnitStanding.FAILED, restarts, f"its keeper was killed{also}")
-        if told["again_at"] is not None:
-            why = f"{why}; starts again in {max(0.0, told['again_at'] - time.time()):.0f} s"
-        return UnitState(standing, int(told["restarts"]), why)
+    def _status(self, directory: Path) -> UnitStatus:
+        record = read_state(directory)
+        if record is None:
+            return UnitStatus(UnitState.LOST, cause=f"{directory} has no state of the unit")
+        state, restarts, cause = UnitState(record["state"]), int(record["restarts"]), str(record["cause"])
+        if not state.is_finished:
+            supervisor = ProcessId.from_json(record["supervisor"])
+            if supervisor is None or not is_alive(supervisor):
+                record = read_state(directory) or record  # it may have ended after the first read
+                state, cause = UnitState(record["state"]), str(record["cause"])
+                if not state.is_finished:
+                    suffix = "; its command is being stopped" if is_locked(directory / LOCK_FILE) else ""
+                    return UnitStatus(UnitState.FAILED, restarts, f"its supervisor was killed{suffix}")
+        if record["again_at"] is not None:
+            cause = f"{cause}; restarts in {max(0.0, record['again_at'] - time.time()):.0f} s"
+        return UnitStatus(state, int(record["restarts"]), cause)
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
-        return start_logs(_here(handle))
+        return find_start_logs(_unit_directory(handle))
 
-    # ------------------------------------------------------------------------------------------------------ stopping
+    # ---------------------------------------------------------------------------------------------------------- stop
 
     def stop(self, handle: Mapping[str, Any]) -> None:
-        directory = _here(handle)
-        told = read_state(directory)
-        if told is None:
+        directory = _unit_directory(handle)
+        state = read_state(directory)
+        if state is None:
             return
-        notice_s = float(told["notice_s"])
-        keeper = ProcessId.from_json(told["keeper"])
-        if keeper is not None and send_signal(keeper, signal.SIGTERM):
-            until = time.monotonic() + notice_s + RESERVE_S
-            while is_alive(keeper) and time.monotonic() < until:
+        notice_s = float(state["notice_s"])
+        supervisor = ProcessId.from_json(state["supervisor"])
+        if supervisor is not None and send_signal(supervisor, signal.SIGTERM):
+            until = time.monotonic() + notice_s + KILL_RESERVE_S
+            while is_alive(supervisor) and time.monotonic() < until:
                 time.sleep(POLL_INTERVAL_S)
-            send_signal(keeper, signal.SIGKILL)
+            send_signal(supervisor, signal.SIGKILL)
         _wait_for_end(directory, notice_s)
-        told = read_state(directory) or told
-        if not UnitStanding(told["standing"]).is_over:
-            stopped = {"standing": "stopped", "why": "its keeper was killed before", "child": None, "again_at": None}
-            write_json(directory / STATE, {**told, **stopped})
+        state = read_state(directory) or state
+        if not UnitState(state["state"]).is_finished:
+            stopped = {"state": "stopped", "cause": "its supervisor was killed before", "child": None, "again_at": None}
+            write_json(directory / STATE_FILE, {**state, **stopped})
 
     # ------------------------------------------------------------------------------------------------------- devices
 
     def _devices(self) -> list[str] | None:
-        """Their numbers; None where nobody can tell."""
-        if self._there is None:
-            self._there = _devices_there()
-        return self._there
+        """Return the ids of the devices of this machine; None if they cannot be determined."""
+        if self._device_ids is None:
+            self._device_ids = _find_devices()
+        return self._device_ids
 
-    def _take(self, unit: Unit) -> list[str]:
-        """Those with the lowest numbers that no other unit of this run has."""
+    def _allocate_devices(self, unit: Unit) -> list[str]:
+        """Return the first devices that no other unit of this run uses."""
         if not unit.devices:
             return []
-        taken: set[str] = set()
-        for path in unit.directory.parent.glob(f"*/{STATE}"):
-            if path.parent != unit.directory and not self._status(path.parent).standing.is_over:
-                taken.update((read_state(path.parent) or {}).get("devices", []))
-        there = self._devices() or [str(number) for number in range(unit.devices + len(taken))]
-        free = [number for number in there if number not in taken]
+        used: set[str] = set()
+        for path in unit.directory.parent.glob(f"*/{STATE_FILE}"):
+            if path.parent != unit.directory and not self._status(path.parent).state.is_finished:
+                used.update((read_state(path.parent) or {}).get("devices", []))
+        devices = self._devices() or [str(number) for number in range(unit.devices + len(used))]
+        free = [number for number in devices if number not in used]
         if len(free) < unit.devices:
-            raise ValueError(f"{unit.name} wants {unit.devices} devices, and {len(free)} of {len(there)} are free")
+            raise ValueError(f"{unit.name} needs {unit.devices} devices, and {len(free)} of {len(devices)} are free")
         return free[: unit.devices]
 
 
-def _here(handle: Mapping[str, Any]) -> Path:
+def _unit_directory(handle: Mapping[str, Any]) -> Path:
     host = socket.gethostname()
     if handle["host"] != host:
-        raise OSError(f"it is kept on {handle['host']}, and this is {host}: ask there")
+        raise OSError(f"it runs on {handle['host']}, and this is {host}: run this command there")
     return Path(handle["directory"])
 
 
 def _wait_for_end(directory: Path, notice_s: float) -> None:
-    """Wait until neither keeper nor guard is left. The guard of a killed keeper gives the command its notice."""
-    until = time.monotonic() + notice_s + RESERVE_S
-    while is_locked(directory / LOCK):
+    """Wait until supervisor and guard have ended. The guard of a killed supervisor waits for the notice."""
+    until = time.monotonic() + notice_s + KILL_RESERVE_S
+    while is_locked(directory / LOCK_FILE):
         if time.monotonic() > until:
-            raise OSError(f"a process of the unit in {directory} does not end by SIGKILL: see `ps axf`")
+            raise OSError(f"a process of the unit in {directory} survives SIGKILL: find it with `ps axf`")
         time.sleep(POLL_INTERVAL_S)
 
 
 def _check_directory(unit: Unit) -> None:
-    """Nothing is made: the nearest directory that is there has to take it."""
-    found = unit.directory
-    while not found.exists() and found != found.parent:
-        found = found.parent
-    if not found.is_dir():
-        raise ValueError(f"{unit.name}: {found} is no directory, and {unit.directory} is to be in it")
-    if not os.access(found, os.W_OK | os.X_OK):
-        raise ValueError(f"{unit.name}: {found} cannot be written by you: choose another directory for the run")
+    """Raise ValueError if the unit's directory cannot be created. Create nothing."""
+    parent = unit.directory
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        raise ValueError(f"{unit.name}: cannot create {unit.directory}: {parent} is not a directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{unit.name}: you cannot write to {parent}: choose another directory for the run")
 
 
-def _devices_there() -> list[str] | None:
-    if os.environ.get(VISIBLE):
-        return os.environ[VISIBLE].split(",")
+def _find_devices() -> list[str] | None:
+    if os.environ.get(VISIBLE_DEVICES):
+        return os.environ[VISIBLE_DEVICES].split(",")
     try:
-        said = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         try:
             import torch
         except ModuleNotFoundError:
             return None
         return [str(number) for number in range(torch.cuda.device_count())]
-    return [str(number) for number in range(len(said.stdout.splitlines()))] if said.returncode == 0 else None
+    return [str(number) for number in range(len(listed.stdout.splitlines()))] if listed.returncode == 0 else None

@@ -1,101 +1,102 @@
-# Keeps one unit going as a job of Slurm. The lines above name its directory, on a disk that all nodes share. Slurm runs
-# this on the first node; with the argument `node` it is the part of one node of several.
+# Runs one unit as a Slurm job. The lines above name its directory, on a disk that all nodes share. Slurm runs this
+# script on the first node. With the argument `node` it runs the part of one node of several.
 here="${homes[${SLURM_ARRAY_TASK_ID:-0}]}"
-# Not SLURM_JOB_ID: of one task of an array that is the number of the whole array, and all would be requeued.
+# Not SLURM_JOB_ID: in an array it may be the number of the whole array, and all tasks would be requeued.
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
 job="${job:-$SLURM_JOB_ID}"
-exec {clock}<> <(:) # a pipe in which nothing ever comes: to read from it is to wait, without a process for each time
-told="" # SIGTERM has come: by Slurm, or passed on by the first node
-trap 'told=yes' TERM
+exec {clock}<> <(:) # an empty pipe: reading from it with a timeout waits without starting a process
+is_leaving="" # set when SIGTERM arrives, from Slurm or from the first node
+trap 'is_leaving=yes' TERM
 
-say() { printf '%(%FT%TZ)T atoll: %s\n' -1 "$*"; }
+log() { printf '%(%FT%TZ)T atoll: %s\n' -1 "$*"; }
 
-# What is known of the unit when Slurm has forgotten the job. A reader finds the old one or the new one. A disk that is
-# full is waited for, for a quarter of an hour, but not when Slurm waits for the job to leave.
-note() {
+# Stores the state of the unit for the time when Slurm has forgotten the job. The file is replaced as a whole. On a full
+# disk it retries for 15 minutes, but not while Slurm waits for the job to exit.
+write_state() {
     local try
-    say "$1: $2"
+    log "$1: $2"
     for ((try = 0; try < 900; try++)); do
-        if printf '%s\n' "standing=$1" "why=$2" "job=$job" "starts=$starts" "failures=$failures" >"$here/state.new" &&
+        if printf '%s\n' "state=$1" "cause=$2" "job=$job" "starts=$starts" "failures=$failures" >"$here/state.new" &&
             mv "$here/state.new" "$here/state"; then return 0; fi
-        if [ -n "$told" ] || [ -e "$here/stopped" ]; then break; fi
-        if [ "$try" -eq 0 ]; then say "this cannot be written down: is the disk full?"; fi
+        if [ -n "$is_leaving" ] || [ -e "$here/stopped" ]; then break; fi
+        if [ "$try" -eq 0 ]; then log "cannot write the state file: is the disk full?"; fi
         read -r -t 1 -u "$clock"
     done
     return 1
 }
 
-# Of the starts before. Where that is not whole, each start of this job counts as a failure: a count that begins anew
-# would have no end.
-recall() {
+# Reads the counts of earlier starts. If the file is damaged, each start of this job counts as a failure: a count that
+# restarts from zero would never reach the limit.
+read_state() {
     starts=$(sed -n 's/^starts=//p' "$here/state") failures=$(sed -n 's/^failures=//p' "$here/state")
     if ! [[ "$starts $failures" =~ ^[0-9]+\ [0-9]+$ ]]; then
         starts=$(ls "$here" | grep -c '^start-') failures=${SLURM_RESTART_COUNT:-0}
     fi
 }
 
-# Of several nodes: all parts.
-have_left() { [ "$(cat "$here"/left.* 2>/dev/null | wc -l)" -eq "$nodes" ]; }
+# True when the parts of all nodes have exited.
+have_all_parts_left() { [ "$(cat "$here"/left.* 2>/dev/null | wc -l)" -eq "$nodes" ]; }
 
-# What the unit has started and is still there, also in sessions of its own, as ranks of torchrun are.
-left_behind() { grep -lzsxF "ATOLL_KEPT_IN=$mark" /proc/[0-9]*/environ | cut -d / -f 3; }
+# Lists processes that the unit started and that still run, also in other sessions, as ranks of torchrun do.
+find_leftovers() { grep -lzsxF "ATOLL_UNIT_MARK=$mark" /proc/[0-9]*/environ | cut -d / -f 3; }
 
-# Its syncer has ended well, here or by another engine: whoever joins now would wait for ever.
+# True when the syncer has finished, under any launcher. A learner that joined now would wait forever.
 is_over() {
     [ -n "$syncer" ] || return 1
-    grep -qs '^standing=ended$' "$syncer/slurm/state" || grep -qs '"standing": "ended"' "$syncer/keeper.json" "$syncer/ray.json"
+    grep -qs '^state=ended$' "$syncer/slurm/state" || grep -qs '"state": "ended"' "$syncer/supervisor.json" "$syncer/ray.json"
 }
 
-# Starts "$@" in a process group of its own and sets `code` to its exit code when nothing of it is left. Nothing here is
-# interrupted by a signal: the trap only sets a word that the loop reads, so a signal is never missed, and the exit code
-# is asked for once, when the process is known to be gone.
-keep() {
+# Starts "$@" in its own process group. Sets `code` to its exit code after all its processes have exited. A signal
+# interrupts nothing here: the trap sets a variable that the loop reads, so no signal is missed. `wait` is called once,
+# after the process has exited.
+run_supervised() {
     local child deadline="" orphans looks=0
     set -m
     "$@" </dev/null &
     child=$!
     set +m
     while kill -0 "$child" 2>/dev/null; do
-        if [ "$with_syncer" = yes ] && ((looks++ % 25 == 0)) && is_over; then told=yes; fi
-        if [ -z "$deadline" ] && [ -n "$told" ]; then
+        if [ "$with_syncer" = yes ] && ((looks++ % 25 == 0)) && is_over; then is_leaving=yes; fi
+        if [ -z "$deadline" ] && [ -n "$is_leaving" ]; then
             deadline=$((SECONDS + notice))
-            pass_on "$child"
+            forward_signal "$child"
         elif [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ]; then
-            say "still there after $notice s: killed"
+            log "still there after $notice s: killed"
             kill -KILL -- "-$child" 2>/dev/null
             break
-        elif [ -n "$deadline" ] && [ "$part" = nodes ] && have_left; then
-            # Slurm, when it ends a job by itself, may forget to tell its srun that the tasks are gone.
+        elif [ -n "$deadline" ] && [ "$part" = nodes ] && have_all_parts_left; then
+            # When Slurm ends a job, it may not notify srun that the tasks have exited.
             kill -KILL -- "-$child" 2>/dev/null
             break
         fi
         read -r -t 0.2 -u "$clock"
     done
-    trap '' TERM # what comes now is asked of Slurm, and `wait` would answer with the signal instead of the exit code
+    trap '' TERM # a signal from here on would make `wait` return the signal instead of the exit code
     wait "$child"
     code=$?
-    # Whatever has stayed was told by nobody, and the next incarnation must not meet it.
+    # Processes that are left have received no signal, and must not run next to the next incarnation.
     deadline=${deadline:-$((SECONDS + notice))}
-    orphans=$(left_behind)
+    orphans=$(find_leftovers)
     if [ -n "$orphans" ]; then kill -TERM $orphans 2>/dev/null; fi
-    while orphans=$(left_behind) && [ -n "$orphans" ]; do
+    while orphans=$(find_leftovers) && [ -n "$orphans" ]; do
         if [ "$SECONDS" -ge "$deadline" ]; then kill -KILL $orphans 2>/dev/null; fi
-        if [ "$SECONDS" -ge $((deadline + 30)) ]; then break; fi # it waits for a disk or a device; Slurm drains the node
+        if [ "$SECONDS" -ge $((deadline + 30)) ]; then break; fi # stuck on a disk or a device; Slurm drains the node
         read -r -t 0.2 -u "$clock"
     done
 }
 
-pass_on() {
+forward_signal() {
     if [ "$part" = nodes ]; then
-        # The parts of all nodes; srun itself would kill them at once. Where Slurm ends the job this hangs: it has told them.
+        # Signal the parts of all nodes; srun would kill them at once. If Slurm itself ends the job this hangs, but then
+        # Slurm has sent the signal.
         timeout 60 scancel --signal=TERM "$job" </dev/null &
     else
-        kill -TERM -- "-$1" 2>/dev/null # ranks and the torchrun above them: each may be the one that has to know
+        kill -TERM -- "-$1" 2>/dev/null # ranks and torchrun: any of them may be the one that handles it
     fi
 }
 
-# What torchrun reads: the same command is right on one node and on many. PET_ are the defaults of its options.
-meet() {
+# Sets what torchrun reads, so that one command works on one node and on many. PET_ variables are option defaults.
+set_rendezvous() {
     export NNODES="$nodes" NODE_RANK="${SLURM_NODEID:-0}" MASTER_ADDR=127.0.0.1
     export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two islands may share a node
     if [ "$nodes" -gt 1 ]; then
@@ -107,11 +108,11 @@ meet() {
     export PET_NNODES="$NNODES" PET_NODE_RANK="$NODE_RANK" PET_MASTER_ADDR="$MASTER_ADDR" PET_MASTER_PORT="$MASTER_PORT"
 }
 
-# In a process of its own: nothing but the command and what it starts has the secrets.
+# Runs in a subshell: only the command and its children have the secrets.
 unit() {
     exec {clock}<&-
-    meet
-    export ATOLL_KEPT_IN="$mark"
+    set_rendezvous
+    export ATOLL_UNIT_MARK="$mark"
     . "$here/environment"
     if [ -e "$here/secrets" ]; then . "$here/secrets"; fi
     exec "${command[@]}"
@@ -123,19 +124,19 @@ parts_of_nodes() {
         --label --kill-on-bad-exit=1 bash "$here/job.sh" node
 }
 
-# Also while the controller is being restarted, for a quarter of an hour.
+# Retries for 15 minutes, for a controller that is being restarted.
 requeue() {
     local try
     for ((try = 0; try < 180; try++)); do
         if scontrol requeue "$job"; then exit 0; fi
         read -r -t 5 -u "$clock"
     done
-    note failed "$why; scontrol requeue was refused"
+    write_state failed "$cause; scontrol requeue was refused"
     exit 1
 }
 
-# Who ends the job: Slurm has queued it again already, or somebody wants it gone, or nobody yet.
-ended_by() {
+# Prints what ends the job: `queue` (Slurm has requeued it), `cancel` (a user has cancelled it) or `none`.
+find_canceller() {
     local shown state restarts_now
     shown=$(scontrol show job -o "$job")
     state=$(grep -o ' JobState=[A-Z_]*' <<<"$shown")
@@ -145,7 +146,7 @@ ended_by() {
     elif [ "${state#*=}" = COMPLETING ] || [ "${state#*=}" = CANCELLED ]; then
         echo cancel
     else
-        echo nobody
+        echo none
     fi
 }
 
@@ -154,57 +155,57 @@ cd "${here%/slurm}" || exit 1 # sbatch knows one directory for all tasks of an a
 mark="$here job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0} node ${SLURM_NODEID:-0}"
 part=whole
 if [ "${1:-}" = node ]; then
-    keep unit
+    run_supervised unit
     echo "$code" >"$here/left.${SLURM_NODEID:-0}"
     exit "$code"
 fi
 
-recall
+read_state
 if [ -e "$here/stopped" ]; then
-    note stopped "before it was started"
+    write_state stopped "before it was started"
     exit 0
 elif is_over; then
-    note stopped "the run is over: its syncer has ended"
+    write_state stopped "the run is over: its syncer has ended"
     exit 0
 fi
 starts=$((starts + 1))
 exec >>"$here/start-$starts.log" 2>&1
-note running "on ${SLURM_JOB_NODELIST:-this machine}"
+write_state running "on ${SLURM_JOB_NODELIST:-this machine}"
 eval "$setup"
 if [ "$nodes" -gt 1 ]; then
-    part=nodes notice=$((notice + 5)) # each node's part keeps to the notice; this is for one that does not answer
+    part=nodes notice=$((notice + 5)) # each part observes the notice itself; the rest is for a part that hangs
     rm -f "$here"/left.*
-    keep parts_of_nodes
+    run_supervised parts_of_nodes
 else
-    keep unit
+    run_supervised unit
 fi
 
-why="left with exit code $code"
-# Slurm is asked, whether or not its signal was seen: it may have come to the command first, and here too late.
-ending=$(ended_by)
+cause="left with exit code $code"
+# Query Slurm even if no signal was seen: the command may have received it before this script.
+ending=$(find_canceller)
 if [ -e "$here/stopped" ]; then
-    note stopped "$why"
+    write_state stopped "$cause"
     exit 0
-elif is_over && { [ "$code" -ne 0 ] || [ -n "$told" ]; }; then
-    note stopped "the run is over: its syncer has ended; $why"
+elif is_over && { [ "$code" -ne 0 ] || [ -n "$is_leaving" ]; }; then
+    write_state stopped "the run is over: its syncer has ended; $cause"
     exit 0
 elif [ "$ending" = cancel ]; then
-    note stopped "cancelled; $why"
+    write_state stopped "cancelled; $cause"
     exit 0
 elif [ "$ending" = queue ]; then
-    note waiting "queued again by Slurm; $why"
+    write_state waiting "requeued by Slurm; $cause"
     exit 0
-elif [ -n "$told" ]; then # a notice: of pre-emption, or of the time limit
-    note waiting "its time here was over; $why"
+elif [ -n "$is_leaving" ]; then # preemption or the time limit
+    write_state waiting "preempted or out of time; $cause"
     requeue
-elif [ "$code" -eq 0 ] && { [ "$with_syncer" = no ] || is_over; }; then # a shard that leaves a run is brought back
-    note ended "$why"
+elif [ "$code" -eq 0 ] && { [ "$with_syncer" = no ] || is_over; }; then # a shard that leaves a run is restarted
+    write_state ended "$cause"
     exit 0
 fi
 failures=$((failures + 1))
 if [ "$failures" -gt "$restarts" ]; then
-    note failed "$why, and of $restarts restarts none is left"
+    write_state failed "$cause, and all $restarts restarts are used"
     exit "$code"
 fi
-if note waiting "$why (failure $failures, restarts $restarts)"; then requeue; fi # uncounted, it would be for ever
+if write_state waiting "$cause (failure $failures, restarts $restarts)"; then requeue; fi # an uncounted failure would repeat forever
 exit 1

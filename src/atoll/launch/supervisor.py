@@ -1,8 +1,9 @@
-"""One rule for every process that is kept running: when it is started again, how long it waits, when to give up.
+"""Restart policy and supervisor loop of all supervised processes.
 
-`Restarts` counts the exits of one process and decides. `UnitSupervisor` keeps one unit of an engine running:
-`launch.keeper` runs a command below a guard, `launch.ray_keeper` the same on the nodes of a Ray cluster.
-`reference.supervisor` keeps the processes of a job running, which come from a fork server (`reference.children`).
+`RestartPolicy` counts the failures of one process. It computes the backoff before each restart, and decides when to
+give up. `UnitSupervisor` supervises one unit of a launcher: `launch.local_supervisor` runs a command below a guard,
+`launch.ray_supervisor` does the same on the nodes of a Ray cluster. `reference.supervisor` supervises processes of a
+job, which come from a fork server (`reference.child_processes`).
 """
 
 from __future__ import annotations
@@ -14,36 +15,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from atoll.launch.engine import UnitStanding
+from atoll.launch.launcher import UnitState
 
-HEALTHY_S = 120.0
-"""A command that ran this long failed for a new reason: its failures in a row are counted from one again."""
+HEALTHY_RUNTIME_S = 120.0
+"""Runtime after which the count of consecutive failures restarts."""
 POLL_INTERVAL_S = 0.1
 RUN_POLL_INTERVAL_S = 1.0
-"""Between two looks at the files of the syncer's unit, which may be on a remote disk."""
+"""Interval between two reads of the state of the syncer's unit, which may be on a remote disk."""
 
-LEFT_EARLY = "it left, and its run goes on"
-"""Why exit code 0 is a failure of a unit that ends with its syncer: something other than its supervisor stopped it."""
+EARLY_EXIT_CAUSE = "it has left, and its run continues"
+"""Cause for a shard that exits with code 0 before its syncer, although its supervisor has not stopped it."""
 
-_ENDED = '"standing": "ended"'
-STATE_FILES = (("keeper.json", _ENDED), ("ray.json", _ENDED), ("slurm/state", "standing=ended\n"))
-"""Where each engine writes how a unit is, in the directory of that unit."""
+_ENDED = '"state": "ended"'
+STATE_FILES = (("supervisor.json", _ENDED), ("ray.json", _ENDED), ("slurm/state", "state=ended\n"))
+"""State file of each launcher in the unit's directory, with the text that marks the unit as ended."""
 
 
-def has_ended(directory: Path) -> bool:
-    """Return whether the unit of this directory has ended well, whichever engine ran it.
+def unit_has_ended(directory: Path) -> bool:
+    """Return whether the unit in this directory has ended with exit code 0, under any launcher.
 
-    A learner and its syncer may run on different engines.
+    A learner and its syncer may run under different launchers.
     """
-    for name, words in STATE_FILES:
+    for name, marker in STATE_FILES:
         with contextlib.suppress(OSError):
-            if words in (directory / name).read_text(encoding="utf-8", errors="replace"):
+            if marker in (directory / name).read_text(encoding="utf-8", errors="replace"):
                 return True
     return False
 
 
 def signal_name(code: int) -> str:
-    """
+    """Return the name of the signal behind a negative exit code, or the exit code.
+
     >>> signal_name(-9), signal_name(1)
     ('SIGKILL', 'exit code 1')
     """
@@ -53,123 +55,154 @@ def signal_name(code: int) -> str:
         return f"signal {-code}"
 
 
-class Restarts:
-    """The failures of one process: the delay before each restart, and when to give up.
+class RestartPolicy:
+    """Exponential backoff and failure limit of one process.
 
-    The delay doubles with each failure in a row. `max_failures` counts all failures, or those in a row.
+    The delay doubles with each failure in a row.
 
-    >>> restarts = Restarts(1.0, 60.0, max_failures=8)
-    >>> [restarts.failed(was_healthy=False) for _ in range(7)], restarts.failed(True), restarts.failed(True)
-    ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0], 1.0, None)
+    Args:
+        first_delay_s: Delay after the first failure in a row.
+        max_delay_s: Upper bound of the delay.
+        max_failures: Number of failures that are followed by a restart.
+        consecutive_only: `max_failures` counts failures in a row, not all failures.
+        failures: Failures before this object was created.
+
+    >>> policy = RestartPolicy(1.0, 60.0, max_failures=8)
+    >>> [policy.record_failure(was_healthy=False) for _ in range(7)]
+    [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
+    >>> policy.record_failure(was_healthy=True), policy.record_failure(was_healthy=True)
+    (1.0, None)
     """
 
     def __init__(
-        self, first_s: float, max_s: float, max_failures: int, in_a_row: bool = False, failures: int = 0
+        self,
+        first_delay_s: float,
+        max_delay_s: float,
+        max_failures: int,
+        consecutive_only: bool = False,
+        failures: int = 0,
     ) -> None:
-        self._first_s, self._max_s = first_s, max_s
-        self._max_failures, self._counts_in_a_row = max_failures, in_a_row
-        self._in_a_row = 0
+        self._first_s, self._max_s = first_delay_s, max_delay_s
+        self._max_failures, self._consecutive_only = max_failures, consecutive_only
+        self._consecutive_failures = 0
         self.failures = failures
-        """As `max_failures` counts them."""
+        """Number of failures that is compared with `max_failures`."""
 
-    def failed(self, was_healthy: bool, counts: bool = True) -> float | None:
-        """Return the delay before the next start, or None to give up. `counts` False: not a failure of the process."""
-        self._in_a_row = 1 if was_healthy else self._in_a_row + 1
-        self.failures = self._in_a_row if self._counts_in_a_row else self.failures + counts
+    def record_failure(self, was_healthy: bool, is_counted: bool = True) -> float | None:
+        """Return the delay before the next start, or None to give up.
+
+        Args:
+            was_healthy: The process ran for at least HEALTHY_RUNTIME_S.
+            is_counted: False for a failure that the process did not cause, such as a lost node.
+        """
+        self._consecutive_failures = 1 if was_healthy else self._consecutive_failures + 1
+        self.failures = self._consecutive_failures if self._consecutive_only else self.failures + is_counted
         if self.failures > self._max_failures:
             return None
-        return float(min(self._first_s * 2.0 ** min(self._in_a_row - 1, 10), self._max_s))
+        return float(min(self._first_s * 2.0 ** min(self._consecutive_failures - 1, 10), self._max_s))
 
 
 class ExitInfo(NamedTuple):
-    """How one start of a unit has ended."""
+    """Result of one start of a unit."""
 
-    why: str = ""
-    """Empty: with exit code 0."""
+    cause: str = ""
+    """Cause of the failure; empty for exit code 0."""
     is_failure: bool = True
-    """Of the command. A lost node is none: it says nothing about the command that ran there."""
+    """False if the cause is not the command, such as a lost node."""
     was_killed: bool = False
-    """It did not end within its notice."""
+    """True if the unit did not end within its notice."""
 
     @classmethod
-    def of_code(cls, code: int, was_killed: bool = False) -> ExitInfo:
+    def from_code(cls, code: int, was_killed: bool = False) -> ExitInfo:
         name = signal_name(code)
         return cls("" if code == 0 else f"killed by {name}" if code < 0 else name, was_killed=was_killed)
 
 
 RunOnce = Callable[[Callable[[str], None], Callable[[], bool]], ExitInfo]
-"""Runs a unit once; OSError where it cannot be started. Calls the first argument with a description of the process,
-and the second one again and again: once it is true, the unit gets SIGTERM, and SIGKILL when its notice is over."""
+"""Function `(on_started, should_end)` that runs a unit once. It raises OSError if the unit cannot be started.
+
+It calls `on_started` with a description of the process. It polls `should_end`: when that returns True, it sends SIGTERM
+to the unit, and SIGKILL after the notice.
+"""
 
 
 class UnitSupervisor:
-    """Keeps one unit running until it ends well, fails for good or is stopped.
+    """Loop that runs one unit until it ends with exit code 0, has no restart left or is stopped.
 
-    `report` takes the standing, the reason and the time of the next start. `syncer` is the directory of the syncer's
-    unit, None for the syncer itself.
+    Args:
+        run_once: Runs the unit once.
+        restarts: Backoff and failure limit.
+        report: Receives the state, the cause and the time of the next start.
+        notice_s: Seconds from SIGTERM to SIGKILL.
+        syncer_directory: Directory of the syncer's unit; None for the syncer itself.
+        ends_with_syncer: Exit code 0 before the end of the syncer is a failure.
     """
 
     def __init__(
         self,
         run_once: RunOnce,
-        restarts: Restarts,
-        report: Callable[[UnitStanding, str, float | None], object],
+        restarts: RestartPolicy,
+        report: Callable[[UnitState, str, float | None], object],
         notice_s: float,
-        syncer: Path | None,
+        syncer_directory: Path | None,
         ends_with_syncer: bool,
     ) -> None:
         self._run_once, self._restarts, self._report = run_once, restarts, report
-        self._notice_s, self._syncer, self._ends_with_syncer = notice_s, syncer, ends_with_syncer
+        self._notice_s, self._syncer, self._ends_with_syncer = notice_s, syncer_directory, ends_with_syncer
         self._is_run_over, self._checked_run_at = False, float("-inf")
         self._is_stopping = False
 
     def stop(self) -> None:
-        """End the unit soon. May be called from a signal handler and from any thread."""
+        """Request the end of the unit. Safe in a signal handler and in any thread."""
         self._is_stopping = True
 
     def is_stopping(self) -> bool:
         return self._is_stopping
 
     def is_run_over(self, max_age_s: float = 0.0) -> bool:
-        """Return whether the syncer has ended well: a unit that starts now would wait for it for ever."""
+        """Return whether the syncer has ended with exit code 0: a unit that starts now would wait for it forever.
+
+        Args:
+            max_age_s: Reuse a result that is not older.
+        """
         now = time.monotonic()
         if now - self._checked_run_at >= max_age_s:
-            self._is_run_over = self._syncer is not None and has_ended(self._syncer)
+            self._is_run_over = self._syncer is not None and unit_has_ended(self._syncer)
             self._checked_run_at = now
         return self._is_run_over
 
-    def run(self) -> tuple[UnitStanding, str]:
+    def run(self) -> tuple[UnitState, str]:
         while True:
-            began = time.monotonic()
+            started_at = time.monotonic()
             try:
-                ended = self._run_once(self._started, self._should_end)
+                exited = self._run_once(self._report_started, self._should_end)
             except OSError as error:
-                ended = ExitInfo(f"it cannot be started: {error}")
-            late = f"did not end within {self._notice_s:g} s, and was killed" if ended.was_killed else ""
+                exited = ExitInfo(f"cannot be started: {error}")
+            late = f"did not end within {self._notice_s:g} s and was killed" if exited.was_killed else ""
             if self.is_stopping():
-                return UnitStanding.STOPPED, late or ("" if ended.is_failure else ended.why)
+                return UnitState.STOPPED, late or ("" if exited.is_failure else exited.cause)
             is_over = self.is_run_over()
             if is_over and self._ends_with_syncer:
-                return UnitStanding.ENDED, late or "the run is over"
-            if not ended.why and not self._ends_with_syncer:
-                return UnitStanding.ENDED, ""
-            why = ended.why or LEFT_EARLY
+                return UnitState.ENDED, late or "the run is over"
+            if not exited.cause and not self._ends_with_syncer:
+                return UnitState.ENDED, ""
+            cause = exited.cause or EARLY_EXIT_CAUSE
             if is_over:
-                return UnitStanding.STOPPED, f"the run is over: its syncer has ended ({why})"
-            was_healthy = time.monotonic() - began >= HEALTHY_S
-            delay_s = self._restarts.failed(was_healthy, ended.is_failure)
+                return UnitState.STOPPED, f"the run is over: its syncer has ended ({cause})"
+            was_healthy = time.monotonic() - started_at >= HEALTHY_RUNTIME_S
+            delay_s = self._restarts.record_failure(was_healthy, exited.is_failure)
             if delay_s is None:
                 count = self._restarts.failures - 1
-                return UnitStanding.FAILED, f"{why} after {count} restarts" if count else why
-            self._report(UnitStanding.WAITING, why, time.time() + delay_s)
+                return UnitState.FAILED, f"{cause} after {count} restarts" if count else cause
+            self._report(UnitState.WAITING, cause, time.time() + delay_s)
             until = time.monotonic() + delay_s
             while (left_s := until - time.monotonic()) > 0.0:
                 if self.is_stopping():
-                    return UnitStanding.STOPPED, "while it waited to be started again"
+                    return UnitState.STOPPED, "while it waited for its restart"
                 time.sleep(min(left_s, POLL_INTERVAL_S))
 
-    def _started(self, description: str) -> None:
-        self._report(UnitStanding.RUNNING, description, None)
+    def _report_started(self, description: str) -> None:
+        self._report(UnitState.RUNNING, description, None)
 
     def _should_end(self) -> bool:
         return self.is_stopping() or (self._ends_with_syncer and self.is_run_over(RUN_POLL_INTERVAL_S))

@@ -1,4 +1,4 @@
-"""`atoll.Learner`: the driver of the learner's core, its background thread, the rank that runs both.
+"""`atoll.Learner`: the driver of the learner's core, its background thread, and the rank that runs both.
 
-Loads no code of the syncer.
+It does not depend on the syncer or on a trainer framework.
 """

@@ -1,9 +1,9 @@
-"""`atoll.Learner`: the three lines in a training loop, and what happens behind them.
+"""`atoll.Learner`: one learner of a run, around a training loop.
 
-Two threads share one `LearnerCore` under a lock that is held for microseconds. The training thread tells it of steps,
-copies and adopts; the background thread does everything that may take long: sockets, encoding, decoding, the tape.
-What the training thread has to do at a step boundary is a list of actions, so that an island of many ranks can agree on
-one list and all of its ranks carry it out at the same step.
+Two threads share one `LearnerCore` under a lock that is held for microseconds. The training thread reports steps to it,
+copies and adopts. The background thread does all that may take long: sockets, encoding, decoding, the tape. The work of
+the training thread at a step boundary is a list of actions, so that all ranks of an island execute the same actions at
+the same step.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from typing import Any, SupportsIndex
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.core.types import MOST_TOKENS_PER_STEP
+from atoll.core.types import MAX_TOKENS_PER_STEP
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
 from atoll.island.stats import LearnerStats, LearnerStatus
-from atoll.island.topology import meet
+from atoll.island.topology import rendezvous
 from atoll.learner.arguments import (
     check_directory,
-    check_learner,
+    check_learner_number,
     check_model,
     check_path,
-    seconds_of,
-    whole_number,
+    resolve_seconds,
+    to_int,
 )
-from atoll.learner.background import Background
+from atoll.learner.background import BackgroundThread
 from atoll.learner.environment import KEYS, RUN_DIRECTORY, TOKEN, env, learner_from_env, syncer_from_env
 from atoll.learner.leading_rank import LeadingRank
-from atoll.learner.loop_check import LoopCheck, TrainedParameters
-from atoll.learner.preemption import Interrupts, Notice
+from atoll.learner.loop_check import LoopCheck, ParameterCheck
+from atoll.learner.preemption import DeferredSignals, Preemption
 from atoll.learner.published import PublishedValues
-from atoll.logs import Named
+from atoll.logs import ContextLogger
 from atoll.tensors import optimizer_state
-from atoll.tensors.optimizers import check_whole_step, plain_optimizers
-from atoll.transport.endpoint import place
-from atoll.transport.pacing import check_streams, rate_of
+from atoll.tensors.optimizers import check_not_accumulating, unwrap_optimizers
+from atoll.transport.endpoint import parse_endpoint
+from atoll.transport.pacing import check_streams, parse_rate
 
-AWAY_TIMEOUT_S = 86_400.0
+DEFAULT_DISCONNECT_TIMEOUT_S = 86_400.0
 
 
 class Learner:
-    """One island of a run, around a training loop that already works.
+    """Learner of a run, around a training loop that already works.
 
         batches = epochs(loader)  # from atoll.integrations.data
         with atoll.Learner(model, optimizer, syncer="head:7400", keys="keys/far") as learner:
@@ -57,50 +57,51 @@ class Learner:
                 loss = train_step(batch)
                 learner.step(tokens=batch.numel(), loss=loss)
 
-    `optimizer` is one optimizer or a list of them, such as `[muon, adamw]`. A wrapper around several that has no state
-    of its own is not enough: their state would not be found.
+    `optimizer` is one optimizer or a list of them, such as `[muon, adamw]`. For a wrapper around several optimizers
+    that has no state, pass the list of them: their optimizer state would not be found in the wrapper.
 
-    Entering joins the run: the model takes the published values, the optimizer a peer's state where there is one. The
-    first learner of a run provides the model. `step` never waits for the network; while an operator has paused the run
-    it blocks. When the run is over `finished` is True and the model holds the final published values; a learner that
-    joins after the end gets them on entering. So check `finished` before each step, and let the run end the training:
-    `epochs` repeats the data. Leaving the block early, by an exception or Ctrl-C, leaves the run; the other learners
-    continue. When an operator asks this learner to leave, `finished` and `drained` are True.
+    Entering the block joins the run. The model takes the published values, and the optimizer takes a peer's state if
+    there is one. The first learner to join provides the initial weights. `step` never waits for the network; while an
+    operator has paused the run, it blocks. When the run is over, `finished` is True and the model holds the final
+    published values. A learner that joins after the end gets them on entering. So check `finished` before each step,
+    and let the run end the training: `epochs` repeats the data. Leaving the block early, by an exception or Ctrl-C,
+    leaves the run, and the other learners continue. When an operator drains this learner, `finished` and `drained` are
+    True.
 
-    In a run with leases (`RunConfig.lease_samples`) the data is one line of numbered samples, and the run says which of
-    them are whose: `samples = learner.take(batch)` before a step gives the numbers to train on, each to one learner of
-    the run and no other. What a number means is yours; with N samples on disk, `number // N` is the epoch and
-    `number % N` the place in that epoch's permutation. What a learner has taken and nobody has merged when it is killed
-    is given to others.
+    In a run with leases (`RunConfig.lease_samples`) the samples of the run are numbered, and each number is leased to
+    one learner: `samples = learner.take(batch)` before a step returns the numbers to train on. You decide what a number
+    means; with N samples on disk, `number // N` is the epoch and `number % N` the position in that epoch's permutation.
+    When a learner is killed, the samples that it has taken and that are not merged are leased to other learners.
 
-    `syncer` may name several addresses, as in "head:7400,other:7400": those of standbys, which are asked in turn. To
-    another machine everything goes by TLS: with `keys`, the directory of this island's key (`atoll keys add`), or with
-    `ca`, a file with the authority of the syncer's certificate, and a token; "https://head:7400" alone trusts the
-    authorities of this system. Keys that are renewed are used from the next dial on.
+    `syncer` may list several addresses, as in "head:7400,other:7400", for standby syncers. The learner tries them in
+    turn. Connections to another machine use TLS: with `keys`, the directory of this learner's key (`atoll keys add`),
+    or with `ca`, a file with the certificate authority of the syncer, and a token. "https://head:7400" alone trusts the
+    certificate authorities of this system. Renewed keys are used from the next connection on.
 
-    `learner` is the number of this island, from 1. With it a restart is told as the same island; without it the syncer
-    gives the next free one. `run_directory` gets this learner's tape and its parts of snapshots; without one it keeps
-    neither. A part holds parameters, the optimizer's state and torch's generators, and what `extra_state` returns: any
-    value that JSON knows, such as a place in the data. When everybody has died and nobody is left to take inner state
-    from, a learner starts from its own part, and `restored_state` is what `extra_state` had returned then.
+    `learner` is the number of this learner, from 1. With it, a restarted process continues as the same learner; without
+    it the syncer assigns the next free number. `run_directory` stores this learner's tape and its parts of snapshots;
+    without it neither is stored. A part holds parameters, optimizer state and the states of torch's generators, and
+    what `extra_state` returns: any JSON value, such as a position in the data. When no peer is left that could send
+    optimizer state, a learner starts from its own part, and `restored_state` is what `extra_state` returned for it.
 
-    In a torchrun job all ranks together are one island: DDP, FSDP2 and tensor parallelism are seen from the parameters,
-    and every rank enters, steps and leaves. Rank 0 speaks to the syncer. Ranks that hold whole rows send and fetch
-    their own, with the same token or keys; where one has none, rank 0 does it for all.
+    In a torchrun job, all ranks together are one learner. Atoll recognizes DDP, FSDP2 and tensor parallelism from the
+    parameters. Every rank enters, steps and leaves. Rank 0 runs the protocol. Ranks that own whole rows of the
+    parameters upload and download them directly, with the same token or keys; if one rank has none, rank 0 transfers
+    the rows of all ranks.
 
-    With `notice_s` SIGTERM is the notice of a machine that is taken away in so many seconds: at the next step boundary
-    what was trained and not merged is merged, then `finished` and `drained` are True. A second one leaves at once.
+    With `notice_s`, SIGTERM is a preemption notice: the machine is taken away after this many seconds. At the next step
+    boundary the unmerged work is merged, then `finished` and `drained` are True. A second SIGTERM leaves at once.
 
-    A learner that cannot reach the syncer trains on, warns, and redials. After `away_timeout_s` (a day; `math.inf` for
-    ever) `step` raises `SyncerUnreachable`: the run may be over, and nothing else would end this loop. The model is as
-    the last step left it.
+    A learner that cannot reach the syncer trains on, logs a warning, and retries. After `disconnect_timeout_s` (a day
+    by default; `math.inf` for no limit) `step` raises `SyncerUnreachableError`, because the run may be over. The model
+    holds the weights of the last step.
 
-    What is not given is taken from ATOLL_SYNCER, ATOLL_TOKEN, ATOLL_KEYS, ATOLL_LEARNER, ATOLL_RUN_DIRECTORY,
-    ATOLL_NOTICE_S, ATOLL_JOIN_TIMEOUT_S and ATOLL_AWAY_TIMEOUT_S, which an engine sets:
+    Arguments that are not given are read from ATOLL_SYNCER, ATOLL_TOKEN, ATOLL_KEYS, ATOLL_LEARNER,
+    ATOLL_RUN_DIRECTORY, ATOLL_NOTICE_S, ATOLL_JOIN_TIMEOUT_S and ATOLL_DISCONNECT_TIMEOUT_S, which a launcher sets:
     `atoll.Learner(model, optimizer)` is enough then.
 
-    `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. A
-    large value goes over four connections at once; `streams` sets another number.
+    `max_rate`, such as "500mbit" or "2gbit", limits the bandwidth for tensors in each direction; messages are not
+    counted. A large tensor is sent over four connections at once; `streams` sets another number.
     """
 
     # long: every argument is checked and every attribute is set, once
@@ -116,7 +117,7 @@ class Learner:
         learner: int | None = None,
         run_directory: str | PathLike[str] | None = None,
         join_timeout_s: float | None = None,
-        away_timeout_s: float | None = None,
+        disconnect_timeout_s: float | None = None,
         extra_state: Callable[[], Any] | None = None,
         max_rate: str | None = None,
         streams: int | None = None,
@@ -128,37 +129,43 @@ class Learner:
         token = token if token is not None else env(TOKEN)
         keys = keys if keys is not None or ca is not None else env(KEYS)
         run_directory = run_directory if run_directory is not None else env(RUN_DIRECTORY)
-        learner = check_learner(learner) if learner is not None else learner_from_env()
-        join_timeout_s = seconds_of("join_timeout_s", "how long to wait for the run", join_timeout_s)
+        learner = check_learner_number(learner) if learner is not None else learner_from_env()
+        join_timeout_s = resolve_seconds("join_timeout_s", "how long to wait for the run", join_timeout_s)
         if extra_state is not None and not callable(extra_state):
-            raise ValueError(f"extra_state is a function that returns what to keep, got {extra_state!r}")
-        self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
+            raise ValueError(f"extra_state is a function that returns a JSON value to store, got {extra_state!r}")
+        self.log = ContextLogger(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
         self._model = model
-        self._optimizers = plain_optimizers(optimizer)
-        optimizer_state.watch(self._optimizers)
-        self._given = optimizer  # as a framework has wrapped it
+        self._optimizers = unwrap_optimizers(optimizer)
+        optimizer_state.track_counters(self._optimizers)
+        self._wrapped_optimizer = optimizer  # as a framework has wrapped it
         run = check_directory("run_directory", run_directory) if run_directory is not None else None
         own_keys = check_path("keys", keys) if keys is not None else None
-        syncer_place = place(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
-        rate = rate_of(max_rate) if max_rate is not None else None
-        bounds = rate, check_streams(streams)
-        away_s = seconds_of("away_timeout_s", "how long to train without a syncer, inf for ever", away_timeout_s, True)
-        self._background = Background(syncer_place, token, self.log, *bounds, away_s or AWAY_TIMEOUT_S)
+        endpoint = parse_endpoint(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
+        rate = parse_rate(max_rate) if max_rate is not None else None
+        limits = rate, check_streams(streams)
+        disconnect_s = resolve_seconds(
+            "disconnect_timeout_s", "how long to train without a syncer (inf: no limit)", disconnect_timeout_s, True
+        )
+        self._background = BackgroundThread(
+            endpoint, token, self.log, *limits, disconnect_s or DEFAULT_DISCONNECT_TIMEOUT_S
+        )
         self._entered = False
-        self._pid = 0  # of the process that has entered
-        self._interrupts = Interrupts()
-        self._notice = Notice(seconds_of("notice_s", "the time from SIGTERM to the end", notice_s), self.log)
-        self.published_values = PublishedValues(model, self._interrupts)
-        self._trained: TrainedParameters | None = None  # from the join on
-        self._loop_check: LoopCheck | None = None  # from the join on
+        self._pid = 0  # id of the process that entered the block
+        self._signals = DeferredSignals()
+        self._preemption = Preemption(
+            resolve_seconds("notice_s", "the time from SIGTERM to the end", notice_s), self.log
+        )
+        self.published_values = PublishedValues(model, self._signals)
+        self._trained: ParameterCheck | None = None  # set at the join
+        self._loop_check: LoopCheck | None = None  # set at the join
         self._status = LearnerStatus()
         self._rank: LeadingRank | Follower = LeadingRank(
             model,
             self._optimizers,
             self._background,
             self._status,
-            self._interrupts,
-            self._notice,
+            self._signals,
+            self._preemption,
             self.log,
             learner=learner,
             run_directory=run,
@@ -173,63 +180,66 @@ class Learner:
             raise ValueError("a Learner is entered once; make another one to join again")
         self._entered = True
         self._pid = os.getpid()
-        ranks = meet(self._model)
-        if ranks is not None and ranks.leads:
+        ranks = rendezvous(self._model)
+        if ranks is not None and ranks.is_leader:
             assert isinstance(self._rank, LeadingRank)
             self._rank.island = Leader(ranks, self._model, self._background, self.log)
         elif ranks is not None:
-            trained, notice = (self._model, self._optimizers), self._notice
+            trained, notice = (self._model, self._optimizers), self._preemption
             self._rank = Follower(ranks, *trained, self._status, self._background, lambda: notice.level, self.log)
-        self._interrupts.listen()
+        self._signals.install()
         try:
             self._rank.join()
-        except BaseException as wrong:
-            self._close(wrong)
+        except BaseException as error:
+            self._close(error)
             raise
-        self._trained = TrainedParameters(self._model, self._optimizers, self.log)
+        self._trained = ParameterCheck(self._model, self._optimizers, self.log)
         self._loop_check = LoopCheck(self._model, list(self._optimizers), lambda: self._status.finished, self.log)
-        self._notice.listen(self._interrupts)
+        self._preemption.listen(self._signals)
         return self
 
     # ---------------------------------------------------------------------------------------------------- training
 
     def take(self, count: SupportsIndex) -> tuple[int, ...]:
-        """The numbers of the samples for the next step; `step` then tells how many were taken. Never waits.
+        """Return the numbers of the samples for the next step, without waiting; `step` reports how many were taken.
 
-        Where no lease is left, because the syncer has been out of reach for very long, numbers of the last lease come
-        again. In an island of several ranks all of them call it, each for its own part of the step; ranks that train
-        on the same data (tensor parallelism) get the same numbers.
+        If no lease is left because the syncer was unreachable for very long, numbers of the last lease are repeated.
+        In an island of several ranks all of them call it, each for its own part of the step. Ranks that train on the
+        same data (tensor parallelism) get the same numbers.
         """
         if not self._rank.is_open:
-            raise ValueError("take outside of `with atoll.Learner(...)`: enter it first")
+            raise ValueError("take() outside of `with atoll.Learner(...)`: enter it first")
         if not self._status.settings.config.lease_samples:
-            raise ValueError("this run has no leases: train on data of your own, or in a run of `atoll syncer`")
-        wanted = whole_number(count)
-        if wanted is None or wanted < 1:
+            raise ValueError("this run has no leases: use your own data, or join a run that has leases")
+        requested = to_int(count)
+        if requested is None or requested < 1:
             raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
-        return self._rank.take(wanted) if not self._status.finished else ()
+        return self._rank.take(requested) if not self._status.finished else ()
 
     def step(self, tokens: SupportsIndex, loss: float | Tensor | None = None) -> None:
-        """Report one optimizer step. Copies and adopts what is due at this boundary; never waits for the network.
+        """Report one optimizer step. Copy and adopt the fragments that are due at this boundary.
 
-        `tokens` is an integer of any kind; one that is a tensor on an accelerator is read, which waits for the device.
+        This never waits for the network. In an island of several ranks all of them call it after every step, each with
+        the tokens of its own batch. Their tokens are added up; ranks that train on the same data count once. The loss
+        that is shown is that of rank 0.
 
-        In an island of several ranks all of them call it after every step, each with the tokens of its own batch; they
-        are added up, those of ranks that train on the same data once. The loss that is shown is that of rank 0.
+        Args:
+            tokens: an integer of any kind; reading a tensor on an accelerator waits for the device.
+            loss: one number or a tensor with one value, to be shown.
         """
         if not self._rank.is_open:
-            raise ValueError("step outside of `with atoll.Learner(...)`: enter it first")
-        count = whole_number(tokens)
-        if count is None or not 0 < count <= MOST_TOKENS_PER_STEP:
-            raise ValueError(f"tokens must be a whole number from 1 to {MOST_TOKENS_PER_STEP}, got {tokens!r}")
+            raise ValueError("step() outside of `with atoll.Learner(...)`: enter it first")
+        count = to_int(tokens)
+        if count is None or not 0 < count <= MAX_TOKENS_PER_STEP:
+            raise ValueError(f"tokens must be a whole number from 1 to {MAX_TOKENS_PER_STEP}, got {tokens!r}")
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"loss is one number, got a tensor of shape {tuple(loss.shape)}: give its mean")
+                raise ValueError(f"loss is one number, got a tensor of shape {tuple(loss.shape)}: pass its mean")
             loss = loss.detach()
         elif loss is not None:
             loss = float(loss)
         self.published_values.check_step()
-        check_whole_step(self._given)
+        check_not_accumulating(self._wrapped_optimizer)
         if self._status.finished:
             return
         if self._trained is not None:
@@ -241,95 +251,99 @@ class Learner:
             self._loop_check.end_call()
 
     def published(self) -> AbstractContextManager[None]:
-        """Inside of this block the model has the newest published values, as adopted by the last step boundary;
-        afterwards it has its own again, to the last bit. For evaluation and for checkpoints in the middle of a run.
+        """Return a context in which the model holds the newest published values that this learner has adopted.
+
+        Afterwards the model holds its own values again, bit for bit. Use it for evaluation and for checkpoints.
 
             with learner.published():
                 print(evaluate(model))
 
-        No step is taken in it. Nothing is sent: of several ranks those use it that evaluate, which are all of them
-        where the model is sharded. It takes memory for one more copy of the model on the host.
+        No step may be taken in it, and nothing is sent. Only the ranks that evaluate enter it; if the model is sharded,
+        these are all ranks. It takes host memory for one more copy of the model.
         """
-        return self.published_values.shown(self._rank.fragments)
+        return self.published_values.swap_in(self._rank.fragments)
 
     # ---------------------------------------------------------------------------------------------------- showing
 
     @property
     def id(self) -> int:
-        """The number of this learner, from 1."""
-        return self._joined_as("id")[0]
+        """Number of this learner, from 1."""
+        return self._require_identity("id")[0]
 
     @property
     def incarnation(self) -> int:
-        """How many times a learner of this number has joined, from 1."""
-        return self._joined_as("incarnation")[1]
+        """Number of times that this learner has joined."""
+        return self._require_identity("incarnation")[1]
 
-    def _joined_as(self, asked: str) -> tuple[int, int]:
-        if self._status.number is None:
-            raise ValueError(f"{asked} is known once the learner has joined: enter `with atoll.Learner(...)` first")
-        return self._status.number
+    def _require_identity(self, name: str) -> tuple[int, int]:
+        if self._status.identity is None:
+            raise ValueError(f"{name} is known once the learner has joined: enter `with atoll.Learner(...)` first")
+        return self._status.identity
 
     @property
     def progress(self) -> float:
-        """Of the run's budget, 0..1, as heard by the last step boundary, for learning-rate schedules.
+        """Consumed share of the run's budget, 0..1, as of the last step boundary, for learning-rate schedules.
 
-        Not as heard by now: what a step depends on would then not be on the tape, and nobody could take it again.
+        It does not change between boundaries: a step may depend only on recorded values, so that a replay repeats it.
         """
         return 1.0 if self._status.finished and not self._status.drained else self._status.progress
 
     @property
     def finished(self) -> bool:
-        """There is nothing more to do here: the run is over, or this learner was asked to leave (`drained`)."""
+        """True when the run is over, or when this learner was drained."""
         return self._status.finished
 
     @property
     def drained(self) -> bool:
-        """An operator, or the notice of its machine, has asked this learner to leave: the others go on, and the model
-        is as its last step left it, with what was adopted since."""
+        """True when an operator or a preemption notice has drained this learner.
+
+        The other learners continue. The model holds the weights of its last step and what it adopted since.
+        """
         return self._status.drained
 
     @property
     def paused_s(self) -> float:
-        """How long it has stood still in all because the run was paused."""
+        """Total seconds for which this learner was paused with the run."""
         return self._status.paused_s
 
     @property
     def lr_scale(self) -> float:
-        """Below 1 during the first steps of a learner that found no peer to take inner state from."""
+        """Learning-rate factor: below 1 in the first steps of a learner that started without optimizer state."""
         step, warmup_steps = self._rank.steps, self._status.warmup_steps
         return (step + 1) / (warmup_steps + 1) if step < warmup_steps else 1.0
 
     @property
     def restored_state(self) -> Any:
-        """What `extra_state` had returned for the part that this learner has started from; None where it did not."""
+        """Return value of `extra_state` in the part that this learner has started from, or None."""
         return self._status.restored_state
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the syncer was given for all learners."""
+        """Extra settings that the syncer has for all learners."""
         return dict(self._status.settings.extra)
 
     def stats(self) -> LearnerStats:
-        """In an island of several ranks: what the leader has counted; times and memory are those of this rank."""
+        """Return counters. In an island of several ranks, times and memory are of this rank, and counts of the
+        learner."""
         return self._rank.stats()
 
     # ---------------------------------------------------------------------------------------------------- leaving
 
     def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(wrong if wrong is not None else kind)
+        self._close(error if error is not None else kind)
 
-    def _close(self, wrong: BaseException | type[BaseException] | None) -> None:
-        """Leave the run, unless it is over; no thread is left behind, whatever went wrong.
+    def _close(self, error: BaseException | type[BaseException] | None) -> None:
+        """Leave the run, unless it is over. All threads are stopped, even after an error.
 
-        A forked child (os.fork, a worker of a DataLoader) that unwinds its copy of the block leaves nothing: threads,
-        sockets and the tape belong to its parent.
+        A forked child (os.fork, a worker of a DataLoader) that exits its copy of the block does not leave the run:
+        threads, sockets and the tape belong to its parent.
         """
         if self._loop_check is not None:
-            self._loop_check.close(ended_well=wrong is None and os.getpid() == self._pid)
+            self._loop_check.close(ended_well=error is None and os.getpid() == self._pid)
         try:
             if os.getpid() == self._pid:
-                self._rank.close(wrong)
+                self._rank.close(error)
         finally:
-            self._interrupts.forget()
+            self._signals.uninstall()

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `atoll.Learner`, each with a ValueError that says what to pass instead."""
+"""Checks of the arguments of `atoll.Learner`. Each raises a ValueError that says what to pass instead."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from atoll.learner.environment import env
 
 
 def check_model(model: object, optimizer: object) -> None:
-    """Raise where these are not a model and its optimizer, or a list of optimizers."""
+    """Raise ValueError unless these are a model and its optimizer, or a list of optimizers."""
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     if isinstance(model, Optimizer) and any(isinstance(each, nn.Module) for each in optimizers):
         raise ValueError("model and optimizer are swapped: write atoll.Learner(model, optimizer, ...)")
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model must be a torch.nn.Module, got {_described(model)}; give the module whose parameters the optimizer"
+            f"model must be a torch.nn.Module, got {_describe(model)}; pass the module whose parameters the optimizer"
             " updates"
         )
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ValueError(
-                f"optimizer must be a torch.optim.Optimizer, got {_described(each)}; give the one that updates the"
+                f"optimizer must be a torch.optim.Optimizer, got {_describe(each)}; pass the one that updates the"
                 " model, such as torch.optim.AdamW(model.parameters())"
             )
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if value is None:
         return "None"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-def whole_number(value: Any) -> int | None:
-    """Return an integer of any kind as an int, also one of numpy or a 0-dimensional tensor; None for all else.
+def to_int(value: Any) -> int | None:
+    """Return an integer of any kind as an int, also one of numpy or a 0-dimensional tensor, or None for other values.
 
     >>> import numpy
-    >>> whole_number(numpy.int64(64)), whole_number(torch.tensor(64)), whole_number(True), whole_number(64.0)
+    >>> to_int(numpy.int64(64)), to_int(torch.tensor(64)), to_int(True), to_int(64.0)
     (64, 64, None, None)
     """
     if type(value) is int:
@@ -58,8 +58,8 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
-def check_learner(value: Any) -> int:
-    number = whole_number(value)
+def check_learner_number(value: Any) -> int:
+    number = to_int(value)
     if number is None or number < 1:
         raise ValueError(f"learners are numbered from 1: learner must be a whole number of at least 1, got {value!r}")
     return number
@@ -72,10 +72,10 @@ def check_seconds(name: str, meaning: str, value: Any) -> float:
     return float(value)
 
 
-def seconds_of(name: str, meaning: str, given: Any, may_be_endless: bool = False) -> float | None:
-    """Return the seconds that were given, or else those of the environment, as ATOLL_NOTICE_S for `notice_s`."""
-    if given is not None:
-        return given if may_be_endless and given == math.inf else check_seconds(name, meaning, given)
+def resolve_seconds(name: str, meaning: str, value: Any, may_be_infinite: bool = False) -> float | None:
+    """Return `value`, or else the seconds in the environment, such as ATOLL_NOTICE_S for `notice_s`."""
+    if value is not None:
+        return value if may_be_infinite and value == math.inf else check_seconds(name, meaning, value)
     variable = f"ATOLL_{name.upper()}"
     if (text := env(variable)) is None:
         return None
@@ -83,23 +83,23 @@ def seconds_of(name: str, meaning: str, given: Any, may_be_endless: bool = False
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0 < found <= (math.inf if may_be_endless else sys.float_info.max):
-        raise ValueError(f"{variable} is {meaning}, a number of seconds; it says {text!r}")
+    if not 0 < found <= (math.inf if may_be_infinite else sys.float_info.max):
+        raise ValueError(f"{variable} is {meaning}, a number of seconds; got {text!r}")
     return found
 
 
 def check_path(name: str, value: Any) -> Path:
     if not isinstance(value, str | PathLike):
-        raise ValueError(f"{name} is a path, got {_described(value)}")
+        raise ValueError(f"{name} is a path, got {_describe(value)}")
     return Path(value)
 
 
 def check_directory(name: str, value: Any) -> Path:
-    """Raise where no directory can be made at this path."""
+    """Return the path. Raise ValueError if no directory can be made there."""
     path = check_path(name, value)
     for each in (path, *path.parents):
         if each.exists():
             if not each.is_dir():
-                raise ValueError(f"{name} is {path}, but {each} is a file: give a directory, or a path to make one at")
+                raise ValueError(f"{name} is {path}, but {each} is a file: pass a directory, or a path to make one at")
             break
     return path

@@ -1,6 +1,6 @@
-"""Environment variables that give `atoll.Learner` its arguments, so that one script runs unchanged on every engine.
+"""Environment variables that set the arguments of `atoll.Learner`, so that one script runs under every launcher.
 
-Imports no torch: the commands that start islands read the names from here.
+Imports no torch: the commands that start learners read the names from here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def env(variable: str) -> str | None:
 
 def syncer_from_env() -> str:
     if (syncer := env(SYNCER)) is None:
-        raise ValueError(f'which syncer? Give syncer="host:port", or set {SYNCER}, as an engine does')
+        raise ValueError(f'no syncer address: pass syncer="host:port", or set {SYNCER}, as a launcher does')
     return syncer
 
 
@@ -31,5 +31,5 @@ def learner_from_env() -> int | None:
     if (number := env(LEARNER)) is None:
         return None
     if not number.isdecimal() or not int(number):
-        raise ValueError(f"{LEARNER} is the number of this island, from 1; it says {number!r}")
+        raise ValueError(f"{LEARNER} is the number of this learner, from 1; got {number!r}")
     return int(number)

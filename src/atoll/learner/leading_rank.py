@@ -1,5 +1,5 @@
-"""The rank of a learner that runs the protocol: the only one, or rank 0 of many. It joins, steps, rests and leaves in
-the training thread, and carries out the actions of each step boundary."""
+"""The rank of a learner that runs the protocol: the only rank, or rank 0 of several. It joins, steps, pauses and leaves
+in the training thread, and executes the actions of each step boundary."""
 
 from __future__ import annotations
 
@@ -12,70 +12,73 @@ from typing import Any
 from torch import Tensor, nn
 
 from atoll.core.learner.core import LearnerCore
-from atoll.core.ledger import SampleLine, Samples
-from atoll.core.protocol import LeaveWanted, Started, Stop
-from atoll.errors import AtollError, JoinTimeout, LearnerRefused
+from atoll.core.ledger import SampleCursor, StepSamples
+from atoll.core.protocol import LeaveRequested, Started, Stop
+from atoll.errors import AtollError, JoinTimeoutError, LearnerRefusedError
 from atoll.island.boundary import (
-    LEFT,
+    DRAINED_REASONS,
     Action,
-    Adopt,
+    AdoptAction,
     CopyAction,
-    End,
-    Give,
-    Save,
+    CopyStateAction,
+    SavePartAction,
     SingleRankIsland,
-    Start,
+    StartAction,
     StepBoundary,
+    StopAction,
 )
-from atoll.island.fragments import FragmentTensors, plan_of
+from atoll.island.fragments import FragmentTensors, plan_for_run
 from atoll.island.rank_connection import BoundaryStatus, RankRequest
 from atoll.island.stats import LearnerStats, LearnerStatus
-from atoll.learner.background import Background
-from atoll.learner.driver import NOTHING_UNTOLD, LearnerDriver
-from atoll.learner.part_writer import PartKeeper
-from atoll.learner.preemption import Interrupts, Notice
-from atoll.logs import Named
-from atoll.store.learner_parts import set_rng
-from atoll.store.run_settings import RunClock, start_anew
-from atoll.tape.files import TapeKeeper, new_header, tape_path
+from atoll.learner.background import BackgroundThread
+from atoll.learner.driver import NO_PENDING_STEPS, LearnerDriver
+from atoll.learner.part_writer import PartWriter
+from atoll.learner.preemption import DeferredSignals, Preemption
+from atoll.logs import ContextLogger
+from atoll.store.learner_parts import set_rng_states
+from atoll.store.run_settings import RunClock, new_run_advice
+from atoll.tape.files import TapeSink, new_header, tape_path
 from atoll.tape.format import Actor
 from atoll.tensors import optimizer_state
-from atoll.tensors.codecs import codec
+from atoll.tensors.codecs import get_codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.optimizers import Optimizers
 from atoll.tensors.plan import FragmentPlan
-from atoll.tensors.robust_merge import unfit_in_model
+from atoll.tensors.robust_merge import find_nonfinite_in_model
 
-MOST_REJOINS = 5
-STRANGERS = frozenset({"refused-run", "refused-fingerprint"})
+MAX_REJOINS = 5
+FOREIGN_RUN_REFUSALS = frozenset({"refused-run", "refused-fingerprint"})
 
 
 @dataclass(eq=False)
 class LeadingRank:
-    """Used by the training thread, except for `stats`. Replace `island` before `join` if there are several ranks."""
+    """Rank that runs the protocol. Only `stats` may be called outside of the training thread.
+
+    Replace `island` before `join` if there are several ranks.
+    """
 
     _model: nn.Module
     _optimizers: Optimizers
-    _background: Background
+    _background: BackgroundThread
     _status: LearnerStatus
-    _interrupts: Interrupts
-    _notice: Notice
-    _log: Named
-    learner: int | None  # the number that is asked for
+    _signals: DeferredSignals
+    _preemption: Preemption
+    _log: ContextLogger
+    learner: int | None  # requested number
     run_directory: Path | None
     join_timeout_s: float | None
     extra_state: Callable[[], Any] | None
     island: SingleRankIsland = field(default_factory=SingleRankIsland)
-    driver: LearnerDriver | None = None  # of the newest incarnation
-    _join_by: float | None = None  # on the monotonic clock
+    driver: LearnerDriver | None = None  # driver of the newest incarnation
+    _join_by: float | None = None  # deadline on the monotonic clock
     _clock: RunClock = field(default_factory=lambda: RunClock(time.time()))
     _boundary: StepBoundary | None = None
     _stop: Stop | None = None
-    _line: SampleLine | None = None
-    _fresh: int = 0  # samples that were taken for the step that is under way
-    _repeats: bool = False  # and it has no new ones
-    _repeated: int = 0
-    _began: float = 0.0
+    _sample_cursor: SampleCursor | None = None
+    _fresh_samples: int = 0  # samples taken for the current step
+    _is_repeating: bool = False  # the current step repeats samples because no lease is left
+    _repeated_steps: int = 0
+    _training_started_at: float = 0.0
     _boundary_s: float = 0.0
     _lock_wait_s: float = 0.0
     _adopted: int = 0
@@ -83,12 +86,12 @@ class LeadingRank:
 
     @property
     def is_open(self) -> bool:
-        """Whether steps can be reported, because this rank is or was a learner of the run."""
+        """Return whether this rank is or was a learner of the run, so that steps can be reported."""
         return self.driver is not None
 
     @property
     def steps(self) -> int:
-        return self.driver.core.state.step + self.driver.untold.steps if self.driver is not None else 0
+        return self.driver.core.state.step + self.driver.pending.steps if self.driver is not None else 0
 
     @property
     def fragments(self) -> Sequence[FragmentTensors]:
@@ -98,27 +101,27 @@ class LeadingRank:
         """Return the counters of this rank. May be called from any thread."""
         fragments = self.fragments
         driver, link = self.driver, self._background.link
-        core, untold = (driver.core, driver.untold) if driver is not None else (None, NOTHING_UNTOLD)
+        core, pending = (driver.core, driver.pending) if driver is not None else (None, NO_PENDING_STEPS)
         return LearnerStats(
-            steps=core.state.step + untold.steps if core is not None else 0,
-            tokens=core.state.trained + untold.tokens if core is not None else 0,
+            steps=core.state.step + pending.steps if core is not None else 0,
+            tokens=core.state.trained + pending.tokens if core is not None else 0,
             bytes_up=link.bytes_up,
             bytes_down=link.bytes_down,
             boundary_s=self._boundary_s,
             lock_wait_s=self._lock_wait_s,
-            training_s=time.monotonic() - self._began if self._began else 0.0,
+            training_s=time.monotonic() - self._training_started_at if self._training_started_at else 0.0,
             adopted=self._adopted,
             contributed=self._contributed,
             link=core.state.link.value if core is not None else "down",
-            samples=core.state.taken + untold.samples if core is not None else 0,
-            repeated=self._repeated,
+            samples=core.state.consumed_samples + pending.samples if core is not None else 0,
+            repeated_steps=self._repeated_steps,
             paused_s=self._status.paused_s,
-            island_s=self.island.waited_s,
+            rank_wait_s=self.island.waited_s,
             host_bytes=sum(fragment.host_bytes for fragment in fragments),
             device_bytes=max((fragment.device_bytes for fragment in fragments), default=0),
             parameters=fragments[0].parameters if fragments else 0,
-            way=self.island.way,
-            unmerged=core.leaving.unmerged_tokens() if core is not None else 0,
+            transfer_mode=self.island.transfer_mode,
+            unmerged_tokens=core.leaving.unmerged_tokens() if core is not None else 0,
         )
 
     # ---------------------------------------------------------------------------------------------------- joining
@@ -127,274 +130,280 @@ class LeadingRank:
         if self.join_timeout_s is not None:
             self._join_by = time.monotonic() + self.join_timeout_s
         self._background.start()
-        self._background.while_waiting = lambda: self.island.say([])
+        self._background.on_wait = lambda: self.island.broadcast([])
         self._join()
-        self._background.while_waiting = None
+        self._background.on_wait = None
 
     def _join(self) -> None:
         settings = self._background.fetch_settings(self.learner, self._join_by)
-        self.island.say([["settings", settings.to_json()]])
-        plan = plan_of(self._model, settings)
-        view = self.island.view(self._model, plan)
-        optimizer_state.named(self._optimizers, self._model)  # raises for an optimizer of another model
+        self.island.broadcast([["settings", settings.to_json()]])
+        plan = plan_for_run(self._model, settings)
+        view = self.island.make_view(self._model, plan)
+        optimizer_state.named_optimized_parameters(
+            self._optimizers, self._model
+        )  # raises for another model's optimizer
         while not self._background.is_founded:
-            self._background.found(plan, view, self._join_by)
+            self._background.upload_model(plan, view, self._join_by)
             settings = self._background.fetch_settings(self.learner, self._join_by)
         self._status.settings = settings
         self._clock = RunClock(settings.founded_at)
-        for _ in range(MOST_REJOINS):
+        for _ in range(MAX_REJOINS):
             if self._start(plan, view):
                 return
-        raise LearnerRefused(
-            f"refused {MOST_REJOINS} times as learner {self.learner}: {self.run_directory} holds tapes of other"
-            " processes with these numbers, or the syncer gave them up; give another number, or another run directory"
+        raise LearnerRefusedError(
+            f"refused {MAX_REJOINS} times as learner {self.learner}: {self.run_directory} contains tapes"
+            " of other processes with these numbers, or the syncer has marked them as lost;"
+            " pass another number, or another run directory"
         )
 
     def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
-        """Start one incarnation, up to its first step. Return False if its number is used up and it needs another."""
+        """Start one incarnation, up to its first step. Return False if its number is used and another one is needed."""
         settings = self._status.settings
-        learner, incarnation = self._background.ask_for_number(self.learner, self._join_by)
+        learner, incarnation = self._background.request_number(self.learner, self._join_by)
         self.learner = learner
         self._log.fields |= {"run": settings.config.run_id, "learner": learner, "incarnation": incarnation}
         actor = Actor(learner, incarnation)
         if self.run_directory is not None and tape_path(self.run_directory, actor).exists():
-            return False  # a process that was killed before it was admitted by a syncer that was killed had this number
+            return False  # used by an earlier process: it and the syncer were killed before the syncer admitted it
         config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
-        up = codec(settings.numerics.ups[0])
-        fragments = [self.island.fragment(view, p, up) for p in range(len(plan.fragments))]
-        self._line = SampleLine(config.lease_samples) if config.lease_samples else None
-        self._status.number = (learner, incarnation)
-        made_of = self._model, self._optimizers, fragments, config.blend_alpha, self.extra_state
-        self._boundary = boundary = self.island.boundary(*made_of, settings.config.warmup_steps)
-        self.island.say([["attach", learner, incarnation, self.island.generation, config.blend_alpha]])
-        tape = TapeKeeper(self.run_directory, new_header(actor, config), self._log)
-        parts = PartKeeper(self.run_directory, config, learner, incarnation, self._background.tell, self._log)
-        owned = LearnerCore(config, learner, incarnation), boundary, self._clock, tape, parts
-        self.driver = driver = LearnerDriver(*owned, self._interrupts, self._notice, self._status, self._log)
+        codec = get_codec(settings.numerics.upload_codecs[0])
+        fragments = [self.island.make_fragment(view, p, codec) for p in range(len(plan.fragments))]
+        self._sample_cursor = SampleCursor(config.lease_samples) if config.lease_samples else None
+        self._status.identity = (learner, incarnation)
+        boundary_args = self._model, self._optimizers, fragments, config.blend_alpha, self.extra_state
+        self._boundary = boundary = self.island.make_boundary(*boundary_args, settings.config.warmup_steps)
+        self.island.broadcast([["attach", learner, incarnation, self.island.generation, config.blend_alpha]])
+        tape = TapeSink(self.run_directory, new_header(actor, config), self._log)
+        parts = PartWriter(self.run_directory, config, learner, incarnation, self._background.handle_event, self._log)
+        driver_args = LearnerCore(config, learner, incarnation), boundary, self._clock, tape, parts
+        self.driver = driver = LearnerDriver(*driver_args, self._signals, self._preemption, self._status, self._log)
         self._background.attach(driver, parts, self.run_directory, self.stats)
-        driver.tell(Started())
-        self._background.kick()
+        driver.handle_event(Started())
+        self._background.wake()
         is_paused = self._wait_for_start(driver)
         if self._stop is not None:
-            return self._stopped_at_the_door(driver, self._stop)
-        self._began = time.monotonic()
+            return self._handle_join_refused(driver, self._stop)
+        self._training_started_at = time.monotonic()
         if is_paused:
-            self._rest(driver)
+            self._wait_while_paused(driver)
         return True
 
     def _wait_for_start(self, driver: LearnerDriver) -> bool:
-        """Carry out actions until training starts or ends. Return whether the run is paused then."""
+        """Execute actions until training starts or ends. Return whether the run is paused then."""
 
         def before_wait() -> None:
             if self._join_by is not None and time.monotonic() >= self._join_by:
-                raise JoinTimeout(f"could not join within the time given: {driver.core.state.reason}")
+                raise JoinTimeoutError(f"could not join within join_timeout_s: {driver.core.state.reason}")
             self._background.check()
 
         while True:
             actions, is_paused = driver.wait_for_start(before_wait)
-            self.island.hear(RankRequest.JOIN)
-            actions = self.island.agree(actions, BoundaryStatus(paused=is_paused))
-            if actions and self._carry_out(driver, actions):
+            self.island.gather_requests(RankRequest.JOIN)
+            actions = self.island.broadcast_actions(actions, BoundaryStatus(is_paused=is_paused))
+            if actions and self._execute(driver, actions):
                 return is_paused
 
-    def _stopped_at_the_door(self, driver: LearnerDriver, stop: Stop) -> bool:
+    def _handle_join_refused(self, driver: LearnerDriver, stop: Stop) -> bool:
         core = driver.core
         if self._status.finished:
-            return True  # while it joined: it has fetched the final versions, and that is all there was to do
+            return True  # the run ended during the join, and the final versions were adopted
         self._background.detach()
         driver.close()
-        if core.state.refused_for is not None and "refused-incarnation" not in core.state.said:
-            # It was given up as lost. One that was replaced must not take a further number: it would evict the process
-            # that was started after it.
+        if core.state.refused_incarnation is not None and "refused-incarnation" not in core.state.reason_counts:
+            # The syncer has marked this incarnation as lost: join with a new number. An incarnation that was replaced
+            # must not take a new number: it would evict the process that was started after it.
             self._stop = None
             return False
-        if "refused-finished" not in core.state.said:
+        if "refused-finished" not in core.state.reason_counts:
             self.driver = None  # it never was a learner of this run
-            if self.run_directory is not None and not STRANGERS.isdisjoint(core.state.said):
-                # The tape of another model or run would make the directory one of two runs.
+            if self.run_directory is not None and not FOREIGN_RUN_REFUSALS.isdisjoint(core.state.reason_counts):
+                # The directory must not contain a tape of another model or run.
                 tape_path(self.run_directory, Actor(core.state.id, core.state.incarnation)).unlink(missing_ok=True)
-            is_other_model = "refused-fingerprint" in core.state.said
-            hint = f"; {start_anew(self._background.syncer_directory)}" if is_other_model else ""
-            raise LearnerRefused(f"{stop.reason}{hint}")
-        self._log.info("the run is over: taking the final model")
-        self._background.fetch_final(driver.boundary.fragments, self._join_by)
-        self.island.say([["final", [fragment.newest_version for fragment in driver.boundary.fragments]]])
+            is_other_model = "refused-fingerprint" in core.state.reason_counts
+            hint = f"; {new_run_advice(self._background.syncer_directory)}" if is_other_model else ""
+            raise LearnerRefusedError(f"{stop.reason}{hint}")
+        self._log.info("the run is over; downloading the final model")
+        self._background.download_final(driver.boundary.fragments, self._join_by)
+        self.island.broadcast([["final", [fragment.newest_version for fragment in driver.boundary.fragments]]])
         driver.boundary.write_anchors()
         self._status.finished = True
         return True
 
     # ---------------------------------------------------------------------------------------------------- training
 
-    def take(self, wanted: int) -> tuple[int, ...]:
+    def take(self, requested: int) -> tuple[int, ...]:
         driver = self.driver
-        assert driver is not None and self._line is not None
-        config, count = driver.core.state.config, self.island.hear(RankRequest.TAKE, wanted)
+        assert driver is not None and self._sample_cursor is not None
+        config, count = driver.core.state.config, self.island.gather_requests(RankRequest.TAKE, requested)
         if count > config.lease_samples * config.leases_ahead:
             raise ValueError(
-                f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
-                f" never have enough: take fewer, or start a new run with `atoll syncer --batch {count}`"
+                f"a step of {count} samples needs more than the {config.leases_ahead} leases of {config.lease_samples}"
+                f" samples that a learner may hold: take fewer, or start a new run with `atoll syncer --batch {count}`"
             )
-        if self._repeats and driver.untold.steps:
-            # The core is told of several steps at once. That the new ones came first is then known.
-            taken = Samples(self._line.again(count), 0)
+        if self._is_repeating and driver.pending.steps:
+            # Several steps are reported to the core together, with their new samples first.
+            taken = StepSamples(self._sample_cursor.repeat(count), 0)
         else:
-            taken = self._line.next(driver.core.state.leases, count)
-        self._fresh += taken.fresh
-        self._repeats = taken.fresh < count
-        self._repeated += self._repeats
-        return self.island.deal(taken.numbers)
+            taken = self._sample_cursor.next(driver.core.state.leases, count)
+        self._fresh_samples += taken.fresh
+        self._is_repeating = taken.fresh < count
+        self._repeated_steps += self._is_repeating
+        return self.island.scatter_samples(taken.numbers)
 
     def step(self, tokens: int, loss: float | Tensor | None) -> None:
-        """Count the step and carry out what is due, as the leader of the ranks or as the only one."""
+        """Count a step and execute the actions that are due, as the leader of the ranks or as the only rank."""
         driver = self.driver
         assert driver is not None
         self._check_background()
         self._background.last_loss = loss
-        tokens = self.island.hear(RankRequest.STEP, tokens)
-        samples, self._fresh = self._fresh, 0
+        tokens = self.island.gather_requests(RankRequest.STEP, tokens)
+        samples, self._fresh_samples = self._fresh_samples, 0
         begin = time.monotonic()
-        waited_s, actions, is_paused = driver.step(tokens, samples, begin, self.island.noticed)
+        waited_s, actions, is_paused = driver.step(tokens, samples, begin, self.island.preemption_level)
         try:
-            self._carry_out(driver, self.island.agree(actions, self._told(driver, is_paused)))
+            self._execute(driver, self.island.broadcast_actions(actions, self._boundary_status(driver, is_paused)))
         finally:
-            self._background.kick()  # not before: it would take the interpreter away in between the copies
+            self._background.wake()  # not earlier: it would take the GIL between the copies
         self._boundary_s += time.monotonic() - begin
         if waited_s is not None:
             self._lock_wait_s += waited_s
         if is_paused and not self._status.finished:
-            self._rest(driver)
+            self._wait_while_paused(driver)
 
-    def _told(self, driver: LearnerDriver, is_paused: bool) -> BoundaryStatus:
-        """What the other ranks of this island are told at every boundary."""
+    def _boundary_status(self, driver: LearnerDriver, is_paused: bool) -> BoundaryStatus:
+        """Return the status that the other ranks of this island receive at every boundary."""
         core, link = driver.core, self._background.link
-        done = core.state.step, core.state.trained, link.bytes_up, link.bytes_down, core.state.taken
-        return BoundaryStatus(is_paused, self._status.progress, *done)
+        counters = core.state.step, core.state.trained, link.bytes_up, link.bytes_down, core.state.consumed_samples
+        return BoundaryStatus(is_paused, self._status.progress, *counters)
 
-    def _carry_out(self, driver: LearnerDriver, actions: list[Action]) -> bool:
-        """What has to be done before the next step. True when it said that training starts or ends."""
-        boundary, turned = driver.boundary, False
+    def _execute(self, driver: LearnerDriver, actions: list[Action]) -> bool:
+        """Execute the actions before the next step. Return True if one of them starts or ends training."""
+        boundary, has_changed_mode = driver.boundary, False
         if actions:
-            boundary.before()
+            boundary.prepare_actions()
         for action in actions:
             match action:
                 case CopyAction():
                     boundary.fragments[action.effect.round.fragment].copy(action.copied)
                     self._contributed += 1
-                case Adopt():
+                case AdoptAction():
                     boundary.adopt(action)
                     self._adopted += 1
-                case Give():
-                    boundary.give(action)
-                case Save():
-                    boundary.save(action)
-                case Start():
-                    self._begin(action)
-                    turned = True
-                case End():
-                    self._ended(driver, action.effect)
-                    turned = True
-        return turned
+                case CopyStateAction():
+                    boundary.copy_state(action)
+                case SavePartAction():
+                    boundary.save_part(action)
+                case StartAction():
+                    self._start_training(action)
+                    has_changed_mode = True
+                case StopAction():
+                    self._stop_training(driver, action.effect)
+                    has_changed_mode = True
+        return has_changed_mode
 
-    def _begin(self, start: Start) -> None:
-        assert start.inner is not None
-        self._status.warmup_steps = start.inner.warmup_steps
-        if start.inner.prepared is not None:
-            start.inner.prepared.install()
-        if start.inner.part is not None:
-            set_rng(start.inner.part.rng_of(0))
-            self._status.restored_state = start.inner.restored
-        came = f": {start.inner.prepared}" if start.inner.prepared is not None else ""
-        self._log.info("training starts: %s%s", start.effect.moments, came)
+    def _start_training(self, start: StartAction) -> None:
+        assert start.initial is not None
+        self._status.warmup_steps = start.initial.warmup_steps
+        if start.initial.prepared is not None:
+            start.initial.prepared.install()
+        if start.initial.part is not None:
+            set_rng_states(start.initial.part.rng_states(0))
+            self._status.restored_state = start.initial.restored
+        state = f": {start.initial.prepared}" if start.initial.prepared is not None else ""
+        self._log.info("training starts: %s%s", start.effect.state_source, state)
 
-    def _ended(self, driver: LearnerDriver, stop: Stop) -> None:
+    def _stop_training(self, driver: LearnerDriver, stop: Stop) -> None:
         self._stop = stop
         self._log.info("%s", stop.reason)
         if stop.reason.code == "learner-finished":
             driver.boundary.write_anchors()
             self._status.finished = True
-        elif stop.reason.code in LEFT:
+        elif stop.reason.code in DRAINED_REASONS:
             self._status.finished = self._status.drained = True
-            self._notice.say_left(driver.core)
-        elif self._began:
-            unfit = unfit_in_model(self._model) if "refused-quarantined" in driver.core.state.said else ""
-            raise LearnerRefused(f"{stop.reason}{unfit and f'; the model of this process holds {unfit}'}")
+            self._preemption.log_unmerged(driver.core)
+        elif self._training_started_at:
+            problem = (
+                find_nonfinite_in_model(self._model) if "refused-quarantined" in driver.core.state.reason_counts else ""
+            )
+            raise LearnerRefusedError(f"{stop.reason}{problem and f'; the model of this process holds {problem}'}")
 
-    def _rest(self, driver: LearnerDriver) -> None:
-        """Stand still at this boundary until the run is resumed or ends, or this learner may leave: the one wait that
-        somebody has asked for.
+    def _wait_while_paused(self, driver: LearnerDriver) -> None:
+        """Wait at this boundary until the run is resumed or ends, or this learner may leave.
 
-        What comes meanwhile is answered, adopted and saved here, as at any boundary.
+        Messages that arrive meanwhile are handled as at any boundary: the learner replies, adopts, and saves its part.
         """
-        began, is_paused = time.monotonic(), True
+        paused_at, is_paused = time.monotonic(), True
         try:
             while is_paused and not self._status.finished:
-                actions, is_paused = driver.rest(self.island.noticed, self._check_background)
-                self.island.hear(RankRequest.REST)
+                actions, is_paused = driver.poll_while_paused(self.island.preemption_level, self._check_background)
+                self.island.gather_requests(RankRequest.PAUSE)
                 try:
-                    self._carry_out(driver, self.island.agree(actions, self._told(driver, is_paused)))
+                    self._execute(
+                        driver, self.island.broadcast_actions(actions, self._boundary_status(driver, is_paused))
+                    )
                 finally:
-                    self._background.kick()
+                    self._background.wake()
         finally:
-            self._status.paused_s += time.monotonic() - began
+            self._status.paused_s += time.monotonic() - paused_at
 
     def _check_background(self) -> None:
         self._background.check()
-        self._background.check_away()
+        self._background.check_disconnected()
 
     # ---------------------------------------------------------------------------------------------------- leaving
 
-    def close(self, wrong: BaseException | type[BaseException] | None) -> None:
-        """Leave the run, unless it is over. No thread is left behind, whatever went wrong."""
+    def close(self, error: BaseException | type[BaseException] | None) -> None:
+        """Leave the run, unless it is over. All threads are stopped, even after an error."""
         self._log_memory()
-        broken: BaseException | None = None
-        if wrong is None:
+        close_error: BaseException | None = None
+        if error is None:
             try:
-                self.island.hear(RankRequest.CLOSE)
-                if self._has_to_push():
-                    self.island.stay()
-                    self._push_after_the_loop()
-                    self.island.hear(RankRequest.CLOSE)
-            except (AtollError, KeyboardInterrupt) as gone:
-                broken = wrong = gone
-        if wrong is not None:
-            self.island.fail(wrong)
+                self.island.gather_requests(RankRequest.CLOSE)
+                if self._needs_drain():
+                    self.island.pause_ranks()
+                    self._drain_after_loop()
+                    self.island.gather_requests(RankRequest.CLOSE)
+            except (AtollError, KeyboardInterrupt) as caught:
+                close_error = error = caught
+        if error is not None:
+            self.island.fail(error)
         driver, status = self.driver, self._status
         try:
             if driver is not None:
                 driver.release_lock()
-                self._say_leaving(driver, wrong)
-            if status.finished and not status.drained and wrong is None and self._boundary is not None:
-                self._boundary.before()
-                self._boundary.write_anchors()  # a loop that checks `finished` after its step took one too many
+                self._send_leave(driver, error)
+            if status.finished and not status.drained and error is None and self._boundary is not None:
+                self._boundary.prepare_actions()
+                self._boundary.write_anchors()  # a loop that checks `finished` after its step took one step too many
         finally:
-            self._background.while_waiting = None
+            self._background.on_wait = None
             try:
-                self._background.stop(self._notice.last_words_s())
+                self._background.stop(self._preemption.goodbye_timeout_s())
             finally:
                 if driver is not None:
                     driver.close()
-            if wrong is None:
+            if error is None:
                 self.island.close()
-        if broken is not None and not (status.finished and isinstance(broken, AtollError)):
-            raise broken
+        if close_error is not None and not (status.finished and isinstance(close_error, AtollError)):
+            raise close_error
 
-    def _say_leaving(self, driver: LearnerDriver, wrong: BaseException | type[BaseException] | None) -> None:
-        speaks = self._background.driver is driver and driver.is_whole()
-        if speaks and not self._status.finished and self._stop is None:
-            kind = wrong if wrong is None or isinstance(wrong, type) else type(wrong)
-            why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
-            driver.tell(LeaveWanted(why))
+    def _send_leave(self, driver: LearnerDriver, error: BaseException | type[BaseException] | None) -> None:
+        can_send = self._background.driver is driver and driver.is_tape_consistent()
+        if can_send and not self._status.finished and self._stop is None:
+            kind = error if error is None or isinstance(error, type) else type(error)
+            cause = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
+            driver.handle_event(LeaveRequested(cause))
 
-    def _has_to_push(self) -> bool:
-        """A loop that has heard of the notice by itself may have ended before its learner came to a boundary."""
-        came = self._notice.came or self.island.noticed
-        trains = self.driver is not None and self.driver.core.training
-        return bool(came and trains and self._began and not self._status.finished)
+    def _needs_drain(self) -> bool:
+        """Return whether the loop ended after a preemption notice, but before a boundary at which it was drained."""
+        has_notice = self._preemption.is_received or self.island.preemption_level
+        is_training = self.driver is not None and self.driver.core.training
+        return bool(has_notice and is_training and self._training_started_at and not self._status.finished)
 
-    def _push_after_the_loop(self) -> None:
+    def _drain_after_loop(self) -> None:
         assert self.driver is not None
-        self.driver.end_steps(self.island.noticed)
-        self._rest(self.driver)
+        self.driver.flush_steps(self.island.preemption_level)
+        self._wait_while_paused(self.driver)
 
     def _log_memory(self) -> None:
         stats = self.stats()

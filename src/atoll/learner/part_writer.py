@@ -1,7 +1,7 @@
-"""What a learner's background does with parts of snapshots: writes them, and looks for one to start from.
+"""Writer and reader of a learner's parts of snapshots, for its background thread.
 
-One object per incarnation. Files are written and read in threads of the loop's own pool, so that neither the encoding
-of a contribution nor a message waits for a disk.
+There is one object per incarnation. Files are written and read in threads of the loop's default pool, so that neither
+encoding nor messages wait for a disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from atoll.core.protocol import (
     NO_RUN_DIRECTORY,
     LearnerEvent,
-    MomentsFound,
+    SavedStateFound,
     SaveSnapshot,
     SnapshotPart,
     SnapshotSaved,
@@ -24,85 +24,95 @@ from atoll.core.protocol import (
 )
 from atoll.core.types import Incarnation, LearnerId, RunConfig
 from atoll.errors import AtollError
-from atoll.island.boundary import Saved, StepBoundary, cause_of
-from atoll.store.learner_parts import TakenPart, write_part
+from atoll.island.boundary import SavedState, StepBoundary, summarize_error
+from atoll.store.learner_parts import PartCopy, write_part
 
-BUSY = "the part before it is still being written"
+PREVIOUS_PART_BUSY = "the part before it is still being written"
 
 
 @dataclass(eq=False)
-class PartKeeper:
-    """`run` None: no part is kept. Snapshots then hold this learner's counters and not its inner state."""
+class PartWriter:
+    """Writer of the parts of one incarnation.
 
-    _run: Path | None
+    With `_run_directory` None no part is written. Snapshots then lack this learner's optimizer state.
+    """
+
+    _run_directory: Path | None
     _config: RunConfig
     _learner: LearnerId
     _incarnation: Incarnation
-    _tell: Callable[[LearnerEvent], None]
+    _handle_event: Callable[[LearnerEvent], None]
     _log: logging.Logger
-    _due: tuple[SnapshotPart, Future[TakenPart]] | None = None  # copied or to be copied, and not yet durable
-    _saved: Saved | None = None
-    _seeking: asyncio.Task[None] | None = None
+    _pending: tuple[SnapshotPart, Future[PartCopy]] | None = None  # part that is not durable yet
+    _saved: SavedState | None = None
+    _search: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        if self._run is None:
-            self._log.info("no run_directory: snapshots will not hold the inner state of this learner")
+        if self._run_directory is None:
+            self._log.info("no run_directory: snapshots will not contain the optimizer state of this learner")
 
     # ---------------------------------------------------------------- in the training thread, with the learner's lock
 
-    def expect(self, part: SnapshotPart) -> Future[TakenPart] | None:
-        """Where the copy of this part goes. None: it is not wanted, because there is no place for it or one is still
-        being written; two at once would hold twice the memory."""
-        if self._run is None or self._due is not None:
-            return None
-        self._due = (part, Future())
-        return self._due[1]
+    def begin_part(self, part: SnapshotPart) -> Future[PartCopy] | None:
+        """Return the future for the copy of this part. Return None if the part cannot be written.
 
-    def take_saved(self) -> Saved | None:
-        """What was found. Its memory is not held for longer."""
+        A part cannot be written without a run directory, or while another part is being written, because two parts need
+        twice the memory.
+        """
+        if self._run_directory is None or self._pending is not None:
+            return None
+        self._pending = (part, Future())
+        return self._pending[1]
+
+    def pop_saved_state(self) -> SavedState | None:
+        """Return the state that was found, and release it here."""
         saved, self._saved = self._saved, None
         return saved
 
     # ------------------------------------------------------------------------------------------------ in the loop
 
     async def save(self, effect: SaveSnapshot) -> None:
-        """Answered by exactly one event."""
-        due = self._due
+        """Write the part. The core receives exactly one event with the result."""
+        due = self._pending
         if due is None or due[0].snapshot != effect.snapshot:
-            self._tell(SnapshotSaveFailed(effect.snapshot, NO_RUN_DIRECTORY if self._run is None else BUSY))
+            self._handle_event(
+                SnapshotSaveFailed(
+                    effect.snapshot, NO_RUN_DIRECTORY if self._run_directory is None else PREVIOUS_PART_BUSY
+                )
+            )
             return
         part, copied = due
-        assert self._run is not None
+        assert self._run_directory is not None
         try:
-            taken = await asyncio.wrap_future(copied)
-            place = self._run, self._config, self._learner, self._incarnation
-            await asyncio.to_thread(write_part, *place, part, taken)
+            part_copy = await asyncio.wrap_future(copied)
+            owner = self._run_directory, self._config, self._learner, self._incarnation
+            await asyncio.to_thread(write_part, *owner, part, part_copy)
         except AtollError:  # the island is broken
             raise
         except Exception as error:
-            self._due = None
-            self._tell(SnapshotSaveFailed(effect.snapshot, cause_of(error)))
+            self._pending = None
+            self._handle_event(SnapshotSaveFailed(effect.snapshot, summarize_error(error)))
         else:
-            self._due = None
-            self._tell(SnapshotSaved(effect.snapshot))
+            self._pending = None
+            self._handle_event(SnapshotSaved(effect.snapshot))
 
-    def seek(self, boundary: StepBoundary) -> asyncio.Task[None]:
-        """Look for inner state on disk, once. The core hears of it before the task ends."""
-        if self._seeking is None:
-            self._seeking = asyncio.get_running_loop().create_task(self._find(boundary))
-        return self._seeking
+    def find_saved_state(self, boundary: StepBoundary) -> asyncio.Task[None]:
+        """Search for optimizer state on disk, once. The core receives the result before the task ends."""
+        if self._search is None:
+            self._search = asyncio.get_running_loop().create_task(self._find(boundary))
+        return self._search
 
     async def _find(self, boundary: StepBoundary) -> None:
-        if self._run is None:
+        if self._run_directory is None:
             return
         self._saved = await asyncio.to_thread(
-            boundary.find_saved, self._run, self._config, self._learner, self._log.warning
+            boundary.find_saved_state, self._run_directory, self._config, self._learner, self._log.warning
         )
         if self._saved is not None:
-            self._tell(MomentsFound(self._saved.part.learner, self._saved.part.snapshot))
+            self._handle_event(SavedStateFound(self._saved.part.learner, self._saved.part.snapshot))
 
     async def close(self) -> None:
-        """Nobody is told of anything any more. A file that is being written is finished by its thread."""
-        if self._seeking is not None:
-            self._seeking.cancel()
-            await asyncio.gather(self._seeking, return_exceptions=True)
+        """Stop the search. A file that is being written is finished by its thread, without an event."""
+        if self._search is not None:
+            self._search.cancel()
+            await asyncio.gather(self._search, return_exceptions=True)

@@ -1,11 +1,10 @@
-"""Signals: an interrupt that comes at a bad moment is raised a moment later, and SIGTERM may be a preemption notice.
+"""Signals: deferral of interrupts, and SIGTERM as a preemption notice.
 
 Ctrl-C may be raised between any two lines of the training thread. In the middle of an event it would leave the core
-ahead of its tape, and such a learner cannot say goodbye any more: it would be waited for as one that comes back.
+ahead of its tape. Such a learner cannot send its leave message, and the syncer would wait for it to reconnect.
 
-A preemption notice is SIGTERM, and some seconds in which the learner leaves well. At its next step boundary it takes no
-more steps, and pushes: what it has trained and nobody has merged is merged before it goes. When the time is over it
-goes anyway, and says what is lost.
+After a preemption notice (SIGTERM) the learner has some seconds to leave. At its next step boundary it stops training
+and drains: its unmerged work is merged before it leaves. When the time is over it leaves anyway, and logs what is lost.
 """
 
 from __future__ import annotations
@@ -19,163 +18,171 @@ from types import FrameType
 from typing import Any
 
 from atoll.core.learner.core import LearnerCore
-from atoll.core.protocol import LeaveWanted
-from atoll.core.states import Mode
+from atoll.core.protocol import LeaveRequested
+from atoll.core.states import LearnerMode
 from atoll.learner.arguments import check_seconds
 
-ENDS = (signal.SIGINT, signal.SIGTERM)
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MAIN = threading.main_thread().ident
 
 
-class Interrupts:
-    """Between `listen` and `forget` SIGINT and SIGTERM reach the program's handlers by way of this: at once, or after
-    the block `with interrupts:` in which they came.
+class DeferredSignals:
+    """Handler of SIGINT and SIGTERM that defers them in a block `with signals:`.
 
-    A handler that is changed at each event would cost more than the event. One that the program sets in between is not
-    held back, and is left alone.
+    Between `install` and `uninstall` the signals reach the program's handlers through this object: at once, or at the
+    end of the block in which they arrived. Installing a handler for each event would cost more than the event. A
+    handler that the program installs in between is not deferred, and is not replaced.
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._found: Any = None  # at SIGTERM, where that is a notice
-        self._notice: Callable[[], None] | None = None
-        self._came: list[tuple[int, FrameType | None]] = []
-        self._is_held = False
+        self._program_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._program_sigterm: Any = None  # the program's SIGTERM handler, if SIGTERM is a preemption notice
+        self._on_preemption: Callable[[], None] | None = None
+        self._deferred: list[tuple[int, FrameType | None]] = []
+        self._is_deferring = False
 
-    def listen(self) -> None:
-        """Only the main thread hears signals, and only a handler of Python can raise in the middle of something."""
+    def install(self) -> None:
+        """Install the handlers. Only the main thread receives signals, and only Python handlers can raise."""
         if threading.get_ident() == _MAIN:
-            self._before = {number: handler for number in ENDS if callable(handler := signal.getsignal(number))}
-            for number in self._before:
-                signal.signal(number, self._note)
+            self._program_handlers = {
+                number: handler for number in HANDLED_SIGNALS if callable(handler := signal.getsignal(number))
+            }
+            for number in self._program_handlers:
+                signal.signal(number, self._on_signal)
 
-    def heed(self, notice: Callable[[], None]) -> bool:
-        """From now on SIGTERM calls `notice`, and then the program's handler, if it has one; it ends nothing by itself.
-        False: nobody here can hear it."""
+    def handle_sigterm(self, on_preemption: Callable[[], None]) -> bool:
+        """Treat SIGTERM as a preemption notice: call `on_preemption`, and then the program's handler if it has one.
+
+        Return False if SIGTERM cannot be handled here.
+        """
         number = signal.SIGTERM
         found = signal.getsignal(number)
         if threading.get_ident() != _MAIN or found is None:
             return False
-        self._notice, self._found = notice, self._before.get(number, found) if found == self._note else found
-        self._before[number] = self._heeded
-        signal.signal(number, self._note)
+        self._on_preemption, self._program_sigterm = (
+            on_preemption,
+            self._program_handlers.get(number, found) if found == self._on_signal else found,
+        )
+        self._program_handlers[number] = self._on_sigterm
+        signal.signal(number, self._on_signal)
         return True
 
-    def _heeded(self, number: int, frame: FrameType | None) -> None:
-        assert self._notice is not None
-        self._notice()
-        if callable(self._found):
-            self._found(number, frame)
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        assert self._on_preemption is not None
+        self._on_preemption()
+        if callable(self._program_sigterm):
+            self._program_sigterm(number, frame)
 
-    def forget(self) -> None:
+    def uninstall(self) -> None:
         if threading.get_ident() == _MAIN:
-            for number, handler in self._before.items():
-                if signal.getsignal(number) == self._note:
-                    signal.signal(number, self._found if handler == self._heeded else handler)
+            for number, handler in self._program_handlers.items():
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, self._program_sigterm if handler == self._on_sigterm else handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_held:
-            self._came.append((number, frame))
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_deferring:
+            self._deferred.append((number, frame))
         else:
-            self._before[number](number, frame)
+            self._program_handlers[number](number, frame)
 
     def __enter__(self) -> None:
         if threading.get_ident() == _MAIN:
-            self._is_held = True
+            self._is_deferring = True
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == _MAIN:
-            self._is_held = False
-            came, self._came = self._came, []
-            for number, frame in came:
-                self._before[number](number, frame)
+            self._is_deferring = False
+            deferred, self._deferred = self._deferred, []
+            for number, frame in deferred:
+                self._program_handlers[number](number, frame)
 
 
-LAST_WORDS_S = 3.0
+GOODBYE_TIMEOUT_S = 3.0
 
-SAME_NOTICE_S = 5.0
-"""An engine may tell every process of an island, and torchrun passes on what it is told: one notice comes often."""
+DUPLICATE_SIGNAL_S = 5.0
+"""Signals within this time count as one: a launcher may signal every process of an island, and torchrun forwards it."""
 
 
-def check_notice(seconds: float | None) -> float | None:
-    """Raise ValueError where this is not a time."""
+def check_notice_s(seconds: float | None) -> float | None:
+    """Raise ValueError unless this is None or a positive number of seconds."""
     return check_seconds("notice_s", "the time from SIGTERM to the end", seconds) if seconds is not None else None
 
 
-class Notice:
+class Preemption:
     def __init__(self, seconds: float | None, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = check_notice(seconds)
+        self.seconds = check_notice_s(seconds)
         self._log = log
         self._clock = clock
-        self._came_at: float | None = None  # on the monotonic clock
-        self._came_again = False
-        self._looked_at: float | None = None  # when other ranks were asked last
-        self._is_told = False  # to the core
-        self._unmerged = 0  # tokens, when the core was told
+        self._received_at: float | None = None  # on the monotonic clock
+        self._is_repeated = False
+        self._ranks_polled_at: float | None = None  # time of the newest poll of the other ranks
+        self._is_reported = False  # the core has received it
+        self._unmerged = 0  # unmerged tokens when it was reported
 
-    def listen(self, interrupts: Interrupts) -> None:
-        """From now on SIGTERM is a notice. Without one it is left alone."""
-        if self.seconds is not None and not interrupts.heed(self.hear):
-            self._log.info("SIGTERM is not heard here, because this is not the main thread, or it is not Python's")
+    def listen(self, signals: DeferredSignals) -> None:
+        """Treat SIGTERM as a notice from now on. Without `seconds` SIGTERM is not handled."""
+        if self.seconds is not None and not signals.handle_sigterm(self.on_signal):
+            self._log.info("SIGTERM is not handled: not the main thread, or a handler that is not Python's")
 
-    def hear(self) -> None:
-        """In the middle of anything: a signal has come. A second one means that there is no time after all."""
+    def on_signal(self) -> None:
+        """Record a signal, at any point of the program. A second one means that no time is left."""
         now = self._clock()
-        if self._came_at is None:
-            self._came_at = now
-        elif now - self._came_at > SAME_NOTICE_S:
-            self._came_again = True
+        if self._received_at is None:
+            self._received_at = now
+        elif now - self._received_at > DUPLICATE_SIGNAL_S:
+            self._is_repeated = True
 
     @property
-    def came(self) -> bool:
-        return self._came_at is not None
+    def is_received(self) -> bool:
+        return self._received_at is not None
 
     @property
     def level(self) -> int:
-        """0: none came, 1: one did, 2: there is no time after all."""
-        return int(self.came) + self._came_again
+        """0: no notice, 1: a notice, 2: no time is left."""
+        return int(self.is_received) + self._is_repeated
 
-    def hear_of(self, level: int) -> None:
-        """At a step boundary: the highest of the other ranks. It may have come right after the boundary before."""
-        before, self._looked_at = self._looked_at, self._clock()
+    def merge_rank_level(self, level: int) -> None:
+        """Merge the highest level of the other ranks, at a step boundary.
+
+        Their notice may have arrived right after the previous boundary, so the time is counted from there.
+        """
+        before, self._ranks_polled_at = self._ranks_polled_at, self._clock()
         if not level or self.seconds is None:
             return
-        if self._came_at is None:
-            self._came_at = before if before is not None else self._looked_at
-        self._came_again = self._came_again or level > 1
+        if self._received_at is None:
+            self._received_at = before if before is not None else self._ranks_polled_at
+        self._is_repeated = self._is_repeated or level > 1
 
-    def wishes(self, core: LearnerCore) -> list[LeaveWanted]:
-        """At a step boundary: what the core has to be told now."""
-        if self._came_at is None or self.seconds is None or core.state.mode is Mode.STOPPED:
+    def leave_requests(self, core: LearnerCore) -> list[LeaveRequested]:
+        """Return the events for the core at a step boundary."""
+        if self._received_at is None or self.seconds is None or core.state.mode is LearnerMode.STOPPED:
             return []
-        wishes = []
-        if not self._is_told:
-            self._is_told = True
+        requests = []
+        if not self._is_reported:
+            self._is_reported = True
             self._unmerged = core.leaving.unmerged_tokens()
-            wishes.append(LeaveWanted("its machine is taken away", push=True))
-        if self.is_over():
-            wishes.append(LeaveWanted("the notice is over"))
-        return wishes
+            requests.append(LeaveRequested("its machine is taken away", drain=True))
+        if self.has_expired():
+            requests.append(LeaveRequested("the notice is over"))
+        return requests
 
-    def is_over(self) -> bool:
-        """It has to go now, whatever is merged."""
-        if self._came_at is None or self.seconds is None:
+    def has_expired(self) -> bool:
+        """Return whether the learner must leave now, even with unmerged work."""
+        if self._received_at is None or self.seconds is None:
             return False
-        return self._came_again or self._clock() >= self._came_at + self.seconds - self._goodbye_s(self.seconds)
+        return self._is_repeated or self._clock() >= self._received_at + self.seconds - self._goodbye_s(self.seconds)
 
-    def last_words_s(self) -> float:
-        """How long it may take until what was said is with the syncer."""
-        if self._came_at is None or self.seconds is None:
-            return LAST_WORDS_S
-        left_s = self._came_at + self.seconds - self._clock()
-        return min(LAST_WORDS_S, max(left_s, self._goodbye_s(self.seconds) / 2))
+    def goodbye_timeout_s(self) -> float:
+        """Return the seconds for sending the last messages to the syncer."""
+        if self._received_at is None or self.seconds is None:
+            return GOODBYE_TIMEOUT_S
+        left_s = self._received_at + self.seconds - self._clock()
+        return min(GOODBYE_TIMEOUT_S, max(left_s, self._goodbye_s(self.seconds) / 2))
 
     def _goodbye_s(self, seconds: float) -> float:
-        return min(LAST_WORDS_S, seconds / 4)
+        return min(GOODBYE_TIMEOUT_S, seconds / 4)
 
-    def say_left(self, core: LearnerCore) -> None:
-        if self._is_told:
+    def log_unmerged(self, core: LearnerCore) -> None:
+        if self._is_reported:
             before, now = self._unmerged, core.leaving.unmerged_tokens()
-            self._log.info(
-                "This island was asked to leave; the run goes on. Tokens not merged: %d then, %d now", before, now
-            )
+            self._log.info("This learner was drained; the run continues. Unmerged tokens: %d then, %d now", before, now)

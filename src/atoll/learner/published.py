@@ -1,7 +1,7 @@
-"""The published model for a while, in the middle of training: to evaluate it, or to write it to a file.
+"""The published model in the middle of training: to evaluate it, or to write it to a file.
 
-What a learner trains is ahead of what is published by the steps that nobody has merged yet. Inside of the block the
-model has the values that were last adopted; afterwards it goes on with its own.
+A learner's own values are ahead of the published ones by its unmerged steps. Inside the block the model has the values
+that were adopted last; afterwards it has its own again.
 """
 
 from __future__ import annotations
@@ -15,69 +15,68 @@ from torch import Tensor, nn
 
 from atoll.island.fragments import FragmentTensors
 from atoll.island.topology import fsdp_modules, reshard
-from atoll.learner.preemption import Interrupts
+from atoll.learner.preemption import DeferredSignals
 from atoll.tensors.plan import named_tensors
-from atoll.tensors.sharding import local_of
+from atoll.tensors.sharding import local_tensor
 
 
 class PublishedValues:
-    """Of one model. Only the training thread uses it."""
+    """Swaps the published values of one model in and out. Only the training thread uses it."""
 
-    def __init__(self, model: nn.Module, interrupts: Interrupts) -> None:
+    def __init__(self, model: nn.Module, signals: DeferredSignals) -> None:
         self._model = model
-        self._interrupts = interrupts
-        self._are_shown = False
-        self._is_kept = False
+        self._signals = signals
+        self._is_active = False
+        self._keeps_loaded = False
 
     def check_step(self) -> None:
-        if self._are_shown:
-            raise ValueError("step inside of published(): train outside of it, there the model has its own values")
+        if self._is_active:
+            raise ValueError("step inside of published(): train outside of it, where the model has its own values")
 
     @contextmanager
-    def shown(self, fragments: Sequence[FragmentTensors]) -> Iterator[None]:
+    def swap_in(self, fragments: Sequence[FragmentTensors]) -> Iterator[None]:
         if not fragments or any(fragment.adopted is None for fragment in fragments):
             raise ValueError("published() before this learner has joined: enter `with atoll.Learner(...)` first")
-        if self._are_shown:
+        if self._is_active:
             raise ValueError("published() inside of published(): the model has the published values already")
         reshard(fsdp_modules(self._model))
-        own = _copied(self._model, {name for fragment in fragments for name in fragment.tensor_names})
-        self._are_shown, self._is_kept = True, False
+        own = _copy_own_values(self._model, {name for fragment in fragments for name in fragment.tensor_names})
+        self._is_active, self._keeps_loaded = True, False
         try:
-            with self._interrupts:
+            with self._signals:
                 for fragment in fragments:
                     assert fragment.adopted is not None
                     fragment.adopt("overwrite", fragment.adopted, None, 0.0)
             yield
         finally:
-            with self._interrupts:
+            with self._signals:
                 reshard(fsdp_modules(self._model))
-                if not self._is_kept:
-                    _put_back(self._model, own)
-                self._are_shown = False
+                if not self._keeps_loaded:
+                    _restore_own_values(self._model, own)
+                self._is_active = False
 
-    def keep(self) -> None:
-        """Inside of the block: what the model has by its end stays, as somebody has loaded another one into it."""
-        self._is_kept = True
+    def keep_loaded(self) -> None:
+        """Keep the current values at the end of the block, because another model was loaded into it."""
+        self._keeps_loaded = True
 
 
 @torch.no_grad()
-def _copied(model: nn.Module, travel: AbstractSet[str]) -> dict[str, Tensor]:
-    """What of a model is shown otherwise, in host memory, to the last bit of its own dtype. Fragments would not do:
-    they are f32, and parameters may be f64.
+def _copy_own_values(model: nn.Module, merged_names: AbstractSet[str]) -> dict[str, Tensor]:
+    """Return copies of the values that are replaced, in host memory and in their own dtype.
 
-    That is what was found to travel at the join, whatever requires a gradient now. Buffers may change while they are
-    shown, those that stay at home too.
+    Fragments are not enough: they are f32, and parameters may be f64. The merged tensors were fixed at the join, even
+    if `requires_grad` has changed since. All buffers are copied, because an evaluation may change any of them.
     """
     return {
-        name: local_of(tensor.detach()).to("cpu", copy=True)
+        name: local_tensor(tensor.detach()).to("cpu", copy=True)
         for name, tensor in named_tensors(model).items()
-        if name in travel or not isinstance(tensor, nn.Parameter)
+        if name in merged_names or not isinstance(tensor, nn.Parameter)
     }
 
 
 @torch.no_grad()
-def _put_back(model: nn.Module, own: dict[str, Tensor]) -> None:
-    """Tensors are looked up anew: a module may have put another one in the place of a buffer."""
+def _restore_own_values(model: nn.Module, own: dict[str, Tensor]) -> None:
+    """Write the values back. Tensors are looked up again, because a module may have replaced a buffer."""
     now = named_tensors(model)
     for name, value in own.items():
-        local_of(now[name].detach()).copy_(value)
+        local_tensor(now[name].detach()).copy_(value)

@@ -1,1 +1,4 @@
-"""The reference trainer: models, data, baselines, and runs of real tensors that follow a tape."""
+"""Reference trainer: models, data, baselines, jobs of several processes, and replay of training from tapes.
+
+It is optional: neither the learner nor the syncer imports it.
+"""

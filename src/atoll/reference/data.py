@@ -1,8 +1,8 @@
-"""Text as bytes: documents, a split by document, and samples by number.
+"""Text corpus as bytes: documents, a train/held-out split by document, and samples by number.
 
-A sample is a function of the seed and its number and nothing else, so that a learner that was started again, a baseline
-that joins all batches in one, and a replay read the very same tokens. Which documents are held out follows from their
-names alone: adding a file moves no other from one side to the other.
+A sample depends only on the seed and its number. A restarted learner, a baseline and a replay therefore read the same
+tokens. Whether a document is held out depends only on its name: a new file does not move other files between the two
+parts.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ import torch
 from torch import Tensor
 
 PART_BYTES = 256 * 1024
-"""A longer document is cut into parts, each of which counts as a document: one large file has a held-out side too."""
+"""Maximum size of a document: longer ones are split. A single file can therefore have train and held-out documents."""
 
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-"""Installed packages are not the library; its tests are another kind of text, and two thirds of the bytes."""
+"""Folders that are not part of the library text. The tests are a different kind of text, and two thirds of the
+bytes."""
 
-KEPT_ORDERS = 3
-"""Epochs whose order is kept in memory."""
+CACHED_PERMUTATIONS = 3
+"""Epochs whose permutation is cached in memory."""
 
 Tokens = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
-    """A corpus in memory: one array of tokens to train on, one that is held out."""
+class Corpus:
+    """Corpus in memory: one array of training tokens and one array of held-out tokens."""
 
     name: str
-    train: Tokens  # documents one after the other, in the order of their names, a zero after each
+    train: Tokens  # documents in the order of their names, each followed by a zero
     held_out: Tokens
     train_documents: int
     held_out_documents: int
@@ -46,46 +47,53 @@ class Text:
     digest: str  # of both arrays
 
     @staticmethod
-    def load(path: str | os.PathLike[str] | None = None, held_out_share: float = 0.05) -> Text:
-        """Python's own library (None), a folder of text, one text file, or a token file (`.bin` bytes, `.npy`)."""
+    def load(path: str | os.PathLike[str] | None = None, held_out_share: float = 0.05) -> Corpus:
+        """Load a folder of text, one text file or a token file (`.bin` bytes, `.npy`). None: Python's own library."""
         if not 0 < held_out_share < 1:
             raise ValueError(f"held_out_share must be between 0 and 1, got {held_out_share}")
         if path is None:
             root = Path(sysconfig.get_paths()["stdlib"])
             name = f"the standard library of Python {sysconfig.get_python_version()}"
-            return Text.of(_folder(root, STDLIB_SKIPPED, (".py",)), name, held_out_share)
-        place = Path(path)
-        if place.is_dir():
-            return Text.of(_folder(place, set(), None), str(path), held_out_share)
-        if not place.is_file():
-            raise ValueError(f"{path} is neither a folder nor a file: give one, or nothing for Python's library")
-        return Text.of({place.name: _tokens(place)}, str(path), held_out_share)
+            return Corpus.from_documents(_read_folder(root, STDLIB_SKIPPED, (".py",)), name, held_out_share)
+        source = Path(path)
+        if source.is_dir():
+            return Corpus.from_documents(_read_folder(source, set(), None), str(path), held_out_share)
+        if not source.is_file():
+            raise ValueError(
+                f"--data {path} is neither a folder nor a file; give one, or omit it to use Python's library"
+            )
+        return Corpus.from_documents({source.name: _read_tokens(source)}, str(path), held_out_share)
 
     @staticmethod
-    def of(documents: Mapping[str, Tokens], name: str = "text", held_out_share: float = 0.05) -> Text:
-        """A corpus of named documents."""
-        parts = {part: tokens for n in sorted(documents) for part, tokens in _parts(n, documents[n]) if len(tokens)}
+    def from_documents(documents: Mapping[str, Tokens], name: str = "text", held_out_share: float = 0.05) -> Corpus:
+        """Make a corpus from tokens by document name."""
+        parts = {
+            part: tokens for n in sorted(documents) for part, tokens in _split_document(n, documents[n]) if len(tokens)
+        }
         if len(parts) < 2:
-            raise ValueError(f"{name} holds {len(parts)} documents: two are needed, one of them to be held out")
+            raise ValueError(f"{name} has {len(parts)} documents, but two are needed, one of them held out; add text")
         rank = {n: int.from_bytes(hashlib.blake2b(n.encode(), digest_size=8).digest(), "big") / 2**64 for n in parts}
-        held = {n for n in parts if rank[n] < held_out_share}
-        if not held or len(held) == len(parts):
-            held = {min(parts, key=lambda n: rank[n])}
-        train = _joined([t for n, t in parts.items() if n not in held])
-        held_out = _joined([t for n, t in parts.items() if n in held])
+        held_out_names = {n for n in parts if rank[n] < held_out_share}
+        if not held_out_names or len(held_out_names) == len(parts):
+            held_out_names = {min(parts, key=lambda n: rank[n])}
+        train = _concatenate([t for n, t in parts.items() if n not in held_out_names])
+        held_out = _concatenate([t for n, t in parts.items() if n in held_out_names])
         digest = hashlib.blake2b(digest_size=16)
-        for side in (train, held_out):
-            digest.update(side.dtype.str.encode() + np.ascontiguousarray(side).data)
+        for array in (train, held_out):
+            digest.update(array.dtype.str.encode() + np.ascontiguousarray(array).data)
         small = train.dtype == held_out.dtype == np.uint8
         vocabulary = 256 if small else 1 + int(max(train.max(), held_out.max()))
-        return Text(name, train, held_out, len(parts) - len(held), len(held), vocabulary, digest.hexdigest())
+        held_out_count = len(held_out_names)
+        return Corpus(
+            name, train, held_out, len(parts) - held_out_count, held_out_count, vocabulary, digest.hexdigest()
+        )
 
     def held_out_batches(self, context: int, batch: int, windows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """At most `windows` windows, evenly spread over everything that is held out, always the same."""
-        there = _window_count(self.held_out, context)
-        starts = np.unique(np.linspace(0, there - 1, min(windows, there)).round().astype(np.int64)) * context
+        """Yield inputs and targets of at most `windows` held-out windows: evenly spaced, the same in every call."""
+        available = _window_count(self.held_out, context)
+        starts = np.unique(np.linspace(0, available - 1, min(windows, available)).round().astype(np.int64)) * context
         for i in range(0, len(starts), batch):
-            yield _cut(self.held_out, starts[i : i + batch], context)
+            yield _cut_windows(self.held_out, starts[i : i + batch], context)
 
     def __str__(self) -> str:
         return (
@@ -95,38 +103,44 @@ class Text:
 
 
 class Sampler:
-    """Samples by number, without end: the windows of the text, in each epoch in another order, drawn from the seed and
-    the epoch. A number is the same window for everybody, and no two of one epoch are."""
+    """Samples by number, in endless epochs over the windows of the text.
 
-    def __init__(self, corpus: Text, seed: int, context: int) -> None:
+    The order of an epoch is a permutation drawn from the seed and the epoch. A number means the same window in every
+    process, and every window occurs once per epoch.
+    """
+
+    def __init__(self, corpus: Corpus, seed: int, context: int) -> None:
         if context < 1:
             raise ValueError(f"context must be at least 1, got {context}")
         self.corpus = corpus
         self.seed = seed
         self.context = context
         self.windows = _window_count(corpus.train, context)
-        self._orders: dict[int, npt.NDArray[np.int64]] = {}  # of the epochs that were wanted last
+        self._permutations: dict[int, npt.NDArray[np.int64]] = {}  # by epoch
 
     def batch(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of these samples, [len(numbers), context] each."""
+        """Return inputs and targets of these samples, [len(numbers), context] each."""
         starts = np.array([self.window(number) for number in numbers], dtype=np.int64) * self.context
-        return _cut(self.corpus.train, starts, self.context)
+        return _cut_windows(self.corpus.train, starts, self.context)
 
     def window(self, number: int) -> int:
-        epoch, place = divmod(number, self.windows)
-        order = self._orders.get(epoch)
+        """Return the index of the window that a sample number means."""
+        epoch, position = divmod(number, self.windows)
+        order = self._permutations.get(epoch)
         if order is None:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-            if len(self._orders) >= KEPT_ORDERS:  # samples of an earlier epoch may be returned and leased again
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = order
-        return int(order[place])
+            if (
+                len(self._permutations) >= CACHED_PERMUTATIONS
+            ):  # not a ring: samples of an earlier epoch may be leased again
+                del self._permutations[min(self._permutations)]
+            self._permutations[epoch] = order
+        return int(order[position])
 
 
-def dealt(step: int, learner: int, learners: int, batch: int) -> range:
-    """The samples of a learner's step, counted from 0, where all learners take as many steps and nobody leases.
+def assigned_samples(step: int, learner: int, learners: int, batch: int) -> range:
+    """Return the samples of a learner's step in a lockstep method, which has no leases. Steps count from 0.
 
-    >>> [dealt(step, learner, 2, 3) for step in (0, 1) for learner in (1, 2)]
+    >>> [assigned_samples(step, learner, 2, 3) for step in (0, 1) for learner in (1, 2)]
     [range(0, 3), range(3, 6), range(6, 9), range(9, 12)]
     """
     begin = (step * learners + learner - 1) * batch
@@ -134,24 +148,24 @@ def dealt(step: int, learner: int, learners: int, batch: int) -> range:
 
 
 def _window_count(tokens: Tokens, context: int) -> int:
-    """Windows of `context` inputs, each with the target of its last token."""
+    """Return the number of windows of `context` inputs, each with the target of its last token."""
     count = (len(tokens) - 1) // context
     if count < 1:
-        raise ValueError(f"{len(tokens)} tokens are too few for one window of {context}: give more text")
+        raise ValueError(f"{len(tokens)} tokens are too few for one window of {context} tokens; give more text")
     return count
 
 
-def _cut(tokens: Tokens, starts: npt.NDArray[np.int64], context: int) -> tuple[Tensor, Tensor]:
+def _cut_windows(tokens: Tokens, starts: npt.NDArray[np.int64], context: int) -> tuple[Tensor, Tensor]:
     window = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
     return window[:, :-1], window[:, 1:]
 
 
-def _joined(parts: list[Tokens]) -> Tokens:
+def _concatenate(parts: list[Tokens]) -> Tokens:
     end = np.zeros(1, dtype=parts[0].dtype)
     return np.concatenate([x for part in parts for x in (part, end)])
 
 
-def _parts(name: str, tokens: Tokens) -> Iterator[tuple[str, Tokens]]:
+def _split_document(name: str, tokens: Tokens) -> Iterator[tuple[str, Tokens]]:
     if len(tokens) <= PART_BYTES:
         yield name, tokens
         return
@@ -159,17 +173,20 @@ def _parts(name: str, tokens: Tokens) -> Iterator[tuple[str, Tokens]]:
         yield f"{name}#{i // PART_BYTES}", tokens[i : i + PART_BYTES]
 
 
-def _tokens(file: Path) -> Tokens:
+def _read_tokens(file: Path) -> Tokens:
     if file.suffix == ".npy":
         found = np.load(file, allow_pickle=False)
         if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and found.min() < 0):
-            raise ValueError(f"{file} holds {found.dtype} {found.shape}: a token file is one row of whole numbers")
+            raise ValueError(
+                f"{file} contains {found.dtype} of shape {found.shape}; a token file must be a one-dimensional array"
+                " of integers from 0 up"
+            )
         return np.asarray(found)
     return np.frombuffer(file.read_bytes(), dtype=np.uint8)
 
 
-def _folder(root: Path, skipped: set[str], suffixes: tuple[str, ...] | None) -> dict[str, Tokens]:
-    """Every file that looks like text, by its path below the folder."""
+def _read_folder(root: Path, skipped: set[str], suffixes: tuple[str, ...] | None) -> dict[str, Tokens]:
+    """Return the tokens of every file that looks like text, by its path below the folder."""
     found: dict[str, Tokens] = {}
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS | skipped and not f.startswith("."))

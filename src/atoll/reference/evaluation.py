@@ -1,8 +1,8 @@
-"""The loss of a model on held-out text: once for a report, and of the published model while a run goes on.
+"""Held-out loss of a model: once for the report, and periodically for the published model during a run.
 
-`metrics/eval.jsonl`: a line per evaluation, at every tenth of the run by default. A thread of the supervisor reads the
-model and evaluates it at a low priority and on few tokens, because the learners need the cores. If an evaluation takes
-longer than a tenth of the run, points are left out. Each line has the moment at which its versions were published.
+`metrics/eval.jsonl` has one line per evaluation, by default at every tenth of the run. A thread of the supervisor reads
+the model and evaluates it at low priority on few tokens, because the learners need the cores. If an evaluation takes
+longer than a tenth of the run, points are skipped. Each line has the time at which its versions were published.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from atoll.checkpoint.published import is_finished, plan_of, published_versions
-from atoll.reference.data import Text
+from atoll.checkpoint.published_model import is_run_finished, read_plan, read_published_versions
+from atoll.reference.data import Corpus
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.loop import METRICS
+from atoll.reference.loop import METRICS_FOLDER
 from atoll.reference.models import GPT
 from atoll.reference.saved_models import published_model
 
 _BATCH = 32
 
-NAME = "eval.jsonl"
-MAX_TOKENS = 8192
-MAX_READS = 5
-"""Attempts to read a model whose versions are replaced meanwhile; the point is left out after these."""
+EVAL_FILE = "eval.jsonl"
+MAX_EVAL_TOKENS = 8192
+MAX_READ_ATTEMPTS = 5
+"""Attempts to read a model whose versions are being replaced. After these the point is skipped."""
 
-NICE = 15
+EVAL_NICENESS = 15
 
 
 class Evaluation(NamedTuple):
@@ -40,10 +40,10 @@ class Evaluation(NamedTuple):
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, corpus: Text, context: int, tokens: int) -> Evaluation:
-    """Mean loss on about `tokens` held-out tokens: whole windows, spread evenly over all that is held out.
+def held_out_loss(model: nn.Module, corpus: Corpus, context: int, tokens: int) -> Evaluation:
+    """Return the mean loss on about `tokens` held-out tokens: whole windows, evenly spaced.
 
-    The windows depend on the corpus, `context` and `tokens` alone, so two models are asked the very same questions.
+    The windows depend only on the corpus, `context` and `tokens`, so that losses of two models are comparable.
     """
     was_training = model.training
     model.eval()
@@ -58,21 +58,23 @@ def held_out_loss(model: nn.Module, corpus: Text, context: int, tokens: int) -> 
 
 
 class PublishedModel(NamedTuple):
-    """A model that was the published one at this moment, in seconds of the Unix epoch."""
+    """Published model at one moment."""
 
-    at: float
+    at: float  # Unix time
     versions: tuple[int, ...]
     model: GPT
 
 
-class Evaluations:
-    def __init__(self, settings: JobSettings, run: Path, corpus: Text) -> None:
+class PeriodicEvaluation:
+    """Evaluation of the published model at regular shares of a run, in a background thread."""
+
+    def __init__(self, settings: JobSettings, run: Path, corpus: Corpus) -> None:
         self._settings, self._run, self._corpus = settings, run, corpus
         self._thread: threading.Thread | None = None
         self._next = 1
 
-    def look(self, progress: float) -> None:
-        """Begin one if it is due and none is under way."""
+    def start_if_due(self, progress: float) -> None:
+        """Start an evaluation if one is due and none is running."""
         count = self._settings.evaluations
         if count == 0 or progress < self._next / count or progress >= 1.0:
             return
@@ -82,40 +84,43 @@ class Evaluations:
         self._thread = threading.Thread(target=self._evaluate, name="evaluation", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
 
     def _evaluate(self) -> None:
         torch.set_num_threads(1)
         try:
-            point = self._read()  # before the priority falls: on busy cores the versions would be gone
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux: of this thread alone
+            point = self._read()  # at normal priority: on busy cores the versions would be replaced before the read
+            # on Linux this affects only this thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), EVAL_NICENESS)
         except (OSError, ValueError):
-            return  # no version of some fragment yet, or an evaluation would compete with the learners
+            return  # a fragment has no version yet, or the priority cannot be lowered
         if point is None:
             return
         at, versions, model = point
-        found = held_out_loss(model, self._corpus, model.config.context, min(MAX_TOKENS, self._settings.eval_tokens))
+        found = held_out_loss(
+            model, self._corpus, model.config.context, min(MAX_EVAL_TOKENS, self._settings.eval_tokens)
+        )
         line = {"at": at, "loss": found.loss, "tokens": found.tokens, "versions": versions}
         try:
-            with open(self._run / METRICS / NAME, "ab", buffering=0) as file:
+            with open(self._run / METRICS_FOLDER / EVAL_FILE, "ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         except OSError:
-            return  # the record is worth less than the run
+            return  # a metric that cannot be written must not stop the run
 
     def _read(self) -> PublishedModel | None:
-        """Read the published model and the moment at which it was that; None if there is no such point on the way.
+        """Return the published model and its time. None if the run is finished or the versions change too quickly.
 
-        Versions are listed twice. If nothing was replaced in between, they were the published ones between the lists.
+        Versions are listed twice. If both lists are equal, these versions were the published ones at a time in between.
         """
-        plan = plan_of(self._run)
-        for _ in range(MAX_READS):
-            versions = tuple(published_versions(self._run, plan))
+        plan = read_plan(self._run)
+        for _ in range(MAX_READ_ATTEMPTS):
+            versions = tuple(read_published_versions(self._run, plan))
             at = time.time()
-            if is_finished(self._run):
-                return None  # the report has this point
-            if tuple(published_versions(self._run, plan)) != versions:
+            if is_run_finished(self._run):
+                return None  # the report evaluates the final model
+            if tuple(read_published_versions(self._run, plan)) != versions:
                 continue
             try:
                 return PublishedModel(at, versions, published_model(self._run, self._settings, versions))

@@ -1,7 +1,7 @@
-"""Reference models: a byte-level GPT, dense or with a mixture of experts, its inner optimizers, and text from it.
+"""Reference models: a byte-level GPT, dense or with a mixture of experts, its inner optimizers, and text generation.
 
-Everything is drawn from a seed of its own and never from torch's global generator: two processes that build the same
-model hold the same bits, whatever else they have done before.
+Random numbers come from a generator with an explicit seed, never from torch's global generator. Two processes that
+build the same model have the same bits, whatever they have done before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """The shape of a model. `experts` 0 is the dense model."""
+    """Shape of a model. `experts` is 0 for a dense model."""
 
     layers: int
     heads: int
@@ -29,14 +29,16 @@ class GPTConfig:
     experts: int = 0
     experts_per_token: int = 2
     mlp_ratio: int = 4
-    tie: bool = True  # the head is the embedding
+    tie: bool = True  # head and embedding share their weight
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "context", "vocabulary", "experts_per_token", "mlp_ratio"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}: give each head a whole size")
+            raise ValueError(
+                f"width {self.width} is not a multiple of heads {self.heads}; all heads have the same size"
+            )
         if self.experts < 0:
             raise ValueError(f"experts must be 0 (a dense model) or more, got {self.experts}")
         if self.experts and self.experts_per_token > self.experts:
@@ -51,21 +53,21 @@ SIZES: dict[str, GPTConfig] = {
     "10m": GPTConfig(layers=6, heads=6, width=384, context=64),
     "moe": GPTConfig(layers=4, heads=4, width=128, context=64, experts=4, mlp_ratio=2),
 }
-"""Shapes that one CPU thread runs well: few wide layers, short contexts. The name tells the parameters."""
+"""Shapes that run well on one CPU thread: few wide layers and short contexts. The name is the number of parameters."""
 
-BALANCE = 0.01
-"""Weight of the loss that keeps tokens spread over the experts; it is no part of a loss that is reported."""
+BALANCE_WEIGHT = 0.01
+"""Weight of the auxiliary loss that balances tokens over the experts. Held-out losses do not contain it."""
 
 _STD = 0.02
 
 END_OF_DOCUMENT = 0
-"""The token after each document of the training text."""
+"""Token after each document of the training text."""
 
 NEWTON_SCHULZ_STEPS = 5
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """Without drawing from the global generator; `build` draws."""
+    """Make a layer without random numbers from the global generator. `build_model` initializes it."""
     return nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
 
 
@@ -95,19 +97,19 @@ class MLP(nn.Module):
         self.out = _linear(config.mlp_ratio * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(F.relu(self.up(x)).square())  # one pass each way; gelu is many on a CPU
+        y: Tensor = self.out(F.relu(self.up(x)).square())  # squared ReLU: on a CPU GELU takes many passes over x
         return y
 
 
 class Experts(nn.Module):
-    """Each token goes to its `experts_per_token` best experts, weighted by the router."""
+    """Mixture of experts. Each token goes to the `experts_per_token` experts with the highest router scores."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.per_token = config.experts_per_token
         self.router = _linear(config.width, config.experts)
         self.experts = nn.ModuleList(MLP(config) for _ in range(config.experts))
-        self.balance = torch.zeros(())  # of the last forward pass
+        self.balance = torch.zeros(())  # balance loss of the last forward pass
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])  # [N, W]
@@ -118,7 +120,7 @@ class Experts(nn.Module):
         for e, expert in enumerate(self.experts):
             rows, slots = (chosen == e).nonzero(as_tuple=True)
             y = y.index_add(0, rows, expert(flat[rows]) * best[rows, slots].unsqueeze(-1))
-        # Product of the share of tokens and the share of probability, summed: least when both are even.
+        # Sum over experts of the share of tokens times the mean probability: minimal if both are uniform.
         count = len(self.experts)
         tokens = torch.bincount(chosen.reshape(-1), minlength=count) / chosen.numel()
         self.balance = count * (tokens * scores.mean(0)).sum()
@@ -140,7 +142,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder of bytes. Make one with `build`, which also draws the parameters."""
+    """Byte-level decoder. Make one with `build_model`, which also initializes the parameters."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """tokens [B, T] -> logits [B, T, vocabulary]; with targets [B, T] the mean loss per token in nats."""
+        """Return logits [B, T, vocabulary] for tokens [B, T]; with targets [B, T], the mean loss per token in nats."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -163,19 +165,23 @@ class GPT(nn.Module):
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if self.training and self.config.experts:
-            loss = loss + BALANCE * torch.stack([m.balance for m in self.modules() if isinstance(m, Experts)]).mean()
+            loss = (
+                loss
+                + BALANCE_WEIGHT * torch.stack([m.balance for m in self.modules() if isinstance(m, Experts)]).mean()
+            )
         return loss
 
 
-def build(config: GPTConfig, seed: int) -> GPT:
-    """The model of a config and a seed, f32, always the same bits."""
+def build_model(config: GPTConfig, seed: int) -> GPT:
+    """Build a model in f32. The same config and seed give the same bits."""
     model = GPT(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2:
-                parameter.fill_(1.0)  # gains of the norms
-            elif name.endswith("out.weight"):  # what is added to the residual stream: its sum keeps its size
+                parameter.fill_(1.0)  # weights of the norms
+            # outputs to the residual stream: scaled so that the variance of their sum does not grow
+            elif name.endswith("out.weight"):
                 parameter.normal_(0.0, _STD / math.sqrt(2 * config.layers), generator=generator)
             else:
                 parameter.normal_(0.0, _STD, generator=generator)
@@ -186,10 +192,10 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def schedule(progress: float, warmup: float = 0.02, floor: float = 0.1) -> float:
-    """Factor on the learning rate at a share of the run: rises over `warmup`, then a cosine down to `floor`.
+def lr_factor(progress: float, warmup: float = 0.02, floor: float = 0.1) -> float:
+    """Return the factor on the learning rate: linear warmup over the share `warmup`, then a cosine down to `floor`.
 
-    >>> [schedule(x, warmup=0.1, floor=0.1) for x in (0.05, 0.1, 1.0)]
+    >>> [lr_factor(x, warmup=0.1, floor=0.1) for x in (0.05, 0.1, 1.0)]
     [0.5, 1.0, 0.1]
     """
     progress = min(max(progress, 0.0), 1.0)
@@ -199,23 +205,25 @@ def schedule(progress: float, warmup: float = 0.02, floor: float = 0.1) -> float
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * down))
 
 
-def sample(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
-    """At most `tokens` further tokens; fewer where the model ends the document.
+def generate(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+    """Yield at most `tokens` tokens that continue `start`; fewer if the model ends the document.
 
-    The same model, start, temperature and seed give the same tokens: the generator is this call's own. Temperature 0
-    takes the most likely token each time.
+    The same model, start, temperature and seed give the same tokens.
+
+    Args:
+        temperature: 0 takes the most likely token each time.
     """
     if not start:
-        raise ValueError("a model continues a text: give at least one letter")
+        raise ValueError("the text to continue is empty; give at least one character")
     if tokens < 1:
-        raise ValueError(f"{tokens} tokens are no text; give at least 1")
+        raise ValueError(f"cannot generate {tokens} tokens; give at least 1")
     if not 0.0 <= temperature <= 100.0:
         raise ValueError(f"temperature is {temperature:g}; give 0 (the most likely token) to 100, usually near 1")
-    return _sampled(model, start, tokens, temperature, seed)
+    return _generate(model, start, tokens, temperature, seed)
 
 
 @torch.no_grad()
-def _sampled(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+def _generate(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     context = model.config.context
@@ -238,8 +246,8 @@ def _sampled(model: GPT, start: list[int], tokens: int, temperature: float, seed
 # Inner optimizers
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers, each with parameters of its own, seen as one: one list of groups, one state."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers for disjoint parameters with the interface of one: one list of groups, one state."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -247,7 +255,7 @@ class Together(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts work on the groups and the state of the whole."""
+        """Replace the groups and the state of the parts by those of this optimizer."""
         start = 0
         for part in self.parts:
             stop = start + len(part.param_groups)
@@ -257,7 +265,7 @@ class Together(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         if closure is not None:
-            raise ValueError("an optimizer of several parts takes no closure: call backward() before step()")
+            raise ValueError("CombinedOptimizer.step() takes no closure; call backward() before step()")
         for part in self.parts:
             part.step()
         return None
@@ -269,10 +277,10 @@ class Together(torch.optim.Optimizer):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with its Newton-Schulz iteration in the dtype of the parameters.
+    """Muon whose Newton-Schulz iteration uses the dtype of the parameters.
 
-    `torch.optim.Muon` iterates in bfloat16, which is eight times as slow as float32 on a processor without bfloat16
-    instructions. Coefficients, momentum and learning rate scale (`match_rms_adamw`) are the same.
+    `torch.optim.Muon` iterates in bfloat16, which on a CPU without bfloat16 instructions is eight times as slow as
+    float32. Coefficients, momentum and learning rate scale (`match_rms_adamw`) are the same.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
@@ -286,28 +294,28 @@ class Muon(torch.optim.Optimizer):
                     continue
                 buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
                 buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonalized(parameter.grad.lerp(buffer, group["momentum"]))
+                update = orthogonalize(parameter.grad.lerp(buffer, group["momentum"]))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix` and singular values near 1.
 
     Newton-Schulz: each step multiplies X by a I + b G + c G^2, where G = X X^T. These factors and G commute, so
     the steps need only the small square G: the wide matrix is multiplied once at the start and once at the end.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=1e-7)
-    gram = wide @ wide.T
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    gram = x @ x.T
     product = identity = torch.eye(len(gram)).to(gram)
     for step in range(NEWTON_SCHULZ_STEPS):
         factor = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315).add_(identity, alpha=3.4445)
         product = factor @ product if step else factor
         if step < NEWTON_SCHULZ_STEPS - 1:
             gram = factor @ gram @ factor
-    result: Tensor = product @ wide
+    result: Tensor = product @ x
     return result.T if is_tall else result
 
 
@@ -319,9 +327,10 @@ def inner_optimizer(
     weight_decay: float = 0.1,
     momentum: float = 0.95,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the inner steps: `adamw`, `sgd`, or `muon` (matrices of the blocks; AdamW for the rest).
+    """Make the optimizer of the inner steps: `adamw`, `sgd` or `muon`.
 
-    Only matrices decay, never gains. With Muon the embeddings stay with AdamW, as its authors advise.
+    Muon trains the matrices of the blocks, and AdamW the embeddings and the rest, as Muon's authors advise. Weight
+    decay applies to matrices, never to gains.
     """
     parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for _, p in parameters if p.ndim >= 2]
@@ -335,8 +344,8 @@ def inner_optimizer(
         inside = [p for p in matrices if p.ndim == 2 and id(p) not in embedded]
         outside = [p for p in matrices if p.ndim != 2 or id(p) in embedded]
         muon = Muon(inside, lr, momentum, weight_decay)
-        return Together(muon, _adamw(outside, vectors, lr, beta2, weight_decay))
-    raise ValueError(f"inner optimizer {name!r} is not known; choose adamw, muon or sgd")
+        return CombinedOptimizer(muon, _adamw(outside, vectors, lr, beta2, weight_decay))
+    raise ValueError(f"inner optimizer {name!r} is unknown; give --inner adamw, muon or sgd")
 
 
 def _adamw(
@@ -355,6 +364,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_(parameters: Iterable[nn.Parameter], most: float) -> None:
-    """Scales all gradients so that their common norm is at most `most`."""
-    torch.nn.utils.clip_grad_norm_(parameters, most, foreach=True)
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scale all gradients so that their total norm is at most `max_norm`."""
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)

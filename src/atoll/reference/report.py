@@ -1,7 +1,7 @@
-"""`report.json`: what a training job came to, the same fields for every method. docs/report.md says what each means.
+"""Report of a training job, `report.json`, with the same fields for every method. docs/report.md describes the fields.
 
-A decoupled run is told by its tapes, a baseline by what its processes wrote at their end; both by their metrics, by the
-faults that the job saw, and by the evaluation of the model that is left.
+The report of a decoupled run comes from its tapes, that of a baseline from the summaries of its processes. Both also
+use the metrics, the recorded faults and the evaluation of the final model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import read_metrics
 from atoll.tape.bounded_logs import Span
 from atoll.tape.learner_processes import LearnerProcess, median_step_s
-from atoll.tape.syncer_tenures import mean_line
+from atoll.tape.syncer_tenures import mean_ledger_line
 from atoll.tape.timeline import RunTimeline, read_timeline
 
 REPORT = "report.json"
@@ -29,18 +29,18 @@ FAULTS = "faults.jsonl"
 FORMAT = 1
 
 
-class Judged(NamedTuple):
-    """The final model on held-out text, beside the model that the run began with."""
+class ModelEvaluation(NamedTuple):
+    """Held-out evaluation of the initial and the final model."""
 
     loss: float
     tokens: int
-    loss_before: float
-    digest: str
+    loss_before: float  # of the initial model
+    digest: str  # of the final model
     parameters: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenTotals:
     trained: int
     merged: int
     pending: int
@@ -48,7 +48,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class ByteTotals:
     up: int
     down: int
     per_token: float
@@ -56,7 +56,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFault:
-    """Something that ended a process, on purpose or not, and what became of it."""
+    """Early exit of a process, planned or not, and its effects."""
 
     at_s: float | None
     who: str
@@ -86,29 +86,29 @@ class IslandReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
+class PaceSettings:
     step_time_s: float
     speeds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """See docs/report.md; a test keeps that page and these fields equal."""
+    """Report of a job. docs/report.md describes the fields, and a test compares that page with this class."""
 
     format: int
     method: str
     learners: int
     seed: int
-    paced: Paced | None
+    paced: PaceSettings | None
     wall_s: float
     goodput: float
     uptime: float
     steps: int
-    tokens: Tokens
+    tokens: TokenTotals
     rounds: int
     contributions_per_merge: float | None
     effective_h: float | None
-    bytes: Bytes
+    bytes: ByteTotals
     parameters: int
     eval_loss: float
     eval_loss_before: float
@@ -118,21 +118,28 @@ class JobReport:
     islands: tuple[IslandReport, ...]
 
     def to_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = asdict(self)
-        return told
+        data: dict[str, Any] = asdict(self)
+        return data
 
     def save(self, run: Path) -> Path:
+        """Write `report.json` and return its path."""
         path = run / REPORT
         write_text(path, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
         return path
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Faults as the job writes them down
+# Fault records
 
 
-def note_fault(run: Path, at: float, who: str, what: str, planned: bool) -> None:
-    """`at`: seconds of the Unix epoch. Written at once: the job itself may end before its report."""
+def record_fault(run: Path, at: float, who: str, what: str, planned: bool) -> None:
+    """Append a fault to `faults.jsonl` at once, because the job may be killed before its report.
+
+    Args:
+        at: Unix time.
+        who: name of the process, such as "learner 2".
+        what: signal or exit code.
+    """
     with open(run / FAULTS, "a", encoding="utf-8") as file:
         file.write(json.dumps({"at": at, "who": who, "what": what, "planned": planned}) + "\n")
 
@@ -145,53 +152,57 @@ def read_faults(run: Path) -> list[dict[str, Any]]:
 # The decoupled run
 
 
-def decoupled_report(run: Path, settings: JobSettings, judged: Judged, founded_at: float) -> JobReport:
-    """`founded_at`: when the clock of the tapes began, in seconds of the Unix epoch."""
+def decoupled_report(run: Path, settings: JobSettings, evaluation: ModelEvaluation, founded_at: float) -> JobReport:
+    """Return the report of a decoupled run.
+
+    Args:
+        founded_at: Unix time at time 0 of the tapes.
+    """
     timeline = read_timeline(run, learners=settings.learners)
-    assert timeline.tenure is not None, "a run without a syncer has no model either"
-    ledger = mean_line(timeline.tenure.lines())
-    islands = tuple(_island_of_tape(run, timeline, learner) for learner in sorted(timeline.processes))
+    assert timeline.current_tenure is not None, "the tapes have no syncer, although the run has a model"
+    ledger = mean_ledger_line(timeline.current_tenure.ledger_lines())
+    islands = tuple(_learner_report(run, timeline, learner) for learner in sorted(timeline.processes))
     up, down = sum(island.bytes_up for island in islands), sum(island.bytes_down for island in islands)
     merges = timeline.merges_until(float("inf"))
     contributions = sum(tenure.merges.contributions for tenure in timeline.tenures)
     return JobReport(
-        **_shared(settings, judged),
+        **_shared_fields(settings, evaluation),
         learners=max(settings.learners, len(islands)),
         wall_s=timeline.wall_s(),
         goodput=timeline.goodput() or 0.0,
         uptime=timeline.uptime() or 0.0,
         steps=sum(island.steps for island in islands),
-        tokens=Tokens(ledger.trained, ledger.merged, ledger.pending, sum(ledger.dropped.values())),
+        tokens=TokenTotals(ledger.trained, ledger.merged, ledger.pending, sum(ledger.dropped.values())),
         rounds=merges,
         contributions_per_merge=contributions / merges if merges else None,
         effective_h=timeline.effective_h(),
-        bytes=Bytes(up, down, (up + down) / max(ledger.trained, 1)),
-        faults=tuple(_fault(timeline, each, founded_at) for each in read_faults(run)),
+        bytes=ByteTotals(up, down, (up + down) / max(ledger.trained, 1)),
+        faults=tuple(_process_fault(timeline, each, founded_at) for each in read_faults(run)),
         islands=islands,
     )
 
 
-def _shared(settings: JobSettings, judged: Judged) -> dict[str, Any]:
+def _shared_fields(settings: JobSettings, evaluation: ModelEvaluation) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "method": settings.method,
         "seed": settings.seed,
-        "paced": Paced(settings.step_time_s, settings.speeds) if settings.paced else None,
-        "parameters": judged.parameters,
-        "eval_loss": judged.loss,
-        "eval_loss_before": judged.loss_before,
-        "eval_tokens": judged.tokens,
-        "final_digest": judged.digest,
+        "paced": PaceSettings(settings.step_time_s, settings.speeds) if settings.is_paced else None,
+        "parameters": evaluation.parameters,
+        "eval_loss": evaluation.loss,
+        "eval_loss_before": evaluation.loss_before,
+        "eval_tokens": evaluation.tokens,
+        "final_digest": evaluation.digest,
     }
 
 
-def _island_of_tape(run: Path, timeline: RunTimeline, learner: int) -> IslandReport:
+def _learner_report(run: Path, timeline: RunTimeline, learner: int) -> IslandReport:
     lines = read_metrics(run, learner)
-    newest = {line["start"]: line for line in lines}  # the last line of every incarnation
-    processes = [process for process in timeline.processes[learner] if process.began is not None]
+    newest = {line["start"]: line for line in lines}  # last line of every incarnation
+    processes = [process for process in timeline.processes[learner] if process.training_started_at is not None]
     present_s = sum(process.present_s for process in processes)
     tokens = sum(process.tokens for process in processes)
-    shares = timeline.split(learner)
+    shares = timeline.time_shares(learner)
     return IslandReport(
         learner=learner,
         starts=len(processes),
@@ -205,7 +216,7 @@ def _island_of_tape(run: Path, timeline: RunTimeline, learner: int) -> IslandRep
         waited_s=0.0,
         bytes_up=sum(line.get("bytes_up", 0) for line in newest.values()),
         bytes_down=sum(line.get("bytes_down", 0) for line in newest.values()),
-        inner_state=tuple(process.moments for process in processes),
+        inner_state=tuple(process.optimizer_state_source for process in processes),
     )
 
 
@@ -213,82 +224,80 @@ def _last_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return next((line["loss"] for line in reversed(lines) if "loss" in line), None)
 
 
-def _fault(timeline: RunTimeline, noted: Mapping[str, Any], founded_at: float) -> ProcessFault:
-    at = noted["at"] - founded_at
-    struck = next((n for n in timeline.processes if noted["who"] == f"learner {n}"), None)
-    processes = _return_after(timeline.processes[struck], at) if struck is not None else None
-    before = during = away_s = None
+def _process_fault(timeline: RunTimeline, record: Mapping[str, Any], founded_at: float) -> ProcessFault:
+    at = record["at"] - founded_at
+    failed = next((n for n in timeline.processes if record["who"] == f"learner {n}"), None)
+    processes = _find_restart(timeline.processes[failed], at) if failed is not None else None
+    steps_before = during = away_s = None
     if processes is not None:
-        gone, back = processes
-        assert back.began is not None
-        last = gone.log.ends[-1] if gone.steps else gone.joined
-        away_s = back.began - last
-        others = [processes for learner, processes in timeline.processes.items() if learner != struck]
-        before = _others_step_s(others, (last - max(away_s, 1.0), last))
-        during = _others_step_s(others, (last, back.began))
+        exited, restarted = processes
+        assert restarted.training_started_at is not None
+        last = exited.log.ends[-1] if exited.steps else exited.joined_at
+        away_s = restarted.training_started_at - last
+        others = [processes for learner, processes in timeline.processes.items() if learner != failed]
+        steps_before = _others_step_s(others, (last - max(away_s, 1.0), last))
+        during = _others_step_s(others, (last, restarted.training_started_at))
     return ProcessFault(
-        at_s=at - (timeline.trains_since or 0.0),
-        who=noted["who"],
-        what=noted["what"],
-        planned=noted["planned"],
+        at_s=at - (timeline.training_started_at or 0.0),
+        who=record["who"],
+        what=record["what"],
+        planned=record["planned"],
         away_s=away_s,
-        came_back_with=None if processes is None else processes[1].moments,
-        others_step_s_before=before,
+        came_back_with=None if processes is None else processes[1].optimizer_state_source,
+        others_step_s_before=steps_before,
         others_step_s_during=during,
     )
 
 
-def _return_after(processes: Sequence[LearnerProcess], at: float) -> tuple[LearnerProcess, LearnerProcess] | None:
-    """The process that ended around this moment, and the one that followed."""
-    trained = [process for process in processes if process.began is not None]
+def _find_restart(processes: Sequence[LearnerProcess], at: float) -> tuple[LearnerProcess, LearnerProcess] | None:
+    """Return the process that exited at this time and its successor, or None if there is no successor."""
+    trained = [process for process in processes if process.training_started_at is not None]
     for before, after in pairwise(trained):
-        if before.joined <= at <= after.joined:
+        if before.joined_at <= at <= after.joined_at:
             return before, after
     return None
 
 
-def _others_step_s(islands: Sequence[Sequence[LearnerProcess]], span: Span) -> float | None:
-    found = [step_s for step_s in (median_step_s(processes, span) for processes in islands) if step_s is not None]
-    return median(found) if found else None
+def _others_step_s(learners: Sequence[Sequence[LearnerProcess]], span: Span) -> float | None:
+    medians = [step_s for step_s in (median_step_s(processes, span) for processes in learners) if step_s is not None]
+    return median(medians) if medians else None
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Baselines
 
 
-def baseline_report(run: Path, settings: JobSettings, judged: Judged) -> JobReport:
-    """All processes of a baseline took the same steps, and everything that was trained is in the model."""
+def baseline_report(run: Path, settings: JobSettings, evaluation: ModelEvaluation) -> JobReport:
+    """Return the report of a baseline. All learners took the same steps, and all trained tokens are merged."""
     lines = {learner: read_metrics(run, learner) for learner in range(1, settings.learners + 1)}
     ends: dict[int, dict[str, Any]] = {}
-    for learner, told in lines.items():
-        if not told or "end" not in told[-1]:
-            raise ValueError(
-                f"learner {learner} did not come to its end: {run} holds no whole run of {settings.method}"
-            )
-        ends[learner] = told[-1]["end"]
+    for learner, metrics in lines.items():
+        if not metrics or "end" not in metrics[-1]:
+            raise ValueError(f"the metrics of learner {learner} in {run} are incomplete; start the run again")
+        ends[learner] = metrics[-1]["end"]
     wall_s = max(end["ended_at"] for end in ends.values()) - min(end["began_at"] for end in ends.values())
     useful = [end["useful_s"] for end in ends.values()]
     tokens = sum(end["tokens"] for end in ends.values())
     sent = sum(end["sent_bytes"] for end in ends.values())
     rounds = ends[1]["rounds"]
     return JobReport(
-        **_shared(settings, judged),
+        **_shared_fields(settings, evaluation),
         learners=settings.learners,
         wall_s=wall_s,
         goodput=min(1.0, sum(useful) / max(settings.learners * wall_s, 1e-9)),
         uptime=min(1.0, max(useful) / max(wall_s, 1e-9)),
         steps=sum(end["steps"] for end in ends.values()),
-        tokens=Tokens(tokens, tokens, 0, 0),
+        tokens=TokenTotals(tokens, tokens, 0, 0),
         rounds=rounds,
         contributions_per_merge=float(settings.learners) if rounds else None,
         effective_h=ends[1]["steps"] * ends[1]["fragments"] / rounds if rounds else None,
-        bytes=Bytes(sent, sent, 2 * sent / max(tokens, 1)),
+        bytes=ByteTotals(sent, sent, 2 * sent / max(tokens, 1)),
         faults=(),
-        islands=tuple(_island_of_end(learner, ends[learner], lines[learner]) for learner in ends),
+        islands=tuple(_baseline_learner_report(learner, ends[learner], lines[learner]) for learner in ends),
     )
 
 
-def _island_of_end(learner: int, end: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> IslandReport:
+def _baseline_learner_report(learner: int, end: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> IslandReport:
     return IslandReport(
         learner=learner,
         starts=1,

@@ -1,8 +1,8 @@
-"""The invariants, each watched by an observer that reads nothing but tape entries.
+"""Base of the invariant checkers, which read nothing but tape entries.
 
-The same observers run over a swarm in memory and over the tapes of a real run (`atoll check`). A checker keeps the few
-facts that it needs and trusts neither core: what a learner claims is compared with what the learner was told and did,
-and with what the syncer made durable.
+The same checkers run over a swarm in memory and over the tapes of a real run (`atoll check`). A checker stores the few
+facts that it needs and trusts neither core: it compares the claims of a learner with the events and effects of that
+learner, and with the durable records of the syncer.
 """
 
 from __future__ import annotations
@@ -21,108 +21,117 @@ from atoll.core.protocol import (
     Record,
     RecordKey,
     Send,
-    ShardBack,
+    ShardReconnected,
     VersionRecord,
 )
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import SYNCER, FragmentId, RunConfig, Version
 from atoll.tape.format import Actor, Entry
 
 Subject = tuple[str, int]
 Handler = Callable[..., None]
-Table = Literal["every", "events", "arrived", "effects", "sent"]
+EntryPart = Literal["every", "events", "arrived", "effects", "sent"]
 
 
-class Violation(Exception):  # noqa: N818 - it is a finding, not an error of the program
-    """An invariant does not hold. `subject` names whose story explains it."""
+class InvariantViolationError(Exception):
+    """Violation of an invariant. `subject` selects the story that explains it."""
 
     def __init__(self, checker: str, sentence: str, entry: Entry | None, subject: Subject | None) -> None:
         super().__init__(f"{checker}: {sentence}")
         self.checker = checker
-        self.sentence = sentence
+        self.message = sentence
         self.entry = entry
         self.subject = subject
 
 
-class Watched(NamedTuple):
-    """Which entries a handler sees: those with one of these types in this table, perhaps of the newest syncer only."""
+class Subscription(NamedTuple):
+    """Types and table of entry parts for which a handler is called, optionally of the newest syncer only."""
 
-    table: Table
+    table: EntryPart
     kinds: tuple[type, ...]
-    current: bool
+    newest_syncer_only: bool
 
 
 F = TypeVar("F", bound=Callable[..., None])
 
 
-def on(table: Table, *kinds: type, current: bool = False) -> Callable[[F], F]:
+def on(table: EntryPart, *kinds: type, current: bool = False) -> Callable[[F], F]:
     """Mark a method of a checker as a handler.
 
-    It gets the entry, and for `events` and `effects` the event or effect, for `arrived` and `sent` the envelope and
-    its body. A handler of `every` gets nothing else.
+    A handler of `every` receives the entry. A handler of `events` or `effects` receives the entry and the event or
+    effect. A handler of `arrived` or `sent` receives the entry, the envelope and its body.
+
+    Args:
+        table: part of an entry that the handler receives.
+        kinds: types for which the handler is called; none for all types.
+        current: call the handler for entries of the newest syncer only.
     """
 
     def mark(method: F) -> F:
-        method.__dict__["watched"] = Watched(table, kinds or (object,), current)
+        method.__dict__["subscription"] = Subscription(table, kinds or (object,), current)
         return method
 
     return mark
 
 
 class Checker:
-    """An observer. `on` marks its handlers; components such as `DurableRecords` add theirs with `watch`."""
+    """Base class of checkers. `on` marks handlers; components such as `DurableRecords` add theirs with `subscribe`."""
 
     name = ""
-    sentence = ""
-    is_of_leases = False  # it sees nothing of a run without leases
+    invariant = ""
+    needs_leases = False  # no handlers in a run without leases
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.handlers: list[tuple[Watched, Handler]] = []
-        self.starts: list[Callable[[Actor, Restored | None], None]] = []
-        self.syncer: Actor | None = None  # the newest; an older one may live on, cut off and fenced from the store
-        if config.lease_samples or not self.is_of_leases:
+        self.handlers: list[tuple[Subscription, Handler]] = []
+        self.start_handlers: list[Callable[[Actor, RestoredState | None], None]] = []
+        self.syncer: Actor | None = (
+            None  # the newest; an older one may still run, disconnected and fenced from the store
+        )
+        if config.lease_samples or not self.needs_leases:
             methods = [getattr(self, name) for name in dir(type(self))]
-            self.handlers += [(method.watched, method) for method in methods if hasattr(method, "watched")]
+            self.handlers += [(method.subscription, method) for method in methods if hasattr(method, "subscription")]
         self.setup()
 
     def setup(self) -> None:
-        """Begin with nothing known."""
+        """Initialize the state of the checker."""
 
-    def watch(self, table: Table, kind: type, handler: Handler) -> None:
-        self.handlers.append((Watched(table, (kind,), False), handler))
+    def subscribe(self, table: EntryPart, kind: type, handler: Handler) -> None:
+        self.handlers.append((Subscription(table, (kind,), False), handler))
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        """A process has begun; `restored` is what a syncer found in its directory."""
+    def on_process_started(self, actor: Actor, restored: RestoredState | None) -> None:
+        """Handle the start of a process. `restored` is what a syncer loaded from its directory."""
         if actor.learner == SYNCER:
             self.syncer = actor
-        for on_start in self.starts:
+        for on_start in self.start_handlers:
             on_start(actor, restored)
         if actor.learner == SYNCER:
-            self.on_syncer(restored)
+            self.on_syncer_started(restored)
 
-    def on_syncer(self, restored: Restored | None) -> None:
-        """A syncer has begun: it is `self.syncer` now."""
+    def on_syncer_started(self, restored: RestoredState | None) -> None:
+        """Handle the start of a syncer, which is `self.syncer` now."""
 
     def is_current(self, entry: Entry) -> bool:
         return entry.actor == self.syncer
 
     def finish(self) -> None:
-        """The run is over and everything is healed."""
+        """Run the final checks, after the run has ended and all faults are healed."""
 
-    def fail(self, entry: Entry | None, subject: Subject | None, what: str) -> None:
-        raise Violation(self.name, f"{what} (invariant: {self.sentence})", entry, subject)
+    def fail(self, entry: Entry | None, subject: Subject | None, message: str) -> None:
+        raise InvariantViolationError(self.name, f"{message} (invariant: {self.invariant})", entry, subject)
 
 
 def ignore_record(entry: Entry | None, record: Record) -> None:
-    """Do nothing about a record."""
+    """Ignore a record."""
 
 
 class DurableRecords:
     """Durable versions and pending writes, for a checker that needs them.
 
-    `on_save` gets what the syncer that owns the store wants written, `on_durable` what the store has, and `on_late`
-    what an old syncer is told of after the store changed hands.
+    Args:
+        on_save: receives each record that the current syncer requests to write.
+        on_durable: receives each record that has become durable.
+        on_late: receives each record whose write was acknowledged to a syncer that no longer owns the store.
     """
 
     def __init__(
@@ -139,23 +148,23 @@ class DurableRecords:
         self._on_durable = on_durable
         self._on_late = on_late
         self._saving: dict[tuple[Actor, RecordKey], Record] = {}
-        checker.watch("effects", Persist, self._on_persist)
-        checker.watch("effects", DiscardRound, self._on_discard)
-        checker.watch("events", Persisted, self._on_persisted)
-        checker.watch("events", ShardBack, self._on_shard_back)
-        checker.starts.append(self._on_start)
+        checker.subscribe("effects", Persist, self._on_persist)
+        checker.subscribe("effects", DiscardRound, self._on_discard)
+        checker.subscribe("events", Persisted, self._on_persisted)
+        checker.subscribe("events", ShardReconnected, self._on_shard_back)
+        checker.start_handlers.append(self._on_start)
 
-    def _on_start(self, actor: Actor, restored: Restored | None) -> None:
+    def _on_start(self, actor: Actor, restored: RestoredState | None) -> None:
         if actor.learner != SYNCER:
             return
-        written = list(self._saving.values())
+        pending = list(self._saving.values())
         for p, record in (restored.versions if restored is not None else {}).items():
             if record.version > self.versions[p]:
-                # Durable, but the process died before it heard of it.
+                # Durable, but the process died before it received the acknowledgment.
                 self.versions[p] = record.version
                 self._on_durable(None, record)
         if restored is not None and restored.members is not None:
-            for record_ in written:
+            for record_ in pending:
                 if isinstance(record_, MembersRecord) and record_.serial <= restored.members.serial:
                     self._on_durable(None, record_)
 
@@ -167,21 +176,21 @@ class DurableRecords:
     def _on_persisted(self, entry: Entry, event: Persisted) -> None:
         record = self._saving.pop((entry.actor, event.key), None)
         if record is None:
-            self._checker.fail(entry, ("run", 0), f"{event.key} became durable without being asked for")
+            self._checker.fail(entry, ("run", 0), f"{event.key} became durable without a write request")
             return
-        self._found_durable(entry, record)
+        self._mark_durable(entry, record)
 
-    def _on_shard_back(self, entry: Entry, event: ShardBack) -> None:
-        """What it was writing when it was lost is durable if it says so. All else it says was durable before."""
+    def _on_shard_back(self, entry: Entry, event: ShardReconnected) -> None:
+        """Mark the pending writes that the shard reports as durable. The other reported records were durable before."""
         for key in event.records():
             record = self._saving.pop((entry.actor, key), None)
             if record is not None:
-                self._found_durable(entry, record)
+                self._mark_durable(entry, record)
 
     def _on_discard(self, entry: Entry, effect: DiscardRound) -> None:
         self._saving.pop((entry.actor, effect.key()), None)
 
-    def _found_durable(self, entry: Entry, record: Record) -> None:
+    def _mark_durable(self, entry: Entry, record: Record) -> None:
         if not self._checker.is_current(entry):
             self._on_late(entry, record)
             return
@@ -190,74 +199,75 @@ class DurableRecords:
         self._on_durable(entry, record)
 
 
-class SettingsInForce:
-    """The settings that each syncer goes by, as operators have changed them, for a checker that needs them."""
+class EffectiveSettings:
+    """Effective settings of each syncer, with the changes by operators, for a checker that needs them."""
 
     def __init__(self, checker: Checker) -> None:
         self._config = checker.config
         self._changed: dict[Actor, RunConfig] = {}
-        checker.watch("events", ControlRequested, self._on_control)
+        checker.subscribe("events", ControlRequested, self._on_control)
 
-    def of(self, entry: Entry) -> RunConfig:
+    def effective_config(self, entry: Entry) -> RunConfig:
         return self._changed.get(entry.actor, self._config)
 
     def _on_control(self, entry: Entry, event: ControlRequested) -> None:
-        if event.what == "quorum" and event.value is not None:
-            self._changed[entry.actor] = replace(self.of(entry), quorum=int(event.value))
-        elif event.what == "grace" and event.value is not None:
-            self._changed[entry.actor] = replace(self.of(entry), grace_margin=event.value)
+        if event.kind == "quorum" and event.value is not None:
+            self._changed[entry.actor] = replace(self.effective_config(entry), quorum=int(event.value))
+        elif event.kind == "grace" and event.value is not None:
+            self._changed[entry.actor] = replace(self.effective_config(entry), grace_margin=event.value)
 
 
-class Watch:
-    """Shows every entry to every checker that wants it, with one look-up per event and effect."""
+class CheckerDispatcher:
+    """Dispatcher of entries to the handlers of all checkers, with one lookup per event and effect."""
 
     def __init__(self, checkers: Sequence[Checker]) -> None:
         self.checkers = list(checkers)
         self._syncer: Actor | None = None
-        self._handlers: dict[Table, dict[type, list[tuple[bool, Handler]]]] = {
+        self._handlers: dict[EntryPart, dict[type, list[tuple[bool, Handler]]]] = {
             table: {} for table in ("every", "events", "arrived", "effects", "sent")
         }
         for checker in self.checkers:
-            for watched, handler in checker.handlers:
-                for kind in watched.kinds:
-                    self._handlers[watched.table].setdefault(kind, []).append((watched.current, handler))
+            for subscription, handler in checker.handlers:
+                for kind in subscription.kinds:
+                    handlers = self._handlers[subscription.table].setdefault(kind, [])
+                    handlers.append((subscription.newest_syncer_only, handler))
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
+    def on_process_started(self, actor: Actor, restored: RestoredState | None) -> None:
         if actor.learner == SYNCER:
             self._syncer = actor
         for checker in self.checkers:
-            checker.started(actor, restored)
+            checker.on_process_started(actor, restored)
 
     def observe(self, entry: Entry) -> None:
-        self._show(entry, "every", object)
+        self._dispatch(entry, "every", object)
         event = entry.event
         if type(event) is MessageArrived:
             body = event.envelope.body
-            self._show(entry, "arrived", type(body), event.envelope, body)
+            self._dispatch(entry, "arrived", type(body), event.envelope, body)
         else:
-            self._show(entry, "events", type(event), event)
+            self._dispatch(entry, "events", type(event), event)
         for effect in entry.effects:
             if type(effect) is Send:
                 body = effect.envelope.body
-                self._show(entry, "sent", type(body), effect.envelope, body)
+                self._dispatch(entry, "sent", type(body), effect.envelope, body)
             else:
-                self._show(entry, "effects", type(effect), effect)
+                self._dispatch(entry, "effects", type(effect), effect)
 
-    def _show(self, entry: Entry, table: Table, kind: type, *what: object) -> None:
+    def _dispatch(self, entry: Entry, table: EntryPart, kind: type, *arguments: object) -> None:
         for current, handler in self._handlers[table].get(kind, ()):
             if not current or entry.actor == self._syncer:
-                handler(entry, *what)
+                handler(entry, *arguments)
 
     def finish(self) -> None:
         for checker in self.checkers:
             checker.finish()
 
 
-def all_checkers(config: RunConfig) -> list[Checker]:
-    """One of each, in the order of docs/protocol.md."""
-    from atoll.sim.checkers_of_learners import LEARNER_CHECKERS, LEASE_CHECKERS
-    from atoll.sim.checkers_of_rounds import ROUND_CHECKERS, SYNCER_CHECKERS
-    from atoll.sim.checkers_of_the_run import RUN_CHECKERS
+def create_checkers(config: RunConfig) -> list[Checker]:
+    """Create one checker of each kind, in the order of docs/protocol.md."""
+    from atoll.sim.learner_checkers import LEARNER_CHECKERS, LEASE_CHECKERS
+    from atoll.sim.round_checkers import ROUND_CHECKERS, SYNCER_CHECKERS
+    from atoll.sim.run_checkers import RUN_CHECKERS
 
     kinds = (*ROUND_CHECKERS, *LEARNER_CHECKERS, *RUN_CHECKERS, *LEASE_CHECKERS, *SYNCER_CHECKERS)
     return [kind(config) for kind in kinds]

@@ -1,13 +1,14 @@
-"""The plan before money is spent: what each method makes of these islands, these links and this budget.
+"""Estimates of utilisation, goodput, time, traffic and cost of each method, for given islands, links and a budget.
 
     >>> islands = tuple(IslandSpec(f"site {i}", step_s=1.0, rate_bit_s=2e9) for i in range(1, 9))
-    >>> plan = make_plan(PlanWish(params=5e9, islands=islands))
+    >>> plan = make_plan(PlanRequest(params=5e9, islands=islands))
     >>> by_name = {row.method: row for row in plan.rows}
     >>> round(by_name["data-parallel"].utilisation, 3), by_name["decoupled-int4"].utilisation
     (0.014, 1.0)
 
-Utilisation is by `sim.bandwidth`, goodput by the fleet of `sim.goodput`; neither knows the other: a site's link and its
-chips fail and wait independently here. Methods that wait go at the pace of the slowest island and the thinnest link.
+Utilisation comes from `sim.bandwidth` and goodput from the fleet of `sim.goodput`. The two models are independent: link
+waits and chip failures do not influence each other. Synchronous methods run at the speed of the slowest island and the
+slowest link.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from atoll.sim.bandwidth import (
     CODEC_BITS,
     UTILISATIONS,
     ExchangePattern,
-    Load,
+    Workload,
     check_schedule,
     codec_bits,
     data_parallel,
     decoupled,
     diloco,
-    period_steps,
-    rate_for,
-    rate_that_keeps,
+    effective_period_steps,
+    min_rate_for_period,
+    required_rate,
     step_time_s,
     streaming,
     wire_bits,
 )
-from atoll.sim.fleet import DAY_S, MAX_LEARNERS, FleetConfig, demand
+from atoll.sim.fleet import DAY_S, MAX_LEARNERS, FleetConfig, require
 from atoll.sim.goodput import BarrierConfig, simulate
 from atoll.sim.published import Method
 
 FLOPS_PER_PARAM_AND_TOKEN = 6.0
-"""Two of the forward pass and four of the backward pass, without attention."""
+"""Floating-point operations: 2 in the forward pass and 4 in the backward pass, without attention."""
 
 FAILURES_PER_ESTIMATE = 2_000
-"""Of a simulated fleet: a goodput is then within some tenths of a point."""
+"""Simulated failures per estimate; the goodput is then accurate to some tenths of a percentage point."""
 
-# What was measured here (benchmarks/README.md). Beyond it a plan is arithmetic, and says so.
+# Largest measured configurations (benchmarks/README.md). A plan beyond them is extrapolated, and warns about it.
 MEASURED_PARAMS = 10.7e6
 MEASURED_EVERY_STEPS = (8, 48)
 MEASURED_LEARNERS = 64
@@ -53,35 +54,41 @@ MEASURED_LEARNERS = 64
 
 @dataclass(frozen=True, slots=True)
 class IslandSpec:
-    """One site: its chips, and its link to the others. None: not said, so what needs it is left out."""
+    """Site, with its chips and its link. Results that need a value that is None are omitted."""
 
     name: str
     step_s: float
     tokens_per_step: float | None = None
     chips: int | None = None
-    mtbf_s: float | None = None  # of one chip; infinite: they never fail
-    rate_bit_s: float | None = None  # in each direction
-    delay_s: float = 0.0  # one way
-    price_per_gb: float | None = None  # of what is sent
+    mtbf_s: float | None = None  # mean time between failures of one chip; infinite: no failures
+    rate_bit_s: float | None = None  # rate of the link in each direction
+    delay_s: float = 0.0  # one-way delay
+    price_per_gb: float | None = None  # price of sent data
 
     def __post_init__(self) -> None:
-        demand(0.0 < self.step_s < math.inf, f"the step time of {self.name}", self.step_s, "give seconds above 0")
+        require(0.0 < self.step_s < math.inf, f"the step time of {self.name}", self.step_s, "give seconds above 0")
         has_chips = self.chips is None or self.chips >= 1
-        demand(has_chips, f"the number of chips of {self.name}", self.chips, "give at least 1")
-        what, mtbf_s = f"the mean time between failures of {self.name}", self.mtbf_s
-        demand(mtbf_s is None or mtbf_s > 0.0, what, mtbf_s, "give a time above 0, or inf")
-        demand(0.0 <= self.delay_s < math.inf, f"the delay of {self.name}", self.delay_s, "give seconds, 0 or more")
-        for what, value, least in (
+        require(has_chips, f"the number of chips of {self.name}", self.chips, "give at least 1")
+        name, mtbf_s = f"the mean time between failures of {self.name}", self.mtbf_s
+        require(mtbf_s is None or mtbf_s > 0.0, name, mtbf_s, "give a time above 0, or inf")
+        require(0.0 <= self.delay_s < math.inf, f"the delay of {self.name}", self.delay_s, "give seconds, 0 or more")
+        for what, value, minimum in (
             ("tokens per step", self.tokens_per_step, 1.0),
             ("rate", self.rate_bit_s, 1.0),
             ("price", self.price_per_gb, 0.0),
         ):
-            fine = value is None or least <= value < math.inf
-            demand(fine, f"the {what} of {self.name}", value, f"give {least:g} or more")
+            is_valid = value is None or minimum <= value < math.inf
+            require(is_valid, f"the {what} of {self.name}", value, f"give {minimum:g} or more")
 
 
-def step_from_flops(params: float, tokens: float, chips: int, flops: float, used: float) -> float:
-    """Seconds of a step: 6 * parameters * tokens / (chips * FLOP/s of a chip * share of them that is used)."""
+def step_time_from_flops(params: float, tokens: float, chips: int, flops: float, used: float) -> float:
+    """Return the step time: 6 * params * tokens / (chips * flops * used).
+
+    Args:
+        tokens: tokens of one step.
+        flops: peak FLOP/s of one chip.
+        used: share of the peak that training reaches, 0 to 1.
+    """
     if not 0.0 < flops < math.inf:
         raise ValueError(f"{flops:g} FLOP/s per chip; give a number above 0, such as 400T")
     if not 0.0 < used <= 1.0:
@@ -90,226 +97,234 @@ def step_from_flops(params: float, tokens: float, chips: int, flops: float, used
 
 
 @dataclass(frozen=True, slots=True)
-class PlanWish:
-    """What is to be planned. Raises `ValueError` with the fix where it cannot be."""
+class PlanRequest:
+    """Input of a plan. Raises ValueError with a remedy for invalid values."""
 
     params: float
     islands: tuple[IslandSpec, ...]
-    tokens: float | None = None  # to be trained
+    tokens: float | None = None  # training budget
     every_steps: int = same_setting(RunConfig, "every_steps")
     fragments: int = same_setting(RunConfig, "fragments")
     tau_steps: int = same_setting(RunConfig, "overlap_steps")
     codec: str = setting(
         "bf16",
-        "f32, bf16, int8 or int4: of DiLoCo and Streaming DiLoCo, and of the warnings about links.",
+        "Codec of DiLoCo, Streaming DiLoCo and the warnings about links: f32, bf16, int8 or int4.",
         "NAME",
     )
-    star: bool = setting(False, "One syncer elsewhere, instead of a part of it at each site: other bytes per link.")
-    slice_chips: int = setting(2_048, "Chips that are out together when one of them fails.", "N", min=1)
+    star: bool = setting(False, "Use one central syncer instead of one shard at each site.")
+    slice_chips: int = setting(2_048, "Chips that are lost together when one of them fails.", "N", min=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.params < math.inf:
             raise ValueError(f"{self.params:g} parameters; give a number such as 5e9 or 5B")
         if not 2 <= len(self.islands) <= MAX_LEARNERS:
-            raise ValueError(f"{len(self.islands)} sites exchange nothing; give 2 to {MAX_LEARNERS}")
+            raise ValueError(f"a plan for {len(self.islands)} sites is not possible; give 2 to {MAX_LEARNERS}")
         if self.tokens is not None and not 1.0 <= self.tokens < math.inf:
             raise ValueError(f"{self.tokens:g} tokens; give a number such as 1e12 or 1T")
         if self.tokens is not None and any(island.tokens_per_step is None for island in self.islands):
-            raise ValueError("a budget of tokens says nothing without the tokens of a step; give --tokens-per-step")
+            raise ValueError("a budget of tokens needs the tokens of a step; give --tokens-per-step")
         if self.tokens is None and any(island.price_per_gb is not None for island in self.islands):
-            raise ValueError("a price needs to know how much is sent; give --tokens and --tokens-per-step")
+            raise ValueError("a price per GB needs the amount of sent data; give --tokens and --tokens-per-step")
         if self.slice_chips < 1:
             raise ValueError(f"--slice-chips is {self.slice_chips}; give at least 1")
         check_schedule(self.every_steps, self.fragments, self.tau_steps)
         codec_bits(self.codec)
 
-    def _load(self, step_s: float) -> Load:
+    def _workload(self, step_s: float) -> Workload:
         delay_s = max(island.delay_s for island in self.islands)
-        return Load(self.params, len(self.islands), step_s, delay_s)
+        return Workload(self.params, len(self.islands), step_s, delay_s)
 
     @property
-    def waiting_load(self) -> Load:
-        """Of methods that wait for the slowest: always an all-reduce."""
-        return self._load(max(island.step_s for island in self.islands))
+    def synchronous_workload(self) -> Workload:
+        """Workload of methods that wait for the slowest island, always with an all-reduce."""
+        return self._workload(max(island.step_s for island in self.islands))
 
     @property
-    def decoupled_load(self) -> Load:
-        """Of decoupled rounds: H is counted in steps of the fastest, and every island is asked in every round."""
-        return replace(self._load(min(island.step_s for island in self.islands)), star=self.star)
+    def decoupled_workload(self) -> Workload:
+        """Workload of decoupled rounds. H counts steps of the fastest island, and every round pulls every island."""
+        return replace(self._workload(min(island.step_s for island in self.islands)), star=self.star)
 
     @property
-    def thinnest_bit_s(self) -> float | None:
+    def min_rate_bit_s(self) -> float | None:
         rates = [island.rate_bit_s for island in self.islands if island.rate_bit_s is not None]
         return min(rates) if len(rates) == len(self.islands) else None
 
 
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
-    """One method. None: something that it depends on was not said."""
+    """Plan for one method. A value is None if its input is missing."""
 
     method: str
-    rates_bit_s: dict[float, float]  # by compute utilisation; infinite where delays alone forbid it
-    keeps_h_bit_s: float | None  # of fragment-wise methods: mean rate on a link while every fragment has its H steps
+    rates_bit_s: dict[float, float]  # required rate by compute utilisation; infinite if no rate is enough
+    keeps_h_bit_s: float | None  # for methods with fragments: mean rate that keeps H
     step_s: float | None
     utilisation: float | None
     effective_h: float | None
     goodput: float | None
-    gb_per_site_day: float | None  # of the site that sends most
+    gb_per_site_day: float | None  # traffic of the site that sends the most
     tokens_per_s: float | None
-    days: float | None = None  # to train all tokens
-    gb_per_site: float | None = None  # for all tokens
-    cost: float | None = None  # of all sites, for all tokens
-    goodput_not_elastic: float | None = None  # of data-parallel training that waits for every repair
+    days: float | None = None  # time for all tokens
+    gb_per_site: float | None = None  # traffic of a site for all tokens
+    cost: float | None = None  # total cost of all sites for all tokens
+    goodput_not_elastic: float | None = None  # goodput of data-parallel training that waits for every repair
 
 
 @dataclass(frozen=True, slots=True)
 class BandwidthPlan:
-    wish: PlanWish
+    request: PlanRequest
     rows: tuple[MethodPlan, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
 
 
-def exchanges(wish: PlanWish) -> dict[str, tuple[ExchangePattern, Load]]:
-    """Every method of a plan, with what it puts on a link as published figures count it."""
-    sites, waiting, free = len(wish.islands), wish.waiting_load, wish.decoupled_load
-    h, p, tau = wish.every_steps, wish.fragments, wish.tau_steps
+def exchange_patterns(request: PlanRequest) -> dict[str, tuple[ExchangePattern, Workload]]:
+    """Return the exchange pattern and the workload of every method, as the published figures count them."""
+    sites, waiting, free = len(request.islands), request.synchronous_workload, request.decoupled_workload
+    h, p, tau = request.every_steps, request.fragments, request.tau_steps
     methods = {
         "data-parallel": (data_parallel(sites), waiting),
-        f"diloco-{wish.codec}": (diloco(sites, wish.codec, h), waiting),
-        f"streaming-{wish.codec}": (streaming(sites, wish.codec, h, p, tau), waiting),
+        f"diloco-{request.codec}": (diloco(sites, request.codec, h), waiting),
+        f"streaming-{request.codec}": (streaming(sites, request.codec, h, p, tau), waiting),
     }
     return methods | {f"decoupled-{codec}": (decoupled(codec, h, p, tau), free) for codec in CODEC_BITS}
 
 
-def make_plan(wish: PlanWish) -> BandwidthPlan:
-    goodput = _goodputs(wish)
+def make_plan(request: PlanRequest) -> BandwidthPlan:
+    goodput = _goodputs(request)
     rows = tuple(
-        _decoupled_row(wish, name, exchange, load, goodput)
+        _decoupled_row(request, name, exchange, load, goodput)
         if name.startswith("decoupled")
-        else _waiting_row(wish, name, exchange, load, goodput)
-        for name, (exchange, load) in exchanges(wish).items()
+        else _synchronous_row(request, name, exchange, load, goodput)
+        for name, (exchange, load) in exchange_patterns(request).items()
     )
-    return BandwidthPlan(wish, rows, tuple(_warnings(wish, rows)), tuple(_notes(wish)))
+    return BandwidthPlan(request, rows, tuple(_warnings(request, rows)), tuple(_notes(request)))
 
 
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
-def _waiting_row(
-    wish: PlanWish, name: str, exchange: ExchangePattern, load: Load, goodput: dict[str, float | None]
+def _synchronous_row(
+    request: PlanRequest, name: str, exchange: ExchangePattern, load: Workload, goodput: dict[str, float | None]
 ) -> MethodPlan:
-    rate = wish.thinnest_bit_s
+    rate = request.min_rate_bit_s
     step_s = None if rate is None else step_time_s(exchange, load, rate)
-    bits_per_step = load.params * exchange.bits_per_step * load.factor
+    bits_per_step = load.params * exchange.bits_per_step * load.traffic_factor
     kind = name.partition("-")[0] if name != "data-parallel" else "elastic"
     sent = None if step_s is None else bits_per_step / step_s
-    return _finished(
-        wish,
+    return _with_totals(
+        request,
         MethodPlan(
             method=name,
-            rates_bit_s={share: rate_for(exchange, load, share) for share in UTILISATIONS},
+            rates_bit_s={share: required_rate(exchange, load, share) for share in UTILISATIONS},
             keeps_h_bit_s=bits_per_step / load.step_s if kind == "streaming" else None,
             step_s=step_s,
             utilisation=None if step_s is None else load.step_s / step_s,
-            effective_h=None if kind == "elastic" else float(wish.every_steps),
+            effective_h=None if kind == "elastic" else float(request.every_steps),
             goodput=goodput[kind],
             gb_per_site_day=None if sent is None else sent * DAY_S / 8e9,
-            tokens_per_s=_tokens_per_s(wish, step_s),
+            tokens_per_s=_tokens_per_s(request, step_s),
             goodput_not_elastic=goodput["data-parallel"] if kind == "elastic" else None,
         ),
-        [bits_per_step / load.step_s] * len(wish.islands),
+        [bits_per_step / load.step_s] * len(request.islands),
         load.step_s,
     )
 
 
 def _decoupled_row(
-    wish: PlanWish, name: str, exchange: ExchangePattern, load: Load, goodput: dict[str, float | None]
+    request: PlanRequest, name: str, exchange: ExchangePattern, load: Workload, goodput: dict[str, float | None]
 ) -> MethodPlan:
     codec = name.partition("-")[2]
-    keeps = rate_that_keeps(codec, load, wish.every_steps)
-    thinnest = wish.thinnest_bit_s
-    sent = [min(keeps, math.inf if island.rate_bit_s is None else island.rate_bit_s) for island in wish.islands]
-    tokens = [island.tokens_per_step for island in wish.islands]
-    return _finished(
-        wish,
+    keeps = min_rate_for_period(codec, load, request.every_steps)
+    min_rate = request.min_rate_bit_s
+    sent = [min(keeps, math.inf if island.rate_bit_s is None else island.rate_bit_s) for island in request.islands]
+    tokens = [island.tokens_per_step for island in request.islands]
+    return _with_totals(
+        request,
         MethodPlan(
             method=name,
-            rates_bit_s={share: rate_for(exchange, load, share) for share in UTILISATIONS},
+            rates_bit_s={share: required_rate(exchange, load, share) for share in UTILISATIONS},
             keeps_h_bit_s=keeps,
             step_s=load.step_s,
-            utilisation=1.0,  # a learner never waits for its link
-            effective_h=None if thinnest is None else period_steps(codec, load, wish.every_steps, thinnest),
+            utilisation=1.0,  # decoupled learners never wait for their link
+            effective_h=None
+            if min_rate is None
+            else effective_period_steps(codec, load, request.every_steps, min_rate),
             goodput=goodput["decoupled"],
-            gb_per_site_day=None if thinnest is None else max(sent) * DAY_S / 8e9,
+            gb_per_site_day=None if min_rate is None else max(sent) * DAY_S / 8e9,
             tokens_per_s=None
             if None in tokens
-            else sum((island.tokens_per_step or 0.0) / island.step_s for island in wish.islands),
+            else sum((island.tokens_per_step or 0.0) / island.step_s for island in request.islands),
         ),
         sent,
         None,
     )
 
 
-def _tokens_per_s(wish: PlanWish, step_s: float | None) -> float | None:
-    """Of methods in which all islands step together."""
-    tokens = [island.tokens_per_step for island in wish.islands]
+def _tokens_per_s(request: PlanRequest, step_s: float | None) -> float | None:
+    """Return the tokens per second of all islands if they step together."""
+    tokens = [island.tokens_per_step for island in request.islands]
     if step_s is None or None in tokens:
         return None
     return sum(each or 0.0 for each in tokens) / step_s
 
 
-def _finished(wish: PlanWish, row: MethodPlan, sent_bit_s: list[float], together_s: float | None) -> MethodPlan:
-    """With what the whole budget takes: chips that fail lengthen a run and send nothing meanwhile.
+def _with_totals(
+    request: PlanRequest, row: MethodPlan, sent_bit_s: list[float], together_s: float | None
+) -> MethodPlan:
+    """Return the row with time, traffic and cost of the whole budget. Failed chips lengthen a run and send nothing.
 
-    `sent_bit_s` is what sites send while steps take `together_s`, for methods that step together: thin links make those
-    slower, and the bytes stay. None: islands step on whatever happens, each at its own pace.
+    Args:
+        sent_bit_s: rate of each site while a step takes `together_s`. Slow links make steps longer, but the bytes per
+            step stay the same.
+        together_s: step time if all islands step together; None if each island steps at its own speed.
     """
-    if wish.tokens is None:
+    if request.tokens is None:
         return row
-    tokens_per_s = row.tokens_per_s if together_s is None else _tokens_per_s(wish, together_s)
-    assert tokens_per_s is not None, "a wish with a budget knows the tokens of every step"
-    gb = [each * wish.tokens / tokens_per_s / 8e9 for each in sent_bit_s]
-    prices = [island.price_per_gb for island in wish.islands]
+    tokens_per_s = row.tokens_per_s if together_s is None else _tokens_per_s(request, together_s)
+    assert tokens_per_s is not None, "a request with a budget has the tokens of every step"
+    gb = [each * request.tokens / tokens_per_s / 8e9 for each in sent_bit_s]
+    prices = [island.price_per_gb for island in request.islands]
     cost = None if None in prices else sum(size * (price or 0.0) for size, price in zip(gb, prices, strict=True))
     days = None
     if row.tokens_per_s is not None:
-        days = wish.tokens / row.tokens_per_s / (1.0 if row.goodput is None else row.goodput) / DAY_S
+        days = request.tokens / row.tokens_per_s / (1.0 if row.goodput is None else row.goodput) / DAY_S
     return replace(row, days=days, gb_per_site=max(gb), cost=cost)
 
 
 # ------------------------------------------------------------------------------------------------------------ goodput
 
 
-def _goodputs(wish: PlanWish) -> dict[str, float | None]:
-    """By the fleet simulator, chips alone: exchanges cost nothing here, they are in the utilisation."""
+def _goodputs(request: PlanRequest) -> dict[str, float | None]:
+    """Return the goodput of each method from the fleet simulator, without the cost of exchanges."""
     kinds: tuple[Method, ...] = ("data-parallel", "elastic", "diloco", "streaming", "decoupled")
-    if any(island.chips is None or island.mtbf_s is None for island in wish.islands):
+    if any(island.chips is None or island.mtbf_s is None for island in request.islands):
         return dict.fromkeys(kinds)
-    known = [(island, island.chips or 0, island.mtbf_s or math.inf) for island in wish.islands]
+    known = [(island, island.chips or 0, island.mtbf_s or math.inf) for island in request.islands]
     total = sum(chips for _, chips, _ in known)
     failures_per_s = sum(chips / mtbf_s for _, chips, mtbf_s in known)
     if failures_per_s == 0.0:
         return dict.fromkeys(kinds, 1.0)
-    slowest_s = wish.waiting_load.step_s
-    fleet = FleetConfig(mtbi_s=total / failures_per_s, slice_chips=wish.slice_chips, step_time_s=slowest_s)
+    slowest_s = request.synchronous_workload.step_s
+    fleet = FleetConfig(mtbi_s=total / failures_per_s, slice_chips=request.slice_chips, step_time_s=slowest_s)
     days = FAILURES_PER_ESTIMATE / failures_per_s / DAY_S
-    barrier = BarrierConfig(wish.every_steps, min(wish.fragments, wish.every_steps), max(1, wish.tau_steps), comm_s=0.0)
+    barrier = BarrierConfig(
+        request.every_steps, min(request.fragments, request.every_steps), max(1, request.tau_steps), exchange_s=0.0
+    )
     shares: dict[str, float | None] = {}
     for kind in kinds[:-1]:
-        learners = len(wish.islands) if kind in ("diloco", "streaming") else 1
+        learners = len(request.islands) if kind in ("diloco", "streaming") else 1
         gates = barrier if learners > 1 else None
-        shares[kind] = simulate(fleet, kind, learners, total, days, wish.seed, barrier=gates).goodput
-    # Decoupled islands do not touch each other, so each is simulated alone, with its own chips.
+        shares[kind] = simulate(fleet, kind, learners, total, days, request.seed, barrier=gates).goodput
+    # Decoupled islands are independent, so each is simulated alone with its own chips.
     useful = 0.0
-    for place, (island, chips, mtbf_s) in enumerate(known):
+    for index, (island, chips, mtbf_s) in enumerate(known):
         if math.isinf(mtbf_s):
             useful += chips
             continue
         own = replace(fleet, mtbi_s=mtbf_s, step_time_s=island.step_s)
         own_days = FAILURES_PER_ESTIMATE / len(known) * mtbf_s / chips / DAY_S
-        useful += chips * simulate(own, "decoupled", 1, chips, own_days, wish.seed + place).goodput
+        useful += chips * simulate(own, "decoupled", 1, chips, own_days, request.seed + index).goodput
     shares["decoupled"] = useful / total
     return shares
 
@@ -317,49 +332,49 @@ def _goodputs(wish: PlanWish) -> dict[str, float | None]:
 # ----------------------------------------------------------------------------------------------------------- warnings
 
 
-def _warnings(wish: PlanWish, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
-    if wish.params > MEASURED_PARAMS:
+def _warnings(request: PlanRequest, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
+    if request.params > MEASURED_PARAMS:
         yield (
-            f"{wish.params / 1e6:,.0f} M parameters: models trained here had up to {MEASURED_PARAMS / 1e6:g} M"
-            " (benchmarks/README.md); what a larger one loses to fewer exchanges was not measured here"
+            f"{request.params / 1e6:,.0f} M parameters: the loss was measured for models of up to"
+            f" {MEASURED_PARAMS / 1e6:g} M (benchmarks/README.md); with a larger model it may be different"
         )
     low, high = MEASURED_EVERY_STEPS
-    if not low <= wish.every_steps <= high:
-        yield f"H = {wish.every_steps}: loss was measured here with H from {low} to {high} (benchmarks/README.md)"
-    if len(wish.islands) > MEASURED_LEARNERS:
-        yield f"{len(wish.islands)} sites: one syncer was measured here with up to {MEASURED_LEARNERS} learners"
-    if wish.fragments > wish.every_steps:
+    if not low <= request.every_steps <= high:
+        yield f"H = {request.every_steps}: the loss was measured with H from {low} to {high} (benchmarks/README.md)"
+    if len(request.islands) > MEASURED_LEARNERS:
+        yield f"{len(request.islands)} sites: one syncer was measured with up to {MEASURED_LEARNERS} learners"
+    if request.fragments > request.every_steps:
         yield (
-            f"P = {wish.fragments} fragments in H = {wish.every_steps} steps are several rounds per step, which was not"
-            " measured here"
+            f"P = {request.fragments} fragments in H = {request.every_steps} steps need several rounds per step,"
+            " which was not measured"
         )
-    yield from _warnings_of_links(wish, rows)
+    yield from _link_warnings(request, rows)
 
 
-def _warnings_of_links(wish: PlanWish, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
-    planned = next(row for row in rows if row.method == f"decoupled-{wish.codec}")
+def _link_warnings(request: PlanRequest, rows: tuple[MethodPlan, ...]) -> Iterator[str]:
+    planned = next(row for row in rows if row.method == f"decoupled-{request.codec}")
     keeps = planned.keeps_h_bit_s or 0.0
-    load, h = wish.decoupled_load, wish.every_steps
-    for island in wish.islands:
+    load, h = request.decoupled_workload, request.every_steps
+    for island in request.islands:
         if island.rate_bit_s is None or island.rate_bit_s >= keeps:
             continue
-        longer = period_steps(wish.codec, load, h, island.rate_bit_s)
+        longer = effective_period_steps(request.codec, load, h, island.rate_bit_s)
         fix = f"give it {keeps / 1e9:.3g} Gbit/s or a longer H"
-        if wire_bits(wish.codec) > wire_bits("int4"):
-            fix += ", or take --codec int4"
-        beyond = ", more than was measured here" if longer > MEASURED_EVERY_STEPS[1] else ""
+        if wire_bits(request.codec) > wire_bits("int4"):
+            fix += ", or use --codec int4"
+        beyond = ", longer than was measured" if longer > MEASURED_EVERY_STEPS[1] else ""
         yield (
-            f"the link of {island.name} cannot carry the plan: at {island.rate_bit_s / 1e9:.3g} Gbit/s and {wish.codec}"
-            f" a fragment comes round every {longer:.0f} steps, not {h}{beyond}; {fix}"
+            f"the link of {island.name} is too slow: at {island.rate_bit_s / 1e9:.3g} Gbit/s and {request.codec}"
+            f" a fragment has a round every {longer:.0f} steps, not {h}{beyond}; {fix}"
         )
-        break  # one is enough: the others would say the same
-    fragment_s = load.params / wish.fragments * wire_bits(wish.codec) * load.factor
-    for island in wish.islands:
+        break  # one warning is enough for all links
+    fragment_s = load.params / request.fragments * wire_bits(request.codec) * load.traffic_factor
+    for island in request.islands:
         round_s = 4.0 * island.delay_s + (2.0 * fragment_s / island.rate_bit_s if island.rate_bit_s else 0.0)
-        if round_s > wish.tau_steps * load.step_s:
+        if round_s > request.tau_steps * load.step_s:
             yield (
-                f"a round over the link of {island.name} takes {round_s:.3g} s, longer than tau = {wish.tau_steps}"
-                f" steps of {load.step_s:.3g} s: more rounds will be in flight, and what is adopted is older"
+                f"a round over the link of {island.name} takes {round_s:.3g} s, longer than tau = {request.tau_steps}"
+                f" steps of {load.step_s:.3g} s: more rounds are in flight, and adopted versions are older"
             )
             break
     data = rows[0]
@@ -368,24 +383,24 @@ def _warnings_of_links(wish: PlanWish, rows: tuple[MethodPlan, ...]) -> Iterator
             f"data-parallel over these links spends {100 * data.utilisation:.2g} % of its time in steps:"
             f" {1 / data.utilisation:.3g} times slower per step than decoupled"
         )
-    if wish.star:
+    if request.star:
         yield (
-            f"one syncer for all: its own link carries {len(wish.islands)} models in and out per {h} steps,"
-            f" {len(wish.islands) * keeps / 1e9:.3g} Gbit/s each way"
+            f"central syncer: its link carries {len(request.islands)} models in and out per {h} steps,"
+            f" {len(request.islands) * keeps / 1e9:.3g} Gbit/s each way"
         )
 
 
-def _notes(wish: PlanWish) -> Iterator[str]:
-    exchange, load = exchanges(wish)["decoupled-bf16"]
-    h = wish.every_steps
-    at_95 = period_steps("bf16", load, h, rate_for(exchange, load, 0.95))
+def _notes(request: PlanRequest) -> Iterator[str]:
+    exchange, load = exchange_patterns(request)["decoupled-bf16"]
+    h = request.every_steps
+    at_95 = effective_period_steps("bf16", load, h, required_rate(exchange, load, 0.95))
     yield (
-        "Rates are per site and direction. Those of decoupled count utilisation as the published table does. A learner"
-        f" of Atoll never waits for its link: below the rate that keeps H = {h} its fragments come round less often,"
-        f" every {at_95:.0f} steps at the rate for 95 %."
+        "Rates are per site and direction. Decoupled rates count utilisation as the published table does. A learner"
+        f" of Atoll never waits for its link: below the rate that keeps H = {h} its fragments have fewer rounds,"
+        f" one every {at_95:.0f} steps at the rate for 95 %."
     )
-    if all(island.chips is not None and island.mtbf_s is not None for island in wish.islands):
+    if all(island.chips is not None and island.mtbf_s is not None for island in request.islands):
         yield (
-            f"Goodput is simulated: slices of {wish.slice_chips:,} chips, repairs and reconfigurations as fitted to the"
-            " published table (benchmarks/README.md). Data-parallel is elastic."
+            f"Goodput is simulated: slices of {request.slice_chips:,} chips, repairs and reconfigurations as fitted to"
+            " the published table (benchmarks/README.md). Data-parallel is elastic."
         )

@@ -1,6 +1,6 @@
-"""The published goodput and bandwidth figures, as data (arXiv 2604.21428). Print them as "published", never as our own.
+"""Published goodput and bandwidth figures (arXiv 2604.21428). Label them as "published" in every output.
 
-Percent, rounded to whole points as published. The decoupled method with one learner is the elastic job.
+Goodput is in percent, rounded to whole points. The decoupled method with one learner is the elastic job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Metric = Literal["goodput", "uptime"]
 
 @dataclass(frozen=True, slots=True)
 class PublishedCell:
-    """One cell of the published table of goodput under simulated failures."""
+    """Cell of the published table of goodput under simulated failures."""
 
     method: Method
     learners: int
@@ -48,7 +48,7 @@ PUBLISHED_CELLS: tuple[PublishedCell, ...] = tuple(
     for (method, learners), percent in zip(PUBLISHED_ROWS, _UPTIME_AT_1200K, strict=True)
 )
 
-# Four learners of each of two hardware generations, the slower 18 % behind, 10 % jitter: (quorum, grace on) -> percent.
+# Goodput with two hardware generations of four learners each, one 18 % slower, 10 % jitter, by (quorum, grace).
 PUBLISHED_MIXED_HARDWARE_GOODPUT: dict[tuple[int, bool], float] = {
     (8, False): 84.0,
     (1, False): 100.0,
@@ -57,14 +57,14 @@ PUBLISHED_MIXED_HARDWARE_GOODPUT: dict[tuple[int, bool], float] = {
 
 
 def published_percent(method: Method, learners: int, chips: int, metric: Metric = "goodput") -> float | None:
-    """The published cell, or None where there is none."""
+    """Return a published value in percent, or None if the table has no such cell."""
     for cell in PUBLISHED_CELLS:
         if (cell.method, cell.learners, cell.chips, cell.metric) == (method, learners, chips, metric):
             return cell.percent
     return None
 
 
-# Bandwidth for a given compute utilisation (its Table 13): 5B parameters, steps of 1 s, Gbit/s, by sites and method.
+# Bandwidth for a given compute utilisation (Table 13): 5B parameters, steps of 1 s, Gbit/s, by sites and method.
 PUBLISHED_RATE_PARAMS = 5e9
 PUBLISHED_RATE_STEP_S = 1.0
 PUBLISHED_RATES_GBIT_S: dict[tuple[int, str], dict[float, float]] = {

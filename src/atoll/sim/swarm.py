@@ -1,4 +1,4 @@
-"""Many worlds, one seed each, on all cores; what they found and what they never reached."""
+"""Swarm: many simulated worlds, one per seed, in parallel, with their violations and coverage."""
 
 from __future__ import annotations
 
@@ -17,43 +17,51 @@ from typing import Any, NamedTuple
 
 from atoll.core.learner.core import LearnerCore
 from atoll.core.reasons import REASONS
-from atoll.core.states import TABLES
+from atoll.core.states import TRANSITION_TABLES
 from atoll.core.syncer.core import SyncerCore
-from atoll.sim.checkers import Violation
-from atoll.sim.draws import FAULTS, draw
-from atoll.sim.driver import NewLearner, NewSyncer
+from atoll.sim.checkers import InvariantViolationError
+from atoll.sim.driver import LearnerFactory, SyncerFactory
+from atoll.sim.scenarios import FAULT_KINDS, draw_scenario
 from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Entry
 
-SLICE = 2_000
-"""Seeds that are given to the processes at a time."""
+SEEDS_PER_BATCH = 2_000
+"""Seeds that are submitted to the worker processes at a time."""
 
 
 class SeedResult(NamedTuple):
-    """One world's outcome, small enough to travel between processes."""
+    """Result of one world, small enough to send between processes."""
 
     seed: int
     events: int
     merges: int
-    checker: str | None  # the checker that failed, None if none did
-    sentence: str
+    checker: str | None  # checker that failed; None if none failed
+    message: str
     subject: tuple[str, int] | None
-    fired: dict[tuple[str, str], int]
-    said: dict[str, int]
-    faults: dict[str, int]
-    pairs: dict[tuple[str, str], int]
-    digest: str = ""  # of everything that happened, where it was asked for
+    transition_counts: dict[tuple[str, str], int]
+    reason_counts: dict[str, int]
+    fault_counts: dict[str, int]
+    state_event_counts: dict[tuple[str, str], int]
+    digest: str = ""  # digest of all entries, if requested
 
 
 def run_seed(
     seed: int,
     small: bool = False,
-    syncer: NewSyncer = SyncerCore,
-    learner: NewLearner = LearnerCore,
+    syncer: SyncerFactory = SyncerCore,
+    learner: LearnerFactory = LearnerCore,
     on_entry: Callable[[Entry], None] | None = None,
     digest: bool = False,
 ) -> SeedResult:
-    """One world. `digest` is of every entry, in order: two runs of one seed must agree to the last bit."""
+    """Run one world.
+
+    Args:
+        small: draw a scenario with few learners.
+        syncer: creates syncer cores.
+        learner: creates learner cores.
+        on_entry: receives every entry; not with `digest`.
+        digest: compute a digest of all entries, which must be equal in every run of a seed.
+    """
     sha = sha256()
     if digest:
         assert on_entry is None
@@ -61,13 +69,13 @@ def run_seed(
         def on_entry(entry: Entry) -> None:
             sha.update(repr(entry).encode())
 
-    world = SwarmWorld(draw(seed, small), syncer, learner, on_entry)
+    world = SwarmWorld(draw_scenario(seed, small), syncer, learner, on_entry)
     checker, sentence, subject = None, "", None
     try:
         world.run()
-    except Violation as violation:
-        checker, sentence, subject = violation.checker, violation.sentence, violation.subject
-    fired, said = world.coverage()
+    except InvariantViolationError as violation:
+        checker, sentence, subject = violation.checker, violation.message, violation.subject
+    transitions, reasons = world.coverage()
     sha.update(repr((checker, world.engine.events)).encode())
     return SeedResult(
         seed,
@@ -76,98 +84,103 @@ def run_seed(
         checker,
         sentence,
         subject,
-        {(_place(state), trigger): n for (state, trigger), n in fired.items()},
-        dict(said),
-        dict(world.faults_fired),
-        {(_place(state), event.__name__): n for (state, event), n in world.pairs.items()},
+        {(_state_name(state), trigger): n for (state, trigger), n in transitions.items()},
+        dict(reasons),
+        dict(world.fault_counts),
+        {(_state_name(state), event.__name__): n for (state, event), n in world.state_event_counts.items()},
         sha.hexdigest()[:16] if digest else "",
     )
 
 
-def _place(state: object) -> str:
+def _state_name(state: object) -> str:
     return f"{type(state).__name__.lower()} {state.value}"  # type: ignore[attr-defined]
 
 
-def story_entries(seed: int, small: bool = False) -> tuple[SeedResult, list[Entry]]:
-    """Run a seed again and keep everything that happened."""
+def record_seed(seed: int, small: bool = False) -> tuple[SeedResult, list[Entry]]:
+    """Run a seed and return all its entries."""
     entries: list[Entry] = []
     return run_seed(seed, small, on_entry=entries.append), entries
 
 
 @dataclass
 class Coverage:
-    """Which rows of the transition tables, which sentences and which faults the swarm has met."""
+    """Transitions, reason codes and faults that occurred in a swarm."""
 
-    fired: Counter[tuple[str, str]] = field(default_factory=Counter)
-    said: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # of a state and the event that met it
+    transition_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    reason_counts: Counter[str] = field(default_factory=Counter)
+    fault_counts: Counter[str] = field(default_factory=Counter)
+    state_event_counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by state and event
 
     def add(self, result: SeedResult) -> None:
-        self.fired.update(result.fired)
-        self.said.update(result.said)
-        self.faults.update(result.faults)
-        self.pairs.update(result.pairs)
+        self.transition_counts.update(result.transition_counts)
+        self.reason_counts.update(result.reason_counts)
+        self.fault_counts.update(result.fault_counts)
+        self.state_event_counts.update(result.state_event_counts)
 
-    def missing_moves(self) -> list[str]:
-        every = {(_place(state), trigger) for table in TABLES.values() for state, trigger in table}
-        return sorted(f"{state}, {trigger}" for state, trigger in every - set(self.fired))
+    def missing_transitions(self) -> list[str]:
+        every = {(_state_name(state), trigger) for table in TRANSITION_TABLES.values() for state, trigger in table}
+        return sorted(f"{state}, {trigger}" for state, trigger in every - set(self.transition_counts))
 
     def missing_reasons(self) -> list[str]:
-        return sorted(set(REASONS) - set(self.said))
+        return sorted(set(REASONS) - set(self.reason_counts))
 
     def missing_faults(self) -> list[str]:
-        return sorted(set(FAULTS) - set(self.faults))
+        return sorted(set(FAULT_KINDS) - set(self.fault_counts))
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        moves = sum(len(table) for table in TABLES.values())
+        moves = sum(len(table) for table in TRANSITION_TABLES.values())
         return {
-            "moves": (moves - len(self.missing_moves()), moves),
+            "moves": (moves - len(self.missing_transitions()), moves),
             "reasons": (len(REASONS) - len(self.missing_reasons()), len(REASONS)),
-            "faults": (len(FAULTS) - len(self.missing_faults()), len(FAULTS)),
+            "faults": (len(FAULT_KINDS) - len(self.missing_faults()), len(FAULT_KINDS)),
         }
 
 
-def sweep(seeds: Iterable[int], processes: int, small: bool = False, digest: bool = False) -> Iterator[SeedResult]:
-    """Results in the order of the seeds, whichever process is faster."""
+def run_seeds(seeds: Iterable[int], processes: int, small: bool = False, digest: bool = False) -> Iterator[SeedResult]:
+    """Run seeds in parallel and yield their results in the order of the seeds."""
     run_one = partial(run_seed, small=small, digest=digest)
     if processes <= 1:
         yield from map(run_one, seeds)
         return
     numbers = iter(seeds)
-    with forks(processes) as pool:
-        # An executor submits all that it is given before it yields anything, so it is given a slice at a time; the
-        # next slice is submitted before the results of this one are taken, and no process waits for another.
-        ahead = _submitted(pool, run_one, numbers)
+    with process_pool(processes) as pool:
+        # `map` submits all seeds before it yields a result, so seeds are submitted in batches. The next batch is
+        # submitted before the results of the current one are read, so no process is idle.
+        ahead = _submit_batch(pool, run_one, numbers)
         while ahead is not None:
-            results, ahead = ahead, _submitted(pool, run_one, numbers)
+            results, ahead = ahead, _submit_batch(pool, run_one, numbers)
             yield from results
 
 
-def _submitted(
+def _submit_batch(
     pool: ProcessPoolExecutor, run_one: Callable[[int], SeedResult], numbers: Iterator[int]
 ) -> Iterator[SeedResult] | None:
-    piece = list(islice(numbers, SLICE))
-    return pool.map(run_one, piece, chunksize=8) if piece else None
+    batch = list(islice(numbers, SEEDS_PER_BATCH))
+    return pool.map(run_one, batch, chunksize=8) if batch else None
 
 
 @contextmanager
-def forks(processes: int, first: Callable[..., None] | None = None, *given: Any) -> Iterator[ProcessPoolExecutor]:
-    """An executor whose processes have called `first(*given)`, which is inherited and need not be picklable.
+def process_pool(
+    processes: int, initializer: Callable[..., None] | None = None, *arguments: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """Create an executor whose processes have called `initializer(*arguments)`.
 
-    Whoever leaves early, by Ctrl-C or an error, does not wait for what is still being computed.
+    The initializer and its arguments are inherited through fork, so they need not be picklable. After Ctrl-C or an
+    error the context manager terminates the processes and does not wait for pending work.
     """
     context = multiprocessing.get_context("fork")
     before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(first, given))
+    pool = ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_initialize_worker, initargs=(initializer, arguments)
+    )
     try:
         with warnings.catch_warnings():
-            # They compute and touch no lock that a thread of ours may hold.
+            # The processes only compute, so they need no lock that another thread may hold during the fork.
             warnings.simplefilter("ignore", DeprecationWarning)
-            # The first task forks. An interrupt that came in the middle of a fork would be lost in its hooks: it waits.
+            # The first task forks. An interrupt during a fork would be lost in its hooks, so SIGINT is blocked.
             mask = pthread_sigmask(SIG_BLOCK, {SIGINT})
             try:
-                pool.submit(_nothing)
+                pool.submit(_warm_up)
             finally:
                 pthread_sigmask(SIG_SETMASK, mask)
             yield pool
@@ -179,12 +192,12 @@ def forks(processes: int, first: Callable[..., None] | None = None, *given: Any)
         pool.shutdown(cancel_futures=True)
 
 
-def _nothing() -> None:
-    """The first task."""
+def _warm_up() -> None:
+    """Do nothing: the first task starts the processes."""
 
 
-def _begin(first: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
-    signal(SIGINT, SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent answers it and ends us
-    pthread_sigmask(SIG_UNBLOCK, {SIGINT})  # as it was before the fork
-    if first is not None:
-        first(*given)
+def _initialize_worker(initializer: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+    signal(SIGINT, SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent handles it and ends this one
+    pthread_sigmask(SIG_UNBLOCK, {SIGINT})  # restore the mask from before the fork
+    if initializer is not None:
+        initializer(*arguments)

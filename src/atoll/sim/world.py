@@ -1,7 +1,7 @@
-"""A hostile world in virtual time: real cores, unreal network, disks and clocks, all drawn by one seed.
+"""World of the swarm: real cores with simulated network, disks and clocks, all determined by one seed.
 
-The world breaks things while checkers watch, then heals everything and demands that rounds complete, that everybody
-ends with the published versions and that the ledger balances.
+The world injects faults while checkers run. Then it heals everything and checks that rounds complete, that all learners
+end with the published versions and that the token ledger balances.
 """
 
 from __future__ import annotations
@@ -23,97 +23,101 @@ from atoll.core.protocol import (
     FinishRequested,
     Halt,
     Hello,
-    LeaveWanted,
+    LeaveRequested,
     MergeDone,
     MergeFailed,
     MessageArrived,
-    MomentsFound,
+    SavedStateFound,
     SnapshotRequested,
     Stop,
     StoreFenced,
 )
-from atoll.core.states import Mode, Stage, Standing
+from atoll.core.states import LearnerMode, MemberState, RunStage
 from atoll.core.syncer.core import SyncerCore
-from atoll.core.syncer.state import Restored, SyncerState
-from atoll.core.types import SYNCER, ControlWhat, FragmentId, LearnerId
-from atoll.sim.checkers import Violation, Watch, all_checkers
-from atoll.sim.draws import SwarmFault, SwarmPlan
-from atoll.sim.driver import Driver, NewLearner, NewSyncer, SimProcess, Steps, broken
+from atoll.core.syncer.state import RestoredState, SyncerState
+from atoll.core.types import SYNCER, ControlKind, FragmentId, LearnerId
+from atoll.sim.checkers import CheckerDispatcher, InvariantViolationError, create_checkers
+from atoll.sim.driver import LearnerFactory, SimDriver, SimProcess, StepSimulator, SyncerFactory, core_violation
 from atoll.sim.faults import FaultyLinks, FaultyShards, FaultyStore
+from atoll.sim.scenarios import SwarmFault, SwarmScenario
 from atoll.tape.format import Actor, Entry
 
-HEALED_PATIENCE_S = 3000.0
-"""Virtual seconds after healing within which everything must have come right; many times what the limits add up to."""
+RECOVERY_TIMEOUT_S = 3000.0
+"""Virtual seconds after healing until the run must have recovered; many times the sum of all timeouts."""
 
-OnProcess = Callable[[SwarmFault, SimProcess], bool | None]
-OnWorld = Callable[[SwarmFault], bool | None]
-"""How a fault is injected. False: it could not be, and is not counted."""
+ProcessFaultHandler = Callable[[SwarmFault, SimProcess], bool | None]
+WorldFaultHandler = Callable[[SwarmFault], bool | None]
+"""Injectors of faults. They return False for a fault that is not possible now, which is not counted."""
 
 
 class SwarmWorld:
-    """A plan, carried out: faults, healing, the end."""
+    """Run of a scenario: faults, healing, the end."""
 
     def __init__(
         self,
-        plan: SwarmPlan,
-        syncer: NewSyncer = SyncerCore,
-        learner: NewLearner = LearnerCore,
+        plan: SwarmScenario,
+        syncer: SyncerFactory = SyncerCore,
+        learner: LearnerFactory = LearnerCore,
         on_entry: Callable[[Entry], None] | None = None,
-        on_start: Callable[[Actor, Restored | None], None] | None = None,
+        on_start: Callable[[Actor, RestoredState | None], None] | None = None,
     ) -> None:
-        self.plan = plan
+        self.scenario = plan
         self.config = plan.config
         self.rng = Random(plan.seed ^ 0x5EED)
-        self.driver = driver = Driver(plan.config, syncer, learner)
+        self.driver = driver = SimDriver(plan.config, syncer, learner)
         self.engine = driver.engine
         self.disk = driver.disk
-        self.watch = Watch(all_checkers(plan.config))
+        self.checkers = CheckerDispatcher(create_checkers(plan.config))
         self.shards = FaultyShards(driver, plan.shards)
         self.links = FaultyLinks(driver, plan, self.rng, self.shards)
         self.store = FaultyStore(driver, plan, self.rng, self.shards)
         driver.handlers[Stop] = self._on_stop
         driver.handlers[Halt] = self._on_halt
-        driver.before.append(self._count_pair)
-        driver.on_entry += [self.watch.observe] if on_entry is None else [on_entry, self.watch.observe]
-        driver.after.append(self._check_sometimes)
-        self.steps = Steps(driver, plan.step_times_s, plan.tokens, plan.samples)
-        driver.on_start += [self.watch.started] if on_start is None else [self.watch.started, on_start]
-        driver.on_end.append(lambda proc: _count(proc, self.fired, self.said))
-        self.gone: set[LearnerId] = set()  # left for good, or died
-        self.died: set[LearnerId] = set()  # of those, without a word
-        self.doubled: set[LearnerId] = set()  # started a second time beside a process that lived
-        self.old_syncers: list[SimProcess] = []  # cut off, and unaware that another has taken over
-        self.faults_fired: Counter[str] = Counter()
-        self.fired: Counter[tuple[Any, str]] = Counter()
-        self.said: Counter[str] = Counter()
-        self.pairs: Counter[tuple[Any, type]] = Counter()
-        self._target: dict[FragmentId, int] = {}
-        self._since_check = 0
-        self._learner_faults: dict[str, OnProcess] = {  # of a learner that runs
+        driver.before_event.append(self._count_state_event)
+        driver.on_entry += [self.checkers.observe] if on_entry is None else [on_entry, self.checkers.observe]
+        driver.after_event.append(self._check_periodically)
+        self.steps = StepSimulator(driver, plan.step_times_s, plan.tokens_per_step, plan.samples_per_step)
+        driver.on_start += (
+            [self.checkers.on_process_started] if on_start is None else [self.checkers.on_process_started, on_start]
+        )
+        driver.on_end.append(lambda proc: _add_counts(proc, self.transition_counts, self.reason_counts))
+        self.departed: set[LearnerId] = set()  # learners that left or crashed for good
+        self.crashed: set[LearnerId] = set()  # departed learners that crashed
+        self.duplicated: set[LearnerId] = set()  # learners with two processes
+        self.superseded_syncers: list[SimProcess] = []  # syncers that do not know of their successor
+        self.fault_counts: Counter[str] = Counter()
+        self.transition_counts: Counter[tuple[Any, str]] = Counter()
+        self.reason_counts: Counter[str] = Counter()
+        self.state_event_counts: Counter[tuple[Any, type]] = Counter()
+        self._target_versions: dict[FragmentId, int] = {}
+        self._events_since_check = 0
+        self._learner_faults: dict[str, ProcessFaultHandler] = {  # faults that need a running learner
             "kill learner": self._fault_kill_learner,
             "pause learner": self._fault_pause,
             "second start": self._fault_second_start,
             "reset link": self._fault_reset,
             "leave": self._fault_leave,
-            "notice": self._fault_notice,
+            "preempt": self._fault_preempt,
             "die": self._fault_die,
             "slow down": self._fault_slow_down,
             "drain": self._fault_drain,
         }
-        self._syncer_faults: dict[str, OnProcess] = {  # of a syncer that runs
+        self._syncer_faults: dict[str, ProcessFaultHandler] = {  # need a running syncer
             "kill syncer": self._fault_kill_syncer,
             "second syncer": self._fault_second_syncer,
             "pause syncer": self._fault_pause,
-            "stranger": self._fault_stranger,
+            "invalid hello": self._fault_invalid_hello,
             "snapshot": lambda fault, proc: driver.deliver(proc, SnapshotRequested()),
             "lose shard": self._fault_lose_shard,
         }
-        self._other_faults: dict[str, OnWorld] = {  # of links, disks and clocks, or asked for by operators
+        self._other_faults: dict[str, WorldFaultHandler] = {  # links, disks, clocks and requests by operators
             "cut both ways": self._cut_both,
-            "cut upwards": lambda fault: self.links.cut(self.links.cut_up, fault.learner, fault.lasts_s),
-            "cut downwards": lambda fault: self.links.cut(self.links.cut_down, fault.learner, fault.lasts_s),
-            # The connection for fragments hangs while control messages pass: alive, and yet nothing comes of it.
-            "cut bulk": lambda fault: self.links.cut(self.links.cut_bulk, fault.learner, fault.lasts_s),
+            "cut uplink": lambda fault: self.links.cut(self.links.uplink_cut_until, fault.learner, fault.duration_s),
+            "cut downlink": lambda fault: self.links.cut(
+                self.links.downlink_cut_until, fault.learner, fault.duration_s
+            ),
+            # The connection for fragments hangs while control messages pass: a live learner without contributions.
+            "cut bulk": lambda fault: self.links.cut(self.links.bulk_cut_until, fault.learner, fault.duration_s),
             "fail disk": self._fault_fail_disk,
             "slow disk": self._fault_slow_disk,
             "fail merge": self._fault_fail_merge,
@@ -121,119 +125,127 @@ class SwarmWorld:
             "poison": self._fault_poison,
             "join": self._fault_join,
             "pause run": self._fault_pause_run,
-            "quorum": lambda fault: self._control("quorum", int(fault.size)),
-            "grace": lambda fault: self._control("grace", fault.size),
+            "quorum": lambda fault: self._control("quorum", int(fault.magnitude)),
+            "grace": lambda fault: self._control("grace", fault.magnitude),
         }
 
-    # ---------------------------------------------------------------------------------------------------- the story
+    # ---------------------------------------------------------------------------------------------------- the run
 
     def run(self) -> None:
-        """Faults, then healing, then the end. Raises Violation."""
+        """Inject the faults, heal everything and end the run. Raise InvariantViolationError at a violation."""
         self.start()
-        for fault in self.plan.faults:
-            self.engine.at(fault.at_s, self._inject, fault)
-        self.engine.run_until(self.plan.faulty_s)
+        for fault in self.scenario.faults:
+            self.engine.schedule(fault.at_s, self._inject, fault)
+        self.engine.run_until(self.scenario.fault_phase_s)
         self._heal()
-        self._demand("rounds complete", self._rounds_complete)
-        self._demand("what the dead had leased returns", self._dead_settled)
-        self._demand("who was asked to leave has left", self._drained_left)
-        if self.plan.shards:
-            self._do_without_a_shard()
-        if self.plan.ends_paused:
+        self._run_until("rounds complete", self._rounds_complete)
+        self._run_until("the leases of crashed learners return", self._crashed_are_settled)
+        self._run_until("drained learners leave", self._drained_have_left)
+        if self.scenario.shards:
+            self._run_without_shard()
+        if self.scenario.ends_paused:
             self._control("pause")
-        self.engine.at(self.engine.now + (2.0 if self.plan.ends_paused else 0.0), self._ask_finish)
-        if self.plan.lost_at_the_end is not None:
-            self._end_without_a_shard(self.plan.lost_at_the_end)
-        self._demand("everybody ends with the published versions", self._all_stopped)
+        self.engine.schedule(self.engine.now + (2.0 if self.scenario.ends_paused else 0.0), self._request_finish)
+        if self.scenario.shard_lost_at_end is not None:
+            self._finish_without_shard(self.scenario.shard_lost_at_end)
+        self._run_until("all learners end with the published versions", self._all_stopped)
         for proc in self._processes():
             self._check(proc)
-        self.watch.finish()
+        self.checkers.finish()
 
-    def _do_without_a_shard(self) -> None:
-        """All else is well: the fragments of the other shards go on, and its own when it is back."""
-        shard = self.rng.randrange(self.plan.shards)
-        mine = self.shards.fragments_of(shard)
-        self._aim()
+    def _run_without_shard(self) -> None:
+        """Check that the fragments of other shards continue without a shard, and its own fragments after its return."""
+        shard = self.rng.randrange(self.scenario.shards)
+        own_fragments = self.shards.fragments_of(shard)
+        self._set_target_versions()
         self.store.lose_shard(shard)
-        waiting = {p: self._target.pop(p) for p in mine}
-        self._demand("rounds of other shards complete", self._versions_reached, self._lacks_quorum)
-        self._target.update(waiting)
-        self.shards.find(shard)
-        self._demand("rounds complete when a shard is back", self._rounds_complete)
+        waiting = {p: self._target_versions.pop(p) for p in own_fragments}
+        self._run_until("rounds of other shards complete", self._versions_reached, self._lacks_quorum)
+        self._target_versions.update(waiting)
+        self.shards.recover(shard)
+        self._run_until("rounds complete after a shard returns", self._rounds_complete)
 
-    def _end_without_a_shard(self, shard: int) -> None:
-        """It is lost while the last merges are under way, or just before, and is back when all is over."""
+    def _finish_without_shard(self, shard: int) -> None:
+        """Lose a shard during or just before the last merges, and recover it after the end."""
         self.engine.run_until(self.engine.now + self.rng.choice((0.0, 2.0, 4.0)) * self.rng.random())
         self.store.lose_shard(shard)
-        self._demand("the run ends without a shard", self._is_over)
-        self.shards.find(shard)
+        self._run_until("the run ends without a shard", self._is_over)
+        self.shards.recover(shard)
 
     def _is_over(self) -> bool:
         core = self.syncer_core()
-        return core is not None and core.state.stage is Stage.FINISHED
+        return core is not None and core.state.stage is RunStage.FINISHED
 
-    def _demand(self, what: str, done: Callable[[], bool], excused: Callable[[], bool] | None = None) -> None:
-        end = self.engine.now + HEALED_PATIENCE_S
+    def _run_until(self, condition: str, done: Callable[[], bool], unless: Callable[[], bool] | None = None) -> None:
+        end = self.engine.now + RECOVERY_TIMEOUT_S
         self.engine.run_until(end, done)
-        if not done() and not (excused is not None and excused()):
-            stuck = self._stuck()
-            raise Violation("liveness", f"{what}: not within {HEALED_PATIENCE_S:g} s; {stuck[1]}", None, stuck[0])
+        if not done() and not (unless is not None and unless()):
+            stuck = self._describe_stuck()
+            raise InvariantViolationError(
+                "liveness", f"{condition}: not within {RECOVERY_TIMEOUT_S:g} s; {stuck[1]}", None, stuck[0]
+            )
 
     def _rounds_complete(self) -> bool:
         core = self.syncer_core()
-        if core is not None and core.state.stage is not Stage.RUNNING:
+        if core is not None and core.state.stage is not RunStage.RUNNING:
             return True
         return self._versions_reached() and all(
-            proc.core.state.mode is Mode.TRAINING for i, proc in self.driver.learners.items() if i not in self.gone
+            proc.core.state.mode is LearnerMode.TRAINING
+            for i, proc in self.driver.learners.items()
+            if i not in self.departed
         )
 
     def _lacks_quorum(self) -> bool:
-        """Whoever joins wants every fragment, and waits for a shard that is away."""
+        """Return whether too few learners are live: joining learners wait for the fragments of the shard."""
         core = self.syncer_core()
         return core is not None and len(core.state.live) < core.state.config.quorum
 
     def _while_running(self, done: Callable[[SyncerState], bool]) -> bool:
-        """Return whether this holds at the syncer that runs, or whether the run is past it."""
+        """Return whether the condition holds at the running syncer, or the run has left its running stage."""
         core = self.syncer_core()
-        return core is not None and (core.state.stage is not Stage.RUNNING or done(core.state))
+        return core is not None and (core.state.stage is not RunStage.RUNNING or done(core.state))
 
     def _versions_reached(self) -> bool:
-        return self._while_running(lambda s: all(s.fragments[p].version >= v for p, v in self._target.items()))
+        return self._while_running(lambda s: all(s.fragments[p].version >= v for p, v in self._target_versions.items()))
 
-    def _dead_settled(self) -> bool:
-        """Return whether no learner that died for good holds samples or has an open account."""
+    def _crashed_are_settled(self) -> bool:
+        """Return whether no crashed learner has leased samples or an open token account."""
         return self._while_running(
             lambda s: (
-                self.died.isdisjoint(s.ledger.accounts) and self.died.isdisjoint(key[0] for key in s.leases.holders)
+                self.crashed.isdisjoint(s.ledger.accounts)
+                and self.crashed.isdisjoint(key[0] for key in s.leases.holders)
             )
         )
 
-    def _drained_left(self) -> bool:
+    def _drained_have_left(self) -> bool:
         return self._while_running(
-            lambda s: all(not m.drained_by or m.standing is Standing.AWAY for m in s.members.values())
+            lambda s: all(not m.drained_by or m.state is MemberState.DISCONNECTED for m in s.members.values())
         )
 
     def _all_stopped(self) -> bool:
-        staying = (proc for i, proc in self.driver.learners.items() if i not in self.gone)
-        return self._is_over() and all(proc.core.state.mode is Mode.STOPPED for proc in staying)
+        staying = (proc for i, proc in self.driver.learners.items() if i not in self.departed)
+        return self._is_over() and all(proc.core.state.mode is LearnerMode.STOPPED for proc in staying)
 
-    def _stuck(self) -> tuple[tuple[str, int] | None, str]:
+    def _describe_stuck(self) -> tuple[tuple[str, int] | None, str]:
         core = self.syncer_core()
         if core is None:
             return None, "the syncer does not run"
         for i, proc in self.driver.learners.items():
-            if i not in self.gone and proc.core.state.mode not in (Mode.TRAINING, Mode.STOPPED):
+            if i not in self.departed and proc.core.state.mode not in (LearnerMode.TRAINING, LearnerMode.STOPPED):
                 return ("learner", i), f"learner {i} is {proc.core.state.mode.value}, link {proc.core.state.link.value}"
         for f in core.state.fragments.values():
-            if core.state.stage is Stage.FINISHING and not f.final:
+            if core.state.stage is RunStage.FINISHING and not f.final:
                 return ("fragment", f.id), f"fragment {f.id} is {f.phase.value}, not final: {core.explain(f)}"
         for p, f in core.state.fragments.items():
-            if core.state.stage is Stage.RUNNING and f.version < self._target.get(p, 0):
+            if core.state.stage is RunStage.RUNNING and f.version < self._target_versions.get(p, 0):
                 return ("fragment", p), f"fragment {p} is {f.phase.value} at version {f.version}: {core.explain(f)}"
-        if not self._dead_settled():
-            return None, f"some of {sorted(self.died)}, who died for good, hold samples or an open account"
+        if not self._crashed_are_settled():
+            return (
+                None,
+                f"some of the crashed learners {sorted(self.crashed)} have leased samples or an open token account",
+            )
         for i, proc in self.driver.learners.items():
-            if i not in self.gone and proc.core.state.mode is not Mode.STOPPED:
+            if i not in self.departed and proc.core.state.mode is not LearnerMode.STOPPED:
                 return ("learner", i), f"learner {i} is {proc.core.state.mode.value}, link {proc.core.state.link.value}"
         return None, f"the run is {core.state.stage.value}"
 
@@ -241,44 +253,44 @@ class SwarmWorld:
         self.links.heal()
         self.store.heal()
         now = self.engine.now
-        for shard in self.shards.away:
-            self.shards.find(shard)
+        for shard in self.shards.unavailable_until:
+            self.shards.recover(shard)
         for proc in self._processes():
             proc.paused_until = min(proc.paused_until, now)
-            proc.slow = 1.0
+            proc.slowdown_factor = 1.0
         if self.driver.syncer is None:
-            self.engine.at(now + self.rng.random(), self._start_syncer)
+            self.engine.schedule(now + self.rng.random(), self._start_syncer)
         if "pause" in self.disk.controls and not self._control("resume"):
             self.disk.controls["pause"] = ControlRequested("resume", None, "the operator")
-        for learner in self.plan.starts_s:
+        for learner in self.scenario.start_times_s:
             self._revive(learner)
         for learner in list(self.driver.learners):
             self._revive(learner)
-        self._aim()
+        self._set_target_versions()
 
-    def _aim(self) -> None:
-        """From here on every fragment has to be merged twice."""
-        self._target = {p: self.disk.version(p) + 2 for p in self.config.fragment_ids()}
+    def _set_target_versions(self) -> None:
+        """Require two more merges of every fragment."""
+        self._target_versions = {p: self.disk.durable_version(p) + 2 for p in self.config.fragment_ids()}
 
     def _revive(self, learner: LearnerId) -> None:
         proc = self.driver.learners.get(learner)
-        if learner in self.gone:
+        if learner in self.departed:
             return
-        if proc is None or not proc.alive:
-            self.engine.at(self.engine.now + self.rng.random(), self._start_if_down, learner)
+        if proc is None or not proc.is_alive:
+            self.engine.schedule(self.engine.now + self.rng.random(), self._start_if_down, learner)
 
-    def _ask_finish(self) -> None:
+    def _request_finish(self) -> None:
         if self.driver.syncer is not None:
             if "pause" in self.disk.controls:
                 self.disk.controls["pause"] = ControlRequested("resume", None, "the end")
-            self.driver.run(self.driver.syncer, FinishRequested())
+            self.driver.handle_event(self.driver.syncer, FinishRequested())
 
     # ---------------------------------------------------------------------------------------------------- processes
 
     def start(self) -> None:
         self._start_syncer()
-        for learner, at in self.plan.starts_s.items():
-            self.engine.at(at, self._start_learner, learner)
+        for learner, at in self.scenario.start_times_s.items():
+            self.engine.schedule(at, self._start_learner, learner)
 
     def syncer_core(self) -> SyncerCore | None:
         return self.driver.syncer.core if self.driver.syncer is not None else None
@@ -286,39 +298,39 @@ class SwarmWorld:
     def _start_syncer(self) -> None:
         if self.driver.syncer is not None:
             return
-        if self.shards.away:  # a syncer starts from what all its shards hold
-            self.engine.at(self.engine.now + 0.5, self._start_syncer)
+        if self.shards.unavailable_until:  # a syncer starts from the versions of all its shards
+            self.engine.schedule(self.engine.now + 0.5, self._start_syncer)
             return
         self.driver.start_syncer()
 
     def _start_if_down(self, learner: LearnerId) -> None:
         proc = self.driver.learners.get(learner)
-        if proc is None or not proc.alive:
+        if proc is None or not proc.is_alive:
             self._start_learner(learner)
 
     def _start_learner(self, learner: LearnerId) -> None:
-        if learner in self.gone:
+        if learner in self.departed:
             return
         proc = self.driver.start_learner(learner)
-        if learner in self.store.parts:
-            self.driver.run(proc, MomentsFound(learner, self.store.parts[learner]))
+        if learner in self.store.snapshot_parts:
+            self.driver.handle_event(proc, SavedStateFound(learner, self.store.snapshot_parts[learner]))
 
-    def _running(self, learner: LearnerId) -> SimProcess | None:
+    def _running_process(self, learner: LearnerId) -> SimProcess | None:
         proc = self.driver.learners.get(learner)
-        return proc if proc is not None and proc.alive and learner not in self.gone else None
+        return proc if proc is not None and proc.is_alive and learner not in self.departed else None
 
     def _on_stop(self, proc: SimProcess, effect: Stop) -> None:
-        """An island starts its learner again when it was refused for what it was, not for what it is."""
+        """Restart a learner that was refused for its old incarnation, but not one that is finished or has left."""
         learner = proc.actor.learner
         refused = effect.reason.code == "learner-refused"
         if refused and self.driver.learners.get(learner) is proc and "finished" not in str(effect.reason):
-            self.engine.at(self.engine.now + 1.0, self._start_if_stopped, proc)
-        elif effect.reason.code in ("learner-drained", "learner-pushed", "learner-hurried"):
-            self.gone.add(learner)  # nobody starts it again
-            self.engine.at(self.engine.now + 1.0, self._kill_if_alive, proc)
+            self.engine.schedule(self.engine.now + 1.0, self._start_if_stopped, proc)
+        elif effect.reason.code in ("learner-left-on-request", "learner-drained", "learner-left-early"):
+            self.departed.add(learner)  # it is not restarted
+            self.engine.schedule(self.engine.now + 1.0, self._kill_if_alive, proc)
 
     def _kill_if_alive(self, proc: SimProcess) -> None:
-        if proc.alive:
+        if proc.is_alive:
             self.driver.kill(proc)
 
     def _start_if_stopped(self, proc: SimProcess) -> None:
@@ -326,9 +338,9 @@ class SwarmWorld:
             self._start_learner(proc.actor.learner)
 
     def _on_halt(self, proc: SimProcess, effect: Halt) -> None:
-        """The driver of a syncer that was superseded ends its process."""
-        if proc in self.old_syncers:
-            self.old_syncers.remove(proc)
+        """End the process of a superseded syncer."""
+        if proc in self.superseded_syncers:
+            self.superseded_syncers.remove(proc)
             self.driver.kill(proc)
 
     # ---------------------------------------------------------------------------------------------------- observers
@@ -337,73 +349,73 @@ class SwarmWorld:
         return ([self.driver.syncer] if self.driver.syncer is not None else []) + self.driver.processes
 
     def coverage(self) -> tuple[Counter[tuple[Any, str]], Counter[str]]:
-        """Rows of the transition tables and reason codes, of all processes that ever ran."""
-        fired, said = Counter(self.fired), Counter(self.said)
+        """Return the counts of transitions and reason codes of all processes that ever ran."""
+        transitions, reasons = Counter(self.transition_counts), Counter(self.reason_counts)
         for proc in self._processes():
-            _count(proc, fired, said)
-        return fired, said
+            _add_counts(proc, transitions, reasons)
+        return transitions, reasons
 
-    def _check_sometimes(self, proc: SimProcess, event: Event) -> None:
-        self._since_check += 1
-        if self._since_check >= 64:
-            self._since_check = 0
+    def _check_periodically(self, proc: SimProcess, event: Event) -> None:
+        self._events_since_check += 1
+        if self._events_since_check >= 64:
+            self._events_since_check = 0
             self._check(proc)
 
     def _check(self, proc: SimProcess) -> None:
         try:
             proc.core.check_invariants()
             if proc is self.driver.syncer:
-                self.said.update(proc.core.explain(f).code for f in proc.core.state.fragments.values())
+                self.reason_counts.update(proc.core.explain(f).code for f in proc.core.state.fragments.values())
         except AssertionError as error:
-            raise broken(proc, f"{proc.actor}: {error}") from error
+            raise core_violation(proc, f"{proc.actor}: {error}") from error
 
-    def _count_pair(self, proc: SimProcess, event: Event) -> None:
-        """Which event met which state: a learner's own; at the syncer, of the speaker and of the fragment."""
+    def _count_state_event(self, proc: SimProcess, event: Event) -> None:
+        """Count pairs of state and event: of the learner, or at the syncer of the sender and the fragment."""
         core = proc.core
         what: type = type(event)
         if proc.actor.learner != SYNCER:
             if type(event) is MessageArrived:
                 what = type(event.envelope.body)
-            self.pairs[(core.state.mode, what)] += 1
+            self.state_event_counts[(core.state.mode, what)] += 1
             return
         if type(event) is MessageArrived:
             body = event.envelope.body
             what = type(body)
             member = core.state.members.get(event.envelope.learner)
-            self.pairs[(Standing.UNKNOWN if member is None else member.standing, what)] += 1
+            self.state_event_counts[(MemberState.UNKNOWN if member is None else member.state, what)] += 1
             fragment = body.round.fragment if type(body) is Contribution else getattr(body, "fragment", None)
         else:
             key = getattr(event, "key", None)
             fragment = key.number if key is not None and key.kind == "version" else None
             if type(event) in (MergeDone, MergeFailed):
                 fragment = event.round.fragment  # type: ignore[union-attr]
-            self.pairs[(core.state.stage, what)] += 1
+            self.state_event_counts[(core.state.stage, what)] += 1
         if fragment in core.state.fragments:
-            self.pairs[(core.state.fragments[fragment].phase, what)] += 1
+            self.state_event_counts[(core.state.fragments[fragment].phase, what)] += 1
 
     # ---------------------------------------------------------------------------------------------------- operators
 
-    def _control(self, what: ControlWhat, value: float | None = None) -> bool:
-        """Durable first, then the core is told; a syncer that starts later is told again."""
+    def _control(self, kind: ControlKind, value: float | None = None) -> bool:
+        """Store a request by an operator, then send it to the core. A syncer that starts later receives it again."""
         now = self.engine.now
-        if self.driver.syncer is None or max(self.store.bad_until, self.driver.syncer.paused_until) > now:
+        if self.driver.syncer is None or max(self.store.write_errors_until, self.driver.syncer.paused_until) > now:
             return False
-        event = ControlRequested(what, value, "the operator")
-        if what != "drain":
-            self.disk.controls["pause" if what == "resume" else what] = event
-        self.driver.run(self.driver.syncer, event)
+        event = ControlRequested(kind, value, "the operator")
+        if kind != "drain":
+            self.disk.controls["pause" if kind == "resume" else kind] = event
+        self.driver.handle_event(self.driver.syncer, event)
         return True
 
     def _fault_pause_run(self, fault: SwarmFault) -> bool:
         if not self._control("pause"):
             return False
-        self.engine.at(self.engine.now + fault.lasts_s, self._resume_run)
+        self.engine.schedule(self.engine.now + fault.duration_s, self._resume_run)
         return True
 
     def _resume_run(self) -> None:
-        wish = self.disk.controls.get("pause")
-        if not self.links.healed and wish is not None and wish.what == "pause" and not self._control("resume"):
-            self.engine.at(self.engine.now + 1.0, self._resume_run)  # nobody takes the wish yet
+        request = self.disk.controls.get("pause")
+        if not self.links.is_healed and request is not None and request.kind == "pause" and not self._control("resume"):
+            self.engine.schedule(self.engine.now + 1.0, self._resume_run)  # no syncer accepts the request yet
 
     def _fault_drain(self, fault: SwarmFault, proc: SimProcess) -> bool:
         core = self.syncer_core()
@@ -414,84 +426,84 @@ class SwarmWorld:
     # ---------------------------------------------------------------------------------------------------- faults
 
     def _inject(self, fault: SwarmFault) -> None:
-        proc = self._running(fault.learner) if fault.kind in self._learner_faults else self.driver.syncer
+        proc = self._running_process(fault.learner) if fault.kind in self._learner_faults else self.driver.syncer
         on_process = self._learner_faults.get(fault.kind) or self._syncer_faults.get(fault.kind)
         if on_process is None:
-            fired = self._other_faults[fault.kind](fault)
+            is_injected = self._other_faults[fault.kind](fault)
         else:
-            fired = on_process(fault, proc) if proc is not None else False
-        if fired is not False:
-            self.faults_fired[fault.kind] += 1
+            is_injected = on_process(fault, proc) if proc is not None else False
+        if is_injected is not False:
+            self.fault_counts[fault.kind] += 1
 
     def _fault_kill_learner(self, fault: SwarmFault, proc: SimProcess) -> None:
         self.driver.kill(proc)
-        self.engine.at(self.engine.now + fault.lasts_s, self._start_if_down, fault.learner)
+        self.engine.schedule(self.engine.now + fault.duration_s, self._start_if_down, fault.learner)
 
     def _fault_pause(self, fault: SwarmFault, proc: SimProcess) -> None:
-        proc.paused_until = max(proc.paused_until, self.engine.now + fault.lasts_s)
+        proc.paused_until = max(proc.paused_until, self.engine.now + fault.duration_s)
 
     def _fault_second_start(self, fault: SwarmFault, proc: SimProcess) -> None:
-        """The same learner is started elsewhere while the old process goes on, unaware."""
+        """Start the same learner elsewhere while its old process continues."""
         self._start_learner(fault.learner)
-        self.doubled.add(fault.learner)
+        self.duplicated.add(fault.learner)
 
     def _fault_reset(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        if proc.conn is None or not proc.conn.open:
+        if proc.connection is None or not proc.connection.is_open:
             return False
-        self.links.close(proc.conn, tell_learner=True, tell_syncer=True, why="connection reset by peer")
+        self.links.close(proc.connection, notify_learner=True, notify_syncer=True, cause="connection reset by peer")
         return True
 
     def _cut_both(self, fault: SwarmFault) -> None:
-        self.links.cut(self.links.cut_up, fault.learner, fault.lasts_s)
-        self.links.cut(self.links.cut_down, fault.learner, fault.lasts_s)
+        self.links.cut(self.links.uplink_cut_until, fault.learner, fault.duration_s)
+        self.links.cut(self.links.downlink_cut_until, fault.learner, fault.duration_s)
 
     def _fault_kill_syncer(self, fault: SwarmFault, proc: SimProcess) -> None:
         self.driver.kill(proc)
-        self.store.cut_off()
-        self.engine.at(self.engine.now + fault.lasts_s, self._start_syncer)
+        self.store.on_syncer_killed()
+        self.engine.schedule(self.engine.now + fault.duration_s, self._start_syncer)
 
     def _fault_second_syncer(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        """A standby takes the store over while the old syncer lives on with the learners that are connected to it."""
-        if self.shards.away:  # it starts from what all shards hold
+        """Let a standby take over the store while the old syncer continues with its connected learners."""
+        if self.shards.unavailable_until:  # it starts from the versions of all shards
             return False
-        # Whoever writes nothing finds out by looking: a driver reads the store's epoch every few seconds.
-        self.old_syncers.append(proc)
+        # A syncer without writes detects the takeover because its driver polls the epoch of the store.
+        self.superseded_syncers.append(proc)
         self.driver.start_syncer()
-        self.engine.at(
+        self.engine.schedule(
             self.engine.now + 10 * self.rng.random(), self.driver.deliver, proc, StoreFenced(self.disk.epoch)
         )
         return True
 
-    def _fault_stranger(self, fault: SwarmFault, proc: SimProcess) -> None:
-        """Somebody who does not belong here says hello."""
-        learner = len(self.plan.starts_s) + 7
+    def _fault_invalid_hello(self, fault: SwarmFault, proc: SimProcess) -> None:
+        """Send a hello with an unknown run, another model or an invalid learner id."""
+        learner = len(self.scenario.start_times_s) + 7
         hello = Hello(self.config.run_id, self.config.fingerprint, (-1,) * len(self.config.fragment_ids()), 0, 0, False)
-        if fault.size > 5:
+        if fault.magnitude > 5:
             hello = structs.replace(hello, fingerprint=("embedding 8x8 f32", "head 9x9 f32"))
-        elif fault.lasts_s > 1:
+        elif fault.duration_s > 1:
             hello = structs.replace(hello, run_id="another")
         else:
             learner = -3
-        self.driver.run(proc, MessageArrived(Envelope(learner, 1, 1, 0, 0, 0, 0, hello)))
+        self.driver.handle_event(proc, MessageArrived(Envelope(learner, 1, 1, 0, 0, 0, 0, hello)))
 
     def _fault_fail_disk(self, fault: SwarmFault) -> None:
-        self.store.bad_until = max(self.store.bad_until, self.engine.now + fault.lasts_s)
+        self.store.write_errors_until = max(self.store.write_errors_until, self.engine.now + fault.duration_s)
 
     def _fault_slow_disk(self, fault: SwarmFault) -> None:
-        self.store.slow_until = max(self.store.slow_until, self.engine.now + fault.lasts_s)
+        self.store.slow_writes_until = max(self.store.slow_writes_until, self.engine.now + fault.duration_s)
 
     def _fault_jump_clock(self, fault: SwarmFault) -> bool:
-        proc = self.driver.syncer if fault.lasts_s < 1.0 else self._running(fault.learner)
+        proc = self.driver.syncer if fault.duration_s < 1.0 else self._running_process(fault.learner)
         if proc is None:
             return False
-        proc.clock_s += fault.size
-        proc.stepping_since -= fault.size  # a learner measures its steps with the clock that jumped
+        proc.clock_s += fault.magnitude
+        proc.step_started_at -= fault.magnitude  # a learner measures its steps with the clock that jumped
         proc.timer_at = None
-        self.driver.arm(proc)
+        self.driver.arm_timer(proc)
         return True
 
     def _fault_poison(self, fault: SwarmFault) -> None:
-        self.links.poison[fault.learner] += int(fault.size)
+        self.links.poisoned_messages[fault.learner] += int(fault.magnitude)
 
     def _fault_join(self, fault: SwarmFault) -> bool:
         if fault.learner in self.driver.learners:
@@ -500,61 +512,61 @@ class SwarmWorld:
         return True
 
     def _fault_leave(self, fault: SwarmFault, proc: SimProcess) -> None:
-        self.gone.add(fault.learner)
-        self.driver.run(proc, LeaveWanted("the operator said so"))
+        self.departed.add(fault.learner)
+        self.driver.handle_event(proc, LeaveRequested("requested by the operator"))
         self.driver.kill(proc)
-        if fault.size > 5:
-            self.engine.at(self.engine.now + fault.lasts_s, self._come_back, fault.learner)
+        if fault.magnitude > 5:
+            self.engine.schedule(self.engine.now + fault.duration_s, self._return_learner, fault.learner)
 
-    def _fault_notice(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        """Its machine is taken away, and it is told so many seconds before. Perhaps it is given another one."""
-        if proc.is_noticed or proc.core.state.mode is not Mode.TRAINING:
+    def _fault_preempt(self, fault: SwarmFault, proc: SimProcess) -> bool:
+        """Preempt a learner after a notice of `duration_s`. It may return on another machine."""
+        if proc.is_preempted or proc.core.state.mode is not LearnerMode.TRAINING:
             return False
-        proc.is_noticed = True
-        if proc.stands:
-            self.steps.heed_notice(proc)
-        self.engine.at(self.engine.now + fault.lasts_s, self._end_notice, proc, fault.size > 5)
+        proc.is_preempted = True
+        if proc.is_waiting_at_boundary:
+            self.steps.handle_preemption(proc)
+        self.engine.schedule(self.engine.now + fault.duration_s, self._finish_preemption, proc, fault.magnitude > 5)
         return True
 
-    def _end_notice(self, proc: SimProcess, comes_back: bool) -> None:
+    def _finish_preemption(self, proc: SimProcess, comes_back: bool) -> None:
         learner = proc.actor.learner
-        if proc.alive:
-            if proc.core.state.mode is not Mode.STOPPED:
-                self.driver.run(proc, LeaveWanted("the notice is over"))
+        if proc.is_alive:
+            if proc.core.state.mode is not LearnerMode.STOPPED:
+                self.driver.handle_event(proc, LeaveRequested("the preemption notice has expired"))
             self.driver.kill(proc)
             if self.driver.learners.get(learner) is proc:
-                self.gone.add(learner)
-        if comes_back and learner in self.gone and self.driver.learners.get(learner) is proc:
-            self._come_back(learner)
+                self.departed.add(learner)
+        if comes_back and learner in self.departed and self.driver.learners.get(learner) is proc:
+            self._return_learner(learner)
 
     def _fault_die(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        """For good: with a reset link, or with its whole host, which tells nobody."""
-        if fault.learner in self.doubled:  # an older process of it may live on
+        """Crash a learner permanently: with a reset connection, or with its host, which closes no connection."""
+        if fault.learner in self.duplicated:  # an older process of it may still run
             return False
-        if fault.size > 5:
-            self._cut_both(replace(fault, lasts_s=self.plan.faulty_s))
-        self.gone.add(fault.learner)
-        self.died.add(fault.learner)
+        if fault.magnitude > 5:
+            self._cut_both(replace(fault, duration_s=self.scenario.fault_phase_s))
+        self.departed.add(fault.learner)
+        self.crashed.add(fault.learner)
         self.driver.kill(proc)
         return True
 
-    def _come_back(self, learner: LearnerId) -> None:
-        self.gone.discard(learner)
+    def _return_learner(self, learner: LearnerId) -> None:
+        self.departed.discard(learner)
         self._start_if_down(learner)
 
     def _fault_lose_shard(self, fault: SwarmFault, proc: SimProcess) -> bool:
-        if fault.learner in self.shards.away:
+        if fault.learner in self.shards.unavailable_until:
             return False
-        self.store.lose_shard(fault.learner, self.engine.now + fault.lasts_s)
+        self.store.lose_shard(fault.learner, self.engine.now + fault.duration_s)
         return True
 
     def _fault_fail_merge(self, fault: SwarmFault) -> None:
-        self.store.merge_bad = True
+        self.store.next_merge_fails = True
 
     def _fault_slow_down(self, fault: SwarmFault, proc: SimProcess) -> None:
-        proc.slow = fault.size
+        proc.slowdown_factor = fault.magnitude
 
 
-def _count(proc: SimProcess, fired: Counter[tuple[Any, str]], said: Counter[str]) -> None:
-    fired.update(proc.core.state.fired)
-    said.update(proc.core.state.said)
+def _add_counts(proc: SimProcess, transitions: Counter[tuple[Any, str]], reasons: Counter[str]) -> None:
+    transitions.update(proc.core.state.transition_counts)
+    reasons.update(proc.core.state.reason_counts)

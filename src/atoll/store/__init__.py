@@ -1,1 +1,4 @@
-"""Durable files: atomic, checksummed, fenced. Knows neither learners nor the syncer's process."""
+"""Durable files of a run: atomic, checksummed, and fenced against a second syncer.
+
+This package does not depend on learners or on the syncer's process, and takes no protocol decisions.
+"""

@@ -1,11 +1,11 @@
-"""The heartbeat of a syncer: `alive` in its store, written anew every second, for a standby that waits to take over.
+"""The heartbeat of a syncer: the file `alive` in its store, rewritten every second, which a standby watches.
 
-On one machine the lock says whether a syncer is there, and goes away with its process. It does not say that the process
-hangs, and between machines that share a directory it may say nothing at all. A standby therefore watches whether the
-heartbeat changes. It counts by its own clock: no two machines need to have the same time.
+On one machine the lock shows whether a syncer runs, and is released when its process exits. It does not show that the
+process hangs, and between machines that share a directory it may not work. A standby therefore watches whether the
+heartbeat changes. It measures the time with its own clock, so clocks of machines may differ.
 
-A heartbeat is no permission. A standby that has waited long enough takes the next epoch, and from then on the store and
-the learners refuse every syncer with an older one (`version_store`).
+A heartbeat gives no write permission. After its timeout a standby takes the next epoch. From then on the store and the
+learners refuse every syncer with an older epoch (`version_store`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import NamedTuple
 
 from atoll.files import is_locked
 
-ALIVE = "alive"
-LOCK = "lock"
+HEARTBEAT_FILE = "alive"
+LOCK_FILE = "lock"
 HEARTBEAT_INTERVAL_S = 1.0
-TAKE_OVER_S = 15.0
-"""Without a change of the heartbeat. A busy disk may delay one for seconds; taking over from a syncer that lives costs
-its open rounds."""
+TAKEOVER_TIMEOUT_S = 15.0
+"""Time without a change of the heartbeat. A busy disk may delay a heartbeat by seconds. Taking over from a running
+syncer costs its open rounds."""
 
-ELSEWHERE_S = 3 * HEARTBEAT_INTERVAL_S
-"""How long a start watches the heartbeat of another machine before it takes that syncer for gone."""
+REMOTE_HEARTBEAT_WAIT_S = 3 * HEARTBEAT_INTERVAL_S
+"""Time for which a start watches the heartbeat of another machine before it assumes that this syncer has exited."""
 
 
 class Heartbeat(NamedTuple):
-    """`machine`: name and boot of the machine, so that a lock can be believed exactly there."""
+    """Content of the heartbeat file. `machine` is the host name and boot id: locks are reliable within one machine."""
 
     machine: str
     pid: int
@@ -46,7 +46,7 @@ class Heartbeat(NamedTuple):
 
 
 @cache
-def this_machine() -> str:
+def machine_id() -> str:
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -54,10 +54,12 @@ def this_machine() -> str:
 
 
 def write_heartbeat(store: Path, epoch: int, serial: int) -> None:
-    """In place and without fsync: a full disk does not stop it, and it need not survive the machine. Opened anew each
-    time, so that a network file system hands it on."""
-    text = f"{this_machine()} {os.getpid()} {epoch} {serial}"
-    file = os.open(store / ALIVE, os.O_WRONLY | os.O_CREAT, 0o644)
+    """Write the heartbeat in place and without fsync: this works on a full disk, and it need not be durable.
+
+    Open the file each time, so that a network file system propagates it.
+    """
+    text = f"{machine_id()} {os.getpid()} {epoch} {serial}"
+    file = os.open(store / HEARTBEAT_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         os.pwrite(file, text.ljust(200).encode() + b"\n", 0)
     finally:
@@ -65,58 +67,62 @@ def write_heartbeat(store: Path, epoch: int, serial: int) -> None:
 
 
 def read_heartbeat(store: Path) -> Heartbeat | None:
-    """Return None where there is none, or it is half-written."""
+    """Return the heartbeat; None if there is none or it is partly written."""
     try:
-        machine, pid, epoch, serial = (store / ALIVE).read_text(encoding="utf-8", errors="replace").split()
+        machine, pid, epoch, serial = (store / HEARTBEAT_FILE).read_text(encoding="utf-8", errors="replace").split()
         return Heartbeat(machine, int(pid), int(epoch), int(serial))
     except (OSError, ValueError):
         return None
 
 
 def remove_heartbeat(store: Path, epoch: int) -> None:
-    """Remove our own at an orderly end. That of a successor stays."""
+    """Remove the heartbeat of this epoch at a normal exit. Do not remove that of a successor."""
     heartbeat = read_heartbeat(store)
     if heartbeat is not None and heartbeat.epoch == epoch:
         with suppress(OSError):
-            (store / ALIVE).unlink(missing_ok=True)
+            (store / HEARTBEAT_FILE).unlink(missing_ok=True)
 
 
 class TakeoverDecision(NamedTuple):
-    """It is time to take over. `by_force`: from a syncer that may still run, and is fenced."""
+    """Decision to take over. `is_forced`: the other syncer may still run, and must be fenced."""
 
     reason: str
-    by_force: bool
+    is_forced: bool
 
 
-class Watcher:
-    """Decides for a standby when it takes over."""
+class HeartbeatWatcher:
+    """Watch the heartbeat of the active syncer, and decide when the standby takes over."""
 
-    def __init__(self, store: Path, take_over_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Path, takeover_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
-        self._take_over_s = take_over_s
+        self._takeover_timeout_s = takeover_timeout_s
         self._clock = clock
-        self._seen: Heartbeat | None = None
-        self._since = clock()
+        self._last_heartbeat: Heartbeat | None = None
+        self._last_change_at = clock()
 
     def poll(self) -> TakeoverDecision | None:
         heartbeat, now = read_heartbeat(self._store), self._clock()
-        unlocked = not is_locked(self._store / LOCK)
-        if heartbeat is not None and heartbeat != self._seen:
-            self._seen, self._since = heartbeat, now
-        if unlocked and (heartbeat is None or heartbeat.machine == this_machine()):
+        unlocked = not is_locked(self._store / LOCK_FILE)
+        if heartbeat is not None and heartbeat != self._last_heartbeat:
+            self._last_heartbeat, self._last_change_at = heartbeat, now
+        if unlocked and (heartbeat is None or heartbeat.machine == machine_id()):
             return TakeoverDecision("no syncer is there", False)
-        if now - self._since >= self._take_over_s:
-            whose = f"the syncer of epoch {self._seen.epoch} on {self._seen.host}" if self._seen else "the syncer"
-            return TakeoverDecision(f"{whose} has shown no sign of life for {self._take_over_s:g} s", True)
+        if now - self._last_change_at >= self._takeover_timeout_s:
+            whose = (
+                f"the syncer of epoch {self._last_heartbeat.epoch} on {self._last_heartbeat.host}"
+                if self._last_heartbeat
+                else "the syncer"
+            )
+            return TakeoverDecision(f"{whose} has sent no heartbeat for {self._takeover_timeout_s:g} s", True)
         return None
 
 
-def lives_elsewhere(store: Path) -> Heartbeat | None:
-    """Return the heartbeat of a syncer on another machine, if it changes now. A lock says nothing of other machines."""
+def find_remote_syncer(store: Path) -> Heartbeat | None:
+    """Return the heartbeat of a running syncer on another machine, for which the lock may not work; else None."""
     first = read_heartbeat(store)
-    if first is None or first.machine == this_machine():
+    if first is None or first.machine == machine_id():
         return None
-    until = time.monotonic() + ELSEWHERE_S
+    until = time.monotonic() + REMOTE_HEARTBEAT_WAIT_S
     while time.monotonic() < until:
         time.sleep(HEARTBEAT_INTERVAL_S / 4)
         heartbeat = read_heartbeat(store)

@@ -1,17 +1,17 @@
-"""A learner's parts of snapshots, on its own disk: what it would need after everybody has died.
+"""A learner's parts of snapshots, on its own disk: the state from which it restarts after all processes have exited.
 
-    parts/learner-3/001000004.safetensors    learner 3's part of snapshot 1000004; the newest few
-    parts/learner-3/001000004.dcp            beside it, where an island of many ranks has dealt out its model
+    parts/learner-3/001000004.safetensors    learner 3's part of snapshot 1000004; the newest few parts are kept
+    parts/learner-3/001000004.dcp            its shards, if the island has several ranks with a sharded model
 
-A part is one file of tensors (`durable`), whole or not there, with a digest over every byte and nothing pickled. Its
-note is a JSON object; `_FIELDS` has the names and types. What is dealt out of the inner state is in a folder beside
-the file, written by the ranks (`sharded_parts`) before the file is, which says what belongs to it. The tensors:
+A part is one tensor file (`tensor_file`), written atomically, with a digest over every byte and nothing pickled. Its
+metadata is a JSON object; `_METADATA_FIELDS` has the names and types. The sharded tensors of the optimizer state are in
+a folder next to the file. The ranks write it (`sharded_parts`) before the file, which lists its contents. The tensors:
 
-| name | what |
+| name | content |
 |---|---|
-| `model.007` | fragment 7 as the learner's parameters stood at the cut, flat, f32 |
-| `inner.n` | tensor n of the inner optimizer's state, whose metadata is `inner` of the note |
-| `rng.cpu`, `rng.cuda.0` | state of torch's generators; `rank2.rng.cpu` that of rank 2 of an island of several |
+| `model.007` | fragment 7 of the learner's parameters at the cut, flat, f32 |
+| `inner.n` | tensor n of the inner optimizer's state, which `inner` of the metadata describes |
+| `rng.cpu`, `rng.cuda.0` | state of torch's generators; `rank2.rng.cpu`: that of rank 2 of an island with several |
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ from xxhash import xxh3_128_hexdigest
 
 from atoll.core.protocol import SnapshotPart
 from atoll.core.types import FragmentId, LearnerId, RunConfig
-from atoll.files import UNFINISHED, atomic_folder, make_folder, write_file
-from atoll.store.tensor_file import read_tensors, reason, tensor_file
+from atoll.files import TEMPORARY_SUFFIX, atomic_folder, make_folder, write_file
+from atoll.store.tensor_file import encode_tensor_file, error_reason, read_tensors
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import Optimizers
-from atoll.tensors.sharding import boxes_of
+from atoll.tensors.sharding import local_boxes
 
 if TYPE_CHECKING:  # it loads torch.distributed.checkpoint, which most learners never need
-    from atoll.store.sharded_parts import Shards, ShardsNote
+    from atoll.store.sharded_parts import ShardedTensors, ShardIndex
 
-PARTS = "parts"
-KEEP = 4
-"""Parts of one learner. One more than a syncer keeps snapshots: the newest part may be of one that never came about."""
+PARTS_FOLDER = "parts"
+MAX_PARTS = 4
+"""Parts per learner. One more than a syncer keeps snapshots: the newest part may be of a snapshot that failed."""
 
-MOST_TRIED = 16
-"""Files that a search for inner state opens before it gives up."""
+MAX_PARTS_TRIED = 16
+"""Maximum number of files that a search for optimizer state opens."""
 
 FORMAT = 1
 SHARDED_FORMAT = 2
-"""With files of ranks beside it. A part that has none is of the first format, which older readers know."""
+"""Format of a part with shard files. Other parts have the first format, which older versions can read."""
 
-_FOLDER = re.compile(r"learner-(\d{1,9})")
-_PART = re.compile(r"(\d{9,18})\.safetensors")
-_FIELDS: dict[str, type] = {
+_FOLDER_NAME = re.compile(r"learner-(\d{1,9})")
+_PART_NAME = re.compile(r"(\d{9,18})\.safetensors")
+_METADATA_FIELDS: dict[str, type] = {
     "format": int,
     "run": str,
-    "model": str,  # digest of the fingerprint
+    "model": str,  # digest of the plan's fingerprint
     "learner": int,
     "incarnation": int,
     "snapshot": int,
     "step": int,
     "trained": int,
-    "versions": list,  # adopted, by fragment
-    "saved_at": float,  # seconds of the Unix epoch
+    "versions": list,  # adopted version of each fragment
+    "saved_at": float,  # Unix time
     "inner": dict,
     "extra": object,  # what the user's hook returned
 }
-_SHARDED_FIELDS = _FIELDS | {"shards": dict}
+_SHARDED_METADATA_FIELDS = _METADATA_FIELDS | {"shards": dict}
 
 
 def fingerprint_digest(fingerprint: Sequence[str]) -> str:
@@ -80,16 +80,16 @@ def fingerprint_digest(fingerprint: Sequence[str]) -> str:
 
 
 def part_path(run: Path, learner: LearnerId, snapshot: int) -> Path:
-    return run / PARTS / f"learner-{learner}" / f"{snapshot:09d}.safetensors"
+    return run / PARTS_FOLDER / f"learner-{learner}" / f"{snapshot:09d}.safetensors"
 
 
 def shards_path(part: Path) -> Path:
-    """Where the files of ranks are that belong to a part."""
+    """Return the folder with the shard files of a part."""
     return part.with_suffix(".dcp")
 
 
 def part_bytes(part: Path) -> int | None:
-    """With the files of ranks. None: it is not here."""
+    """Return the size of a part with its shard files; None if it does not exist."""
     try:
         return sum(path.stat().st_size for path in [part, *shards_path(part).glob("*")])
     except OSError:
@@ -109,17 +109,17 @@ class FragmentCopy(NamedTuple):
     release: Callable[[], None]
 
 
-class TakenPart(NamedTuple):
-    """A part as it was copied at the step boundary: shared with nothing that still moves."""
+class PartCopy(NamedTuple):
+    """Copy of a part's content at the step boundary. Training does not change it."""
 
     model: list[FragmentCopy]
-    inner: optimizer_state.Taken
+    optimizer_state: optimizer_state.OptimizerStateCopy
     rng: dict[str, Tensor]
     extra: str  # JSON
 
 
-def take_rng() -> dict[str, Tensor]:
-    """Torch's generators of this process."""
+def get_rng_states() -> dict[str, Tensor]:
+    """Return the states of torch's random generators in this process."""
     rng = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for device, state in enumerate(torch.cuda.get_rng_state_all()):
@@ -128,21 +128,21 @@ def take_rng() -> dict[str, Tensor]:
 
 
 def write_part(
-    run: Path, config: RunConfig, learner: LearnerId, incarnation: int, part: SnapshotPart, taken: TakenPart
+    run: Path, config: RunConfig, learner: LearnerId, incarnation: int, part: SnapshotPart, copied: PartCopy
 ) -> Path:
-    """In the background: make it durable, then remove the oldest. Raises OSError with the file's name."""
+    """Write a part durably, and remove the oldest ones. Call it in a background thread. Raise OSError."""
     try:
-        tensors: dict[str, Tensor] = dict(taken.rng)
-        for copy in taken.model:
+        tensors: dict[str, Tensor] = dict(copied.rng)
+        for copy in copied.model:
             copy.wait()
             tensors[f"model.{copy.fragment:03d}"] = copy.tensor
         path = part_path(run, learner, part.snapshot)
         make_folder(path.parent)
-        _remove(path.parent, keep=KEEP - 1)  # before: on a disk that is nearly full the old one makes the room
-        inner, shards = _written_by_ranks(path, taken.inner)
-        inner = optimizer_state.whole(inner)
-        tensors |= {f"inner.{name}": tensor for name, tensor in inner.tensors.items()} | inner.beside
-        note = {
+        _remove_old_parts(path.parent, keep=MAX_PARTS - 1)  # before writing, because the disk may be nearly full
+        inner, shards = _write_rank_files(path, copied.optimizer_state)
+        inner = optimizer_state.gather_state(inner)
+        tensors |= {f"inner.{name}": tensor for name, tensor in inner.tensors.items()} | inner.other_ranks_tensors
+        metadata = {
             "format": FORMAT if shards is None else SHARDED_FORMAT,
             "run": config.run_id,
             "model": fingerprint_digest(config.fingerprint),
@@ -153,50 +153,53 @@ def write_part(
             "trained": part.trained,
             "versions": list(part.versions),
             "saved_at": time.time(),
-            "inner": inner.about,
-            "extra": json.loads(taken.extra),
+            "inner": inner.metadata,
+            "extra": json.loads(copied.extra),
         }
         if shards is not None:
-            note["shards"] = shards
-        write_file(path, tensor_file(json.dumps(note, separators=(",", ":")), tensors))
+            metadata["shards"] = shards
+        write_file(path, encode_tensor_file(json.dumps(metadata, separators=(",", ":")), tensors))
         return path
     finally:
-        for copy in taken.model:
+        for copy in copied.model:
             copy.release()
 
 
-def _written_by_ranks(path: Path, taken: optimizer_state.Taken) -> tuple[optimizer_state.Taken, ShardsNote | None]:
-    """Let all ranks write what is sharded; return the rest of it, and the note of the files.
+def _write_rank_files(
+    path: Path, copied: optimizer_state.OptimizerStateCopy
+) -> tuple[optimizer_state.OptimizerStateCopy, ShardIndex | None]:
+    """Let all ranks write their shards; return the other tensors, and the index of the shard files.
 
-    None: nothing is sharded, or not all ranks see this folder, and everything has to be gathered here.
+    The index is None if nothing is sharded, or if not all ranks have access to this folder. Everything must be gathered
+    at this rank then.
     """
-    if taken.spread is None or not taken.parts:
-        return taken, None
+    if copied.write_shards is None or not copied.parts:
+        return copied, None
     from atoll.store import sharded_parts
 
     try:
         with atomic_folder(shards_path(path)) as folder:
-            notes = taken.spread(taken, folder)
-            if notes is None:
+            indexes = copied.write_shards(copied, folder)
+            if indexes is None:
                 raise _NotSharedError
-            shards = sharded_parts.joined(notes)
-            sharded_parts.finish(folder, shards)
+            shards = sharded_parts.merge_indexes(indexes)
+            sharded_parts.write_dcp_metadata(folder, shards)
     except _NotSharedError:
-        return taken, None
-    left = {number: tensor for number, tensor in taken.tensors.items() if number not in taken.parts}
-    return taken._replace(tensors=left, parts={}, spread=None), shards
+        return copied, None
+    left = {number: tensor for number, tensor in copied.tensors.items() if number not in copied.parts}
+    return copied._replace(tensors=left, parts={}, write_shards=None), shards
 
 
 class _NotSharedError(Exception):
-    """Not all ranks see the folder of the parts."""
+    """Not all ranks have access to the folder of the parts."""
 
 
-def _remove(folder: Path, keep: int) -> None:
-    """Remove all but the newest, and what a killed process left half-written. After an error the rest stays for now."""
-    listed = _numbered(folder, _PART)
-    kept = {shards_path(path) for _, path in listed[-keep:]}
-    old = [path for _, path in listed[:-keep]]  # before the files of their ranks, which alone are of no use
-    for path in [*folder.glob(f".*{UNFINISHED}"), *old, *(set(folder.glob("*.dcp")) - kept)]:
+def _remove_old_parts(folder: Path, keep: int) -> None:
+    """Remove all but the newest parts, and unfinished files of a killed process. Stop at the first error."""
+    listed = _list_numbered(folder, _PART_NAME)
+    current = {shards_path(path) for _, path in listed[-keep:]}
+    old = [path for _, path in listed[:-keep]]  # removed before their shard files, which are useless alone
+    for path in [*folder.glob(f".*{TEMPORARY_SUFFIX}"), *old, *(set(folder.glob("*.dcp")) - current)]:
         try:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -211,58 +214,60 @@ def _remove(folder: Path, keep: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part that was read whole and found undamaged."""
+class LearnerPart:
+    """A complete part that was read and verified."""
 
     path: Path
-    note: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    shards: Shards | None = None  # what is in files of ranks beside it
+    shards: ShardedTensors | None = None  # tensors in the shard files
 
     @property
     def learner(self) -> int:
-        return int(self.note["learner"])
+        return int(self.metadata["learner"])
 
     @property
     def snapshot(self) -> int:
-        return int(self.note["snapshot"])
+        return int(self.metadata["snapshot"])
 
     @property
     def extra(self) -> Any:
-        return self.note["extra"]
+        return self.metadata["extra"]
 
-    def inner_tensors(self) -> Mapping[str, Tensor]:
-        """Whole. Those that are in files of ranks are read when they are asked for."""
-        here = self.inner_here()
+    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+        """Return the whole tensors of the optimizer state. Sharded ones are read on access."""
+        unsharded = self.local_optimizer_tensors()
         if self.shards is None:
-            return here
-        from atoll.store.sharded_parts import WholeTensors
+            return unsharded
+        from atoll.store.sharded_parts import LazyWholeTensors
 
-        return WholeTensors(here, self.shards)
+        return LazyWholeTensors(unsharded, self.shards)
 
-    def inner_here(self) -> dict[str, Tensor]:
+    def local_optimizer_tensors(self) -> dict[str, Tensor]:
         return {name.removeprefix("inner."): t for name, t in self.tensors.items() if name.startswith("inner.")}
 
-    def prepare(self, optimizers: Optimizers, model: nn.Module) -> optimizer_state.Prepared:
-        """Return its inner state for these optimizers. Reads only what this process holds. Raises ValueError where it
-        does not fit."""
-        about = self.note["inner"]
+    def prepare(self, optimizers: Optimizers, model: nn.Module) -> optimizer_state.PreparedState:
+        """Prepare the part's optimizer state for these optimizers. Raise ValueError if it does not fit.
+
+        Only the shards of this process are read.
+        """
+        inner = self.metadata["inner"]
         if self.shards is None:
-            return optimizer_state.prepare(about, self.inner_here(), optimizers, model)
-        from atoll.store.sharded_parts import for_rank
+            return optimizer_state.prepare(inner, self.local_optimizer_tensors(), optimizers, model)
+        from atoll.store.sharded_parts import load_for_rank
 
-        tensors = for_rank(about, self.inner_here(), self.shards, boxes_of(model))
-        return optimizer_state.prepare(about, tensors, optimizers, model, cut=True)
+        tensors = load_for_rank(inner, self.local_optimizer_tensors(), self.shards, local_boxes(model))
+        return optimizer_state.prepare(inner, tensors, optimizers, model, is_local_part=True)
 
-    def rng_of(self, rank: int) -> dict[str, Tensor]:
-        """Generators of one rank of the island; empty where the island had fewer ranks then."""
+    def rng_states(self, rank: int) -> dict[str, Tensor]:
+        """Return the random generator states of one rank; empty if the island had fewer ranks."""
         begin = f"rank{rank}." if rank else ""
         names = [name.removeprefix(begin) for name in self.tensors if name.startswith(f"{begin}rng.")]
         return {name: self.tensors[begin + name] for name in names}
 
 
-def set_rng(states: Mapping[str, Tensor]) -> None:
-    """Torch draws on as the process would have; devices that are not here keep their own."""
+def set_rng_states(states: Mapping[str, Tensor]) -> None:
+    """Set torch's random generators to these states. Generators of other devices do not change."""
     if "rng.cpu" in states:
         torch.set_rng_state(states["rng.cpu"])
     if torch.cuda.is_available():
@@ -272,78 +277,90 @@ def set_rng(states: Mapping[str, Tensor]) -> None:
                 torch.cuda.set_rng_state(state, device)
 
 
-def read_part(path: Path) -> Part:
-    """Raises OSError, or ValueError with what is wrong with the file."""
+def read_part(path: Path) -> LearnerPart:
+    """Read and verify a part. Raise OSError, or ValueError with the problem of the file."""
     text, tensors = read_tensors(path)
-    note = json.loads(text)
-    fields = {FORMAT: _FIELDS, SHARDED_FORMAT: _SHARDED_FIELDS}.get(note.get("format")) if _is_note(note) else None
-    if fields is None or note.keys() != fields.keys():
-        raise ValueError("not the part of a learner, or of another version of Atoll")
+    metadata = json.loads(text)
+    fields = (
+        {FORMAT: _METADATA_FIELDS, SHARDED_FORMAT: _SHARDED_METADATA_FIELDS}.get(metadata.get("format"))
+        if _is_valid_metadata(metadata)
+        else None
+    )
+    if fields is None or metadata.keys() != fields.keys():
+        raise ValueError("not a part of a learner, or written by another version of Atoll")
     for name, kind in fields.items():
-        if not isinstance(note[name], kind) or (isinstance(note[name], bool) and kind is int):
-            raise ValueError(f"holds {note[name]!r:.60} as {name}")
-    if fields is _FIELDS:
-        return Part(path, note, tensors)
-    from atoll.store.sharded_parts import Shards, check_note
+        if not isinstance(metadata[name], kind) or (isinstance(metadata[name], bool) and kind is int):
+            raise ValueError(f"invalid {name}: {metadata[name]!r:.60}")
+    if fields is _METADATA_FIELDS:
+        return LearnerPart(path, metadata, tensors)
+    from atoll.store.sharded_parts import ShardedTensors, check_index
 
-    shards = Shards(shards_path(path), check_note(note["shards"]))
+    shards = ShardedTensors(shards_path(path), check_index(metadata["shards"]))
     shards.check_sizes()
-    return Part(path, note, tensors, shards)
+    return LearnerPart(path, metadata, tensors, shards)
 
 
-def _is_note(value: Any) -> bool:
+def _is_valid_metadata(value: Any) -> bool:
     return isinstance(value, dict) and type(value.get("format")) is int
 
 
 def list_parts(run: Path) -> dict[LearnerId, list[int]]:
-    """Snapshots of which each learner has a part here, oldest first. Nothing is read."""
-    found = {learner: _numbered(folder, _PART) for learner, folder in _numbered(run / PARTS, _FOLDER)}
-    return {learner: [number for number, _ in parts] for learner, parts in found.items() if parts}
+    """Return the snapshots of which each learner has a part in this run, oldest first, without reading the parts."""
+    parts_by_learner = {
+        learner: _list_numbered(folder, _PART_NAME)
+        for learner, folder in _list_numbered(run / PARTS_FOLDER, _FOLDER_NAME)
+    }
+    return {learner: [number for number, _ in parts] for learner, parts in parts_by_learner.items() if parts}
 
 
-def find_inner_state(
+def find_optimizer_state(
     run: Path,
     config: RunConfig,
     learner: LearnerId,
     optimizers: Optimizers,
     model: nn.Module,
-    say: Callable[[str], None],
-    others: Callable[[Part], None] = lambda part: None,
-) -> tuple[Part, optimizer_state.Prepared] | None:
-    """The newest part of this run that is whole and fits: the learner's own, or else another's. None: there is none.
+    log: Callable[[str], None],
+    check_other_ranks: Callable[[LearnerPart], None] = lambda part: None,
+) -> tuple[LearnerPart, optimizer_state.PreparedState] | None:
+    """Find the newest valid part of this run that fits: the learner's own, else another learner's, else None.
 
-    What is damaged or does not fit is said, and the next older one is tried. `others`: the other ranks of the island,
-    who may have something to say against it as well.
+    A part that is damaged or does not fit is logged, and the next older one is tried.
+
+    Args:
+        check_other_ranks: Raises ValueError if the part does not fit at another rank of the island.
     """
-    wanted = fingerprint_digest(config.fingerprint)
-    for tried, path in enumerate(_candidates(run, learner)):
-        if tried >= MOST_TRIED:
-            say(f"none of the newest {MOST_TRIED} parts in {run / PARTS} is of use")
+    model_digest = fingerprint_digest(config.fingerprint)
+    for tried, path in enumerate(_list_candidates(run, learner)):
+        if tried >= MAX_PARTS_TRIED:
+            log(f"none of the newest {MAX_PARTS_TRIED} parts in {run / PARTS_FOLDER} is usable")
             return None
         try:
             part = read_part(path)
-            if part.note["run"] != config.run_id:
-                raise ValueError(f"belongs to the run {part.note['run']!r:.100}, this is {config.run_id!r}")
-            if part.note["model"] != wanted:
+            if part.metadata["run"] != config.run_id:
+                raise ValueError(f"belongs to the run {part.metadata['run']!r:.100}, this is {config.run_id!r}")
+            if part.metadata["model"] != model_digest:
                 raise ValueError("is of another model")
             prepared = part.prepare(optimizers, model)
-            others(part)
+            check_other_ranks(part)
             return part, prepared
         except (OSError, ValueError) as error:
-            say(f"{path}: {reason(error)}; trying an older one")
+            log(f"{path}: {error_reason(error)}; trying an older one")
     return None
 
 
-def _candidates(run: Path, learner: LearnerId) -> Iterator[Path]:
-    """Its own, newest first; then those of others, the newest snapshot first, in the order of their numbers."""
-    listed = {number: _numbered(folder, _PART) for number, folder in _numbered(run / PARTS, _FOLDER)}
+def _list_candidates(run: Path, learner: LearnerId) -> Iterator[Path]:
+    """Yield the learner's own parts, newest first; then those of other learners, newest snapshot first."""
+    listed = {
+        number: _list_numbered(folder, _PART_NAME)
+        for number, folder in _list_numbered(run / PARTS_FOLDER, _FOLDER_NAME)
+    }
     yield from (path for _, path in reversed(listed.pop(learner, [])))
     others = [(-snapshot, number, path) for number, parts in listed.items() for snapshot, path in parts]
     yield from (path for _, _, path in sorted(others))
 
 
-def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Return the entries of a folder whose names match, in the order of their numbers; none where it is missing."""
+def _list_numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """Return the entries of a folder whose names match, sorted by their numbers; empty if there is no folder."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The settings of a run as the syncer keeps and tells them: protocol, numerics, and the trainer's own."""
+"""Settings of a run, as the syncer stores them and sends them to learners: config, numerics, and the trainer's own."""
 
 from __future__ import annotations
 
@@ -14,15 +14,32 @@ from atoll.tape.format import TapeError, decode, encode
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.settings import Numerics
 
-PROTOCOL = 2
-"""Of the paths and what is said on them. Sides with different numbers do not understand each other."""
+RUN_FORMAT = 3
+"""Format of run directories and of the HTTP API, `protocol` in JSON. Versions of Atoll with different numbers cannot
+read each other's records."""
+
+MAX_SHARDS = 256
 
 
-MOST_SHARDS = 256
+class RunFormatError(ValueError):
+    """The run directory has the format of another version of Atoll."""
+
+    def __init__(self, directory: Path, run_format: object) -> None:
+        super().__init__(
+            f"{directory} holds a run of format {run_format!r:.20}, this Atoll reads format {RUN_FORMAT}: finish the"
+            " run with the version of Atoll that made it, or export its model with that version (atoll export) and"
+            " start a new run from it (--init)"
+        )
 
 
-def start_anew(directory: str) -> str:
-    """Say what to do where the run in this directory of the syncer has another model than the learner."""
+def check_run_format(settings: Mapping[str, Any], directory: Path) -> None:
+    """Raise RunFormatError unless this version of Atoll can read the run that has these stored settings."""
+    if settings.get("protocol", RUN_FORMAT) != RUN_FORMAT:
+        raise RunFormatError(directory, settings["protocol"])
+
+
+def new_run_advice(directory: str) -> str:
+    """Return the advice for a learner whose model differs from that of the run in this directory of the syncer."""
     return (
         f"the model of the run is in {directory} at the syncer: build the same model, or stop that syncer and start a"
         " new run in another directory: atoll syncer --out DIR"
@@ -31,28 +48,28 @@ def start_anew(directory: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """`plan` is None until a learner has brought the model; `extra` is handed to every learner as it is."""
+    """Settings of a run. `plan` is None until a learner uploads the model. `extra` is sent to learners unchanged."""
 
     config: RunConfig = field(default_factory=RunConfig)
     numerics: Numerics = field(default_factory=Numerics)
     extra: Mapping[str, Any] = field(default_factory=dict)
     plan: FragmentPlan | None = None
-    founded_at: float = field(default_factory=time.time)  # seconds of the Unix epoch; the run's clock starts there
-    shards: int = 0  # processes that hold the fragments, p in p % shards; 0: the syncer itself does
+    founded_at: float = field(default_factory=time.time)  # Unix time at which the run's clock starts
+    shards: int = 0  # number of shard processes, fragment p is in shard p % shards; 0: all fragments are in the syncer
 
-    def resumed(self, kept: RunSettings) -> RunSettings:
-        """What the directory holds decides; only the budget may be another one than before."""
-        tokens = self.config.budget_tokens if self.config.budget_tokens is not None else kept.config.budget_tokens
-        merges = self.config.budget_merges if self.config.budget_merges is not None else kept.config.budget_merges
-        return replace(kept, config=replace(kept.config, budget_tokens=tokens, budget_merges=merges))
+    def with_stored(self, stored: RunSettings) -> RunSettings:
+        """Return the stored settings, with the budget of these settings if they have one."""
+        tokens = self.config.budget_tokens if self.config.budget_tokens is not None else stored.config.budget_tokens
+        merges = self.config.budget_merges if self.config.budget_merges is not None else stored.config.budget_merges
+        return replace(stored, config=replace(stored.config, budget_tokens=tokens, budget_merges=merges))
 
     def to_json(self) -> dict[str, Any]:
-        return self.told() | {"plan": self.plan.to_json() if self.plan is not None else None}
+        return self.to_learner_json() | {"plan": self.plan.to_json() if self.plan is not None else None}
 
-    def told(self) -> dict[str, Any]:
-        """What a learner is told. It makes the plan from its own model, so the plan is not part of it."""
+    def to_learner_json(self) -> dict[str, Any]:
+        """Return the settings that learners receive. They exclude the plan: a learner makes it from its own model."""
         return {
-            "protocol": PROTOCOL,
+            "protocol": RUN_FORMAT,
             "config": json.loads(encode(self.config)),
             "numerics": self.numerics.to_json(),
             "extra": dict(self.extra),
@@ -65,21 +82,24 @@ class RunSettings:
     def from_json(cls, raw: object) -> RunSettings:
         if not isinstance(raw, Mapping):
             raise ValueError("the settings of a run are a JSON object")
-        if raw.get("protocol") != PROTOCOL:
-            raise ValueError(f"this run speaks protocol {raw.get('protocol')}, this Atoll {PROTOCOL}: use one version")
+        if raw.get("protocol") != RUN_FORMAT:
+            raise ValueError(
+                f"the run has format {raw.get('protocol')!r:.20}, this Atoll uses format {RUN_FORMAT}:"
+                " install the same version of Atoll everywhere"
+            )
         try:
             config = decode(json.dumps(raw.get("config")))
-        except TapeError as wrong:
-            raise ValueError(f"the settings of the run were written by another Atoll: {wrong}") from None
+        except TapeError as error:
+            raise ValueError(f"the settings of the run were written by another Atoll: {error}") from None
         if type(config) is not RunConfig:
-            raise ValueError("the settings of the run hold no RunConfig")
+            raise ValueError("the settings of the run contain no RunConfig")
         founded_at, extra, plan = raw.get("founded_at"), raw.get("extra"), raw.get("plan")
         if type(founded_at) not in (int, float) or not isinstance(extra, Mapping):
             raise ValueError("the settings of the run lack founded_at or extra")
         assert isinstance(founded_at, int | float)
         shards = raw.get("shards")
-        if type(shards) is not int or not 0 <= shards <= MOST_SHARDS:
-            raise ValueError(f"the settings of the run say {shards!r} shards; 0 to {MOST_SHARDS} are possible")
+        if type(shards) is not int or not 0 <= shards <= MAX_SHARDS:
+            raise ValueError(f"the settings of the run have {shards!r} shards; use 0 to {MAX_SHARDS}")
         return cls(
             config,
             Numerics.from_json(raw.get("numerics")),
@@ -90,12 +110,12 @@ class RunSettings:
         )
 
 
-CONFIG = "config.json"
-"""The settings of the job in a run's directory. A run is known by this file."""
+CONFIG_FILE = "config.json"
+"""File with the job settings. A directory that has it is a run directory."""
 
 
-def check_new(run: Path) -> None:
-    """Refuse a directory that is not empty: a run is never written over."""
+def check_is_new_run(run: Path) -> None:
+    """Raise ValueError if the path exists and is not an empty directory: a run is never overwritten."""
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(
             f"{run} is there already: choose another --out, go on with --resume, or remove it and start again"
@@ -103,17 +123,17 @@ def check_new(run: Path) -> None:
 
 
 class RunClock:
-    """Seconds since the run was founded, the same on every host as far as their clocks agree.
+    """Seconds since the run was created, equal on all hosts up to the error of their clocks.
 
-    Wall time decides where the clock starts, the monotonic clock how it goes on: it never goes back.
+    Wall time sets the start of the clock. The monotonic clock advances it, so it never goes back.
     """
 
     def __init__(self, founded_at: float) -> None:
         self._offset = time.time() - founded_at - time.monotonic()
 
     def now(self) -> float:
-        return self.at(time.monotonic())
+        return self.from_monotonic(time.monotonic())
 
-    def at(self, monotonic_s: float) -> float:
-        """A moment of the monotonic clock on the run's clock."""
+    def from_monotonic(self, monotonic_s: float) -> float:
+        """Convert a time of the monotonic clock to the run's clock."""
         return monotonic_s + self._offset

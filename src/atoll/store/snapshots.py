@@ -1,7 +1,8 @@
-"""The complete snapshots of a run, as whoever may read its directory finds them; nothing is locked or changed.
+"""Read the complete snapshots of a run. Needs read access only, and takes no locks.
 
-A snapshot is valid with its record (`store`). What learners saved for it is in their own directories (`parts`), which
-may be the same directory or on other machines; so may be the directories of shards, with the versions that they hold.
+A snapshot is complete when its record exists (`version_store`). The parts of learners are in their own run directories
+(`learner_parts`), and the versions of shards in the directories of the shards. All of these may be this directory or
+on other machines.
 """
 
 from __future__ import annotations
@@ -12,24 +13,33 @@ from typing import Any, NamedTuple
 from atoll.core.protocol import SnapshotRecord
 from atoll.core.types import FragmentId
 from atoll.store.learner_parts import part_bytes, part_path
-from atoll.store.version_store import RECORD, StoreDamaged, complete_snapshots, snapshot_folder, snapshot_record
+from atoll.store.run_settings import check_run_format
+from atoll.store.version_store import (
+    RECORD_FILE,
+    SETTINGS_FILE,
+    StoreDamagedError,
+    list_complete_snapshots,
+    read_snapshot_record,
+    read_value,
+    snapshot_folder,
+)
 
-STORE = "store"
-SHARDS = "shards"
-"""Directories of the shards that `atoll train` has started, by their numbers."""
+STORE_FOLDER = "store"
+SHARDS_FOLDER = "shards"
+"""Folder with the run directories of the shards that `atoll train` starts, by shard number."""
 
 
 class SnapshotInfo(NamedTuple):
     number: int
-    saved_at: float  # seconds of the Unix epoch
-    bytes: int  # of the files that are here, without parts; most would be kept anyway, under another name
+    saved_at: float  # Unix time
+    bytes: int  # size of the files in this directory, without parts; most of them are also named as current versions
     record: SnapshotRecord | None
-    problem: str  # why there is no record
+    problem: str  # reason why `record` is None
 
     def to_json(self, run: Path) -> dict[str, Any]:
-        told: dict[str, Any] = {"snapshot": self.number, "saved_at": self.saved_at, "bytes": self.bytes}
+        fields: dict[str, Any] = {"snapshot": self.number, "saved_at": self.saved_at, "bytes": self.bytes}
         if self.record is None:
-            return told | {"problem": self.problem}
+            return fields | {"problem": self.problem}
         parts = [
             {
                 "learner": learner,
@@ -41,7 +51,7 @@ class SnapshotInfo(NamedTuple):
             }
             for learner, part in self.record.parts
         ]
-        return told | {
+        return fields | {
             "versions": list(self.record.versions),
             "merges": sum(self.record.versions),
             "parts": parts,
@@ -51,31 +61,37 @@ class SnapshotInfo(NamedTuple):
 
 
 def list_snapshots(run: Path) -> list[SnapshotInfo]:
-    """Oldest first. One whose record is damaged is listed with what is wrong."""
-    found = [snapshot_info(run, number) for number in complete_snapshots(run / STORE)]
-    return [info for info in found if info is not None]
+    """Return the snapshots of a run, oldest first. A snapshot with a damaged record is listed with its problem.
+
+    Raise RunFormatError for a run directory of another version of Atoll.
+    """
+    check_run_format(read_value(run / STORE_FOLDER / SETTINGS_FILE) or {}, run)
+    infos = [read_snapshot_info(run, number) for number in list_complete_snapshots(run / STORE_FOLDER)]
+    return [info for info in infos if info is not None]
 
 
-def stores_of(run: Path) -> list[Path]:
-    """The syncer's, and those of shards that are here."""
-    return [run / STORE, *sorted((run / SHARDS).glob(f"*/{STORE}"))]
+def list_stores(run: Path) -> list[Path]:
+    """Return the store of the syncer and those of the shards in this run directory."""
+    return [run / STORE_FOLDER, *sorted((run / SHARDS_FOLDER).glob(f"*/{STORE_FOLDER}"))]
 
 
-def version_of_snapshot(run: Path, number: int, p: FragmentId) -> Path:
-    """Where the version of a fragment is that belongs to a snapshot; where it should be, if it is nowhere."""
-    names = [snapshot_folder(store, number) / f"{p:03d}.safetensors" for store in stores_of(run)]
+def snapshot_version_path(run: Path, number: int, p: FragmentId) -> Path:
+    """Return the path of a fragment's version in a snapshot; its expected path if the file is missing."""
+    names = [snapshot_folder(store, number) / f"{p:03d}.safetensors" for store in list_stores(run)]
     return next((name for name in names if name.exists()), names[0])
 
 
-def snapshot_info(run: Path, number: int) -> SnapshotInfo | None:
-    """None: there is no such snapshot, or it is not complete."""
+def read_snapshot_info(run: Path, number: int) -> SnapshotInfo | None:
+    """Return a snapshot; None if it does not exist or is not complete."""
     record, problem = None, ""
     try:
-        saved_at = (snapshot_folder(run / STORE, number) / RECORD).stat().st_mtime
-        size = sum(file.stat().st_size for store in stores_of(run) for file in snapshot_folder(store, number).glob("*"))
-        record = snapshot_record(run / STORE, number)
+        saved_at = (snapshot_folder(run / STORE_FOLDER, number) / RECORD_FILE).stat().st_mtime
+        size = sum(
+            file.stat().st_size for store in list_stores(run) for file in snapshot_folder(store, number).glob("*")
+        )
+        record = read_snapshot_record(run / STORE_FOLDER, number)
     except FileNotFoundError:
         return None
-    except StoreDamaged as error:
-        problem = f"{error.path}: {error.what}"
+    except StoreDamagedError as error:
+        problem = f"{error.path}: {error.problem}"
     return SnapshotInfo(number, saved_at, size, record, problem) if record or problem else None

@@ -1,27 +1,27 @@
-"""The syncer's directory: every version durable before anybody sees it, and found again by the next process.
+"""The syncer's directory. Each version is durable before it is published, and the next process restores it.
 
-    lock                                 held by the syncer that runs here; holds its process id
+    lock                                 locked by the running syncer; contains its process id
     alive                                its heartbeat, for a standby (`fencing`)
-    epoch                                the number of the newest syncer that ever started here
-    claims/000000005                     epoch 5 is taken: no two syncers get the same number
-    run.json                             settings of the run, written when it is founded
-    controls.json                        what operators have asked for and is in force (`controls`)
-    head.json                            of a shard: the newest syncer that it has served
+    epoch                                the number of the newest syncer that started here
+    claims/000000005                     epoch 5 is claimed: no two syncers get the same number
+    run.json                             settings of the run, written when it is created
+    controls.json                        requests of operators that are in force (`controls`)
+    head.json                            in a shard: the newest syncer that it has served
     members.json, leases.json            the newest record of each, and
     manifest.json                        the manifest once the run is over
     end_received.json                    learners that have acknowledged the end, written when a syncer stops after it
-    fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
+    fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, contributions; the newest few
     snapshots/000000004/                 a snapshot: record.json and the version of every fragment that belongs to it
 
-How files are written and read is in `tensor_file`. A damaged file is an error that names it, never a reason to take an
-older one: learners hold the newer version already.
+`tensor_file` has the file formats. A damaged file is an error that names it. There is no fallback to an older version,
+because learners already have the newer one.
 
-Two syncers on one directory: on one machine the lock keeps the second away. Where locks do not work (some network file
-systems, a machine that was taken for dead), and where a standby takes over from a process that stands still, the epoch
-does: a syncer that finds a higher one than its own is `Fenced`. It looks before it writes, before it gives a file its
-name and afterwards; a version that has its name is never replaced by the syncer of another epoch. There is no moment in
-between: who takes over (1) raises the epoch, (2) removes every unfinished file, (3) reads. A write whose last look was
-before (1) has either given its file the name before (2), and is read, or finds its file gone.
+Two syncers on one directory: on one machine the lock refuses the second one. Locks do not help on some network file
+systems, after a machine was wrongly declared dead, and when a standby takes over from a hung process. There the epoch
+fences the older syncer: if it reads a higher epoch than its own, it raises `FencedError`. It checks before it writes,
+before it renames a file and afterwards. A version that has its name is never replaced by a syncer of another epoch.
+There is no gap: a takeover (1) raises the epoch, (2) removes every unfinished file, (3) reads. A write whose last
+check was before (1) has either renamed its file before (2), so that it is read, or fails because its file is removed.
 """
 
 from __future__ import annotations
@@ -38,83 +38,100 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import FragmentId, Version
-from atoll.files import UNFINISHED, LockHeldError, link_or_copy, make_folder, sync_folder, take_lock, write_file
-from atoll.store.fencing import LOCK, lives_elsewhere, remove_heartbeat, write_heartbeat
+from atoll.files import (
+    TEMPORARY_SUFFIX,
+    LockHeldError,
+    acquire_lock,
+    link_or_copy,
+    make_folder,
+    sync_folder,
+    write_file,
+)
+from atoll.store.fencing import LOCK_FILE, find_remote_syncer, remove_heartbeat, write_heartbeat
+from atoll.store.run_settings import check_run_format
 from atoll.store.tensor_file import (
     DamageError,
-    StoreDamaged,
+    StoreDamagedError,
+    decode_small_file,
+    encode_small_file,
+    encode_tensor_file,
+    error_reason,
     read_tensors,
-    reason,
-    small_file,
-    small_file_text,
-    tensor_file,
 )
 from atoll.tape import format
 
-__all__ = ["Fenced", "InUse", "Store", "StoreDamaged"]
+__all__ = ["FencedError", "StoreInUseError", "Store", "StoreDamagedError"]
 
-LOST_EPOCHS = 1000
-"""How far beyond the newest version's epoch a store begins that has lost its own. No run starts as often in between."""
+LOST_EPOCH_MARGIN = 1000
+"""Added to the newest version's epoch if the epoch file is lost. More than the number of restarts without a merge."""
 
-CONTROLS = "controls.json"
-HEAD = "head.json"
-END_RECEIVED = "end_received.json"
-RECORD = "record.json"
+SETTINGS_FILE = "run.json"
+CONTROLS_FILE = "controls.json"
+LAST_SYNCER_FILE = "head.json"
+END_RECEIVED_FILE = "end_received.json"
+RECORD_FILE = "record.json"
 
 _FRAGMENT = re.compile(r"\d{3,}")
 _VERSION = re.compile(r"(\d{9,})\.safetensors")
 _SNAPSHOT = re.compile(r"\d{9,}")
-_RESTORE = "bring it back from a copy"
+_RESTORE_ADVICE = "restore it from a backup"
 
 R = TypeVar("R", MembersRecord, LeaseRecord, ManifestRecord, SnapshotRecord)
 
-_NAMES: Mapping[type, str] = {
+_RECORD_FILES: Mapping[type, str] = {
     MembersRecord: "members.json",
     LeaseRecord: "leases.json",
     ManifestRecord: "manifest.json",
 }
 
 
-class Fenced(Exception):  # noqa: N818 - it is a fact about us, not an error in anything
-    """A syncer of a later epoch owns the store: this one may not write any more."""
+class FencedError(Exception):
+    """A syncer of a later epoch owns the store: this one must no longer write."""
 
-    def __init__(self, directory: Path, epoch: int, ours: int) -> None:
-        super().__init__(f"{directory} belongs to a syncer of epoch {epoch}; this one, epoch {ours}, has to stop")
+    def __init__(self, directory: Path, epoch: int, own_epoch: int) -> None:
+        super().__init__(f"{directory} belongs to a syncer of epoch {epoch}; this one, epoch {own_epoch}, has to stop")
         self.epoch = epoch
 
 
-class InUse(ValueError):  # noqa: N818 - a state of things
-    """Another syncer holds the directory."""
+class StoreInUseError(ValueError):
+    """Another syncer uses the directory."""
 
 
 class Store:
-    """One syncer's hold on its directory. Made by `Store.open`; `write` and its like are called from one thread."""
+    """The directory of one syncer, locked. Create it with `Store.open`. Only one thread may call the write methods."""
 
     def __init__(self, directory: Path, keep: int, lock: int) -> None:
         self.directory = directory
         self.epoch = 0
         self._keep = keep
         self._lock: int | None = lock
-        self._beats = 0
-        self._versions: dict[FragmentId, list[Version]] = {}  # on disk, oldest first
+        self._heartbeats = 0
+        self._versions: dict[FragmentId, list[Version]] = {}  # versions on disk, oldest first
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], keep: int = 3, take_over: bool = False) -> Store:
-        """Take the directory, or make it. Raises `InUse` when another process has it.
+    def open(cls, directory: str | os.PathLike[str], keep_versions: int = 3, is_takeover: bool = False) -> Store:
+        """Lock the directory, and create it if it does not exist.
 
-        With `take_over` it is taken all the same: the other one is fenced from the moment the epoch is raised.
+        Raise `StoreInUseError` if another process uses it, and `RunFormatError` if another version of Atoll made it.
+
+        Args:
+            keep_versions: Number of versions of a fragment, and of snapshots, that are kept.
+            is_takeover: Open the directory although another process uses it. That process is fenced from then on.
         """
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}: the newest version is always kept")
+        if keep_versions < 1:
+            raise ValueError(
+                f"keep_versions is {keep_versions}, it must be at least 1: the newest version is always kept"
+            )
         path = Path(directory).absolute()
+        check_run_format(read_value(path / SETTINGS_FILE) or {}, path.parent)
         make_folder(path)
-        store = cls(path, keep, _locked(path / LOCK, take_over))
+        store = cls(path, keep_versions, _lock_directory(path / LOCK_FILE, is_takeover))
         try:
-            if not take_over and (heartbeat := lives_elsewhere(path)) is not None:
-                raise InUse(
-                    f"{path} is in use by the process {heartbeat.pid} on {heartbeat.host}: stop that syncer, or wait"
+            if not is_takeover and (heartbeat := find_remote_syncer(path)) is not None:
+                raise StoreInUseError(
+                    f"{path} is in use by process {heartbeat.pid} on {heartbeat.host}: stop that syncer, or wait"
                     " for its end with --standby"
                 )
             store.begin_epoch()
@@ -124,16 +141,16 @@ class Store:
         return store
 
     def begin_epoch(self) -> None:
-        """Fence every earlier syncer, and find what it has left. Called once, by `open`."""
+        """Fence every earlier syncer, and find its files. Called once, by `open`."""
         for folder in ("fragments", "snapshots", "claims"):
             make_folder(self.directory / folder)
-        self._raise_epoch()  # before it looks: an earlier syncer writes nothing any more
-        self._sweep()
-        self._settle_epoch()
-        self.beat()
+        self._raise_epoch()  # first: from here on, an earlier syncer writes nothing
+        self._remove_unfinished()
+        self._restore_overwritten_epoch()
+        self.send_heartbeat()
 
     def close(self) -> None:
-        """Let the directory go. Closing twice is no mistake."""
+        """Release the lock of the directory. A second call does nothing."""
         if self._lock is not None:
             remove_heartbeat(self.directory, self.epoch)
             os.close(self._lock)
@@ -148,25 +165,31 @@ class Store:
     # ---------------------------------------------------------------------------------------------------- writing
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        self._put(self.directory / "run.json", small_file(json.dumps(dict(settings), indent=1, allow_nan=False)))
+        self._put(
+            self.directory / SETTINGS_FILE, encode_small_file(json.dumps(dict(settings), indent=1, allow_nan=False))
+        )
 
     def write_controls(self, controls: Mapping[str, Any]) -> None:
-        self._put(self.directory / CONTROLS, small_file(json.dumps(dict(controls), indent=1, allow_nan=False)))
+        self._put(
+            self.directory / CONTROLS_FILE, encode_small_file(json.dumps(dict(controls), indent=1, allow_nan=False))
+        )
 
     def write_end_received(self, learners: Collection[int]) -> None:
-        self._put(self.directory / END_RECEIVED, small_file(json.dumps({"learners": sorted(learners)})))
+        self._put(self.directory / END_RECEIVED_FILE, encode_small_file(json.dumps({"learners": sorted(learners)})))
 
-    def write_head(self, head: Mapping[str, Any]) -> None:
-        self._put(self.directory / HEAD, small_file(json.dumps(dict(head))))
+    def write_last_syncer(self, head: Mapping[str, Any]) -> None:
+        self._put(self.directory / LAST_SYNCER_FILE, encode_small_file(json.dumps(dict(head))))
 
     def write_initial(self, fragment: FragmentId, tensors: Mapping[str, Tensor]) -> None:
-        """Version 0 of a fragment. May be repeated, until version 1 is there: founding a run may fail half-way."""
+        """Write version 0 of a fragment. May be repeated until version 1 exists, because creating a run may fail."""
         if self._newest(fragment) not in (None, 0):
-            raise ValueError(f"fragment {fragment} has version {self._newest(fragment)}: the run was founded long ago")
-        self._put_version(fragment, 0, "", tensors)
+            raise ValueError(
+                f"fragment {fragment} has version {self._newest(fragment)}: an initial version cannot follow it"
+            )
+        self._write_version(fragment, 0, "", tensors)
 
-    def forget_initial(self, fragment: FragmentId) -> None:
-        """It is of a model with which no run was founded."""
+    def delete_initial(self, fragment: FragmentId) -> None:
+        """Delete the initial version of a fragment, after creating the run has failed."""
         assert self._versions[fragment] == [0], f"fragment {fragment} has versions {self._versions[fragment]}"
         self.check_epoch()
         self.version_path(fragment, 0).unlink()
@@ -175,55 +198,59 @@ class Store:
     def write(self, record: Record, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Make a record durable, a version together with its tensors.
 
-        Raises `OSError` with the file's name when it could not (the record may be written again) and `Fenced`.
+        Raise `OSError` with the file's name on failure, after which the record may be written again, and `FencedError`.
         """
         if isinstance(record, VersionRecord):
             newest = self._newest(record.fragment)
             assert tensors is not None, "a version is written together with its tensors"
             assert newest is not None, f"fragment {record.fragment} has no initial version"
             assert record.version == newest + 1, f"fragment {record.fragment}: {record.version} written after {newest}"
-            self._put_version(record.fragment, record.version, format.encode(record), tensors)
+            self._write_version(record.fragment, record.version, format.encode(record), tensors)
         elif isinstance(record, SnapshotRecord):
-            self._put_snapshot(record)
+            self._write_snapshot(record)
         else:
-            self._put(self.directory / _NAMES[type(record)], small_file(format.encode(record)))
+            self._put(self.directory / _RECORD_FILES[type(record)], encode_small_file(format.encode(record)))
 
-    def _put_version(self, fragment: FragmentId, version: Version, note: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write_version(
+        self, fragment: FragmentId, version: Version, record: str, tensors: Mapping[str, Tensor]
+    ) -> None:
         path = self.version_path(fragment, version)
         self.check_epoch()
         make_folder(path.parent)
-        pieces = tensor_file(note, tensors)
+        pieces = encode_tensor_file(record, tensors)
         try:
             self._put(path, pieces, replace=False)
         except FileExistsError:
-            # An earlier try of ours that failed after its file had the name: we are not fenced, so it is not another's.
+            # An earlier attempt failed after the rename. We are not fenced, so the file is not another syncer's.
             self._put(path, pieces)
-        kept = self._versions.setdefault(fragment, [])
-        if version not in kept:
-            kept.append(version)
-        while len(kept) > self._keep:
-            # What cannot be removed now is found and removed after the next start. The new version is durable anyway.
+        versions = self._versions.setdefault(fragment, [])
+        if version not in versions:
+            versions.append(version)
+        while len(versions) > self._keep:
+            # Ignore errors: the next start removes the file, and the new version is durable.
             with contextlib.suppress(OSError):
-                self.version_path(fragment, kept[0]).unlink(missing_ok=True)
-            kept.pop(0)
+                self.version_path(fragment, versions[0]).unlink(missing_ok=True)
+            versions.pop(0)
 
-    def go_back(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
-        """The one before the newest is the newest again, for good: a version that nobody has seen is of no run."""
-        found = self._read(fragment, version)  # before the other one is gone
-        kept = self._versions[fragment]
-        assert kept[-2:] == [version, version + 1], f"fragment {fragment} cannot go back to {version}: {kept}"
+    def roll_back(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
+        """Delete the newest version, which was never published, and return `version`, the one before it."""
+        previous = self._read(fragment, version)  # before the newest one is deleted
+        versions = self._versions[fragment]
+        assert versions[-2:] == [version, version + 1], f"fragment {fragment} cannot go back to {version}: {versions}"
         self.check_epoch()
         path = self.version_path(fragment, version + 1)
         path.unlink()
         sync_folder(path.parent)
-        kept.pop()
-        return found
+        versions.pop()
+        return previous
 
-    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
-        """Keep the versions of a snapshot that is being taken, however many come after them until it is complete.
+    def pin_snapshot(self, snapshot: int, versions: tuple[Version, ...]) -> None:
+        """Keep the versions of a snapshot that is not complete yet, for any number of later merges.
 
-        `versions`: of all fragments of the run, of which some may be here. They get second names. Without a record they
-        are of no snapshot: the next process removes them.
+        Each file gets a second name. If no record follows, the next process removes these names.
+
+        Args:
+            versions: Versions of all fragments of the run. A shard has only some of the fragments.
         """
         folder = snapshot_folder(self.directory, snapshot)
         fragments = self.fragments()
@@ -232,111 +259,113 @@ class Store:
         make_folder(folder)
         for fragment in fragments:
             name = folder / f"{fragment:03d}.safetensors"
-            if not name.exists():  # then it was held before; in the folder of this number it is no other version
+            if not name.exists():  # an existing file is the same version, from an earlier call for this snapshot
                 try:
                     link_or_copy(self.version_path(fragment, versions[fragment]), name)
                 except FileNotFoundError as error:
-                    error.strerror = "a version of the snapshot is no longer kept: keep more versions"
+                    error.strerror = "a version of the snapshot is already deleted: keep more versions"
                     raise
 
-    def let_go(self, snapshot: int) -> None:
-        """The snapshot did not come about."""
+    def discard_snapshot(self, snapshot: int) -> None:
+        """Unpin the versions of a snapshot that failed."""
         folder = snapshot_folder(self.directory, snapshot)
-        if not (folder / RECORD).exists():
+        if not (folder / RECORD_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _put_snapshot(self, record: SnapshotRecord) -> None:
-        """The values are second names of files that are there already; the record, written last, makes it valid."""
+    def _write_snapshot(self, record: SnapshotRecord) -> None:
+        """Complete a snapshot: its values are hard links to existing files, and the record is written last."""
         folder = snapshot_folder(self.directory, record.snapshot)
-        self.hold(record.snapshot, record.versions)
+        self.pin_snapshot(record.snapshot, record.versions)
         sync_folder(folder)
-        self._put(folder / RECORD, small_file(format.encode(record)))
-        for old in complete_snapshots(self.directory)[: -self._keep]:
+        self._put(folder / RECORD_FILE, encode_small_file(format.encode(record)))
+        for old in list_complete_snapshots(self.directory)[: -self._keep]:
             shutil.rmtree(snapshot_folder(self.directory, old), ignore_errors=True)
 
     def _put(self, path: Path, pieces: list[Any], replace: bool = True) -> None:
         assert self._lock is not None, "the store is closed"
         self.check_epoch()
         try:
-            write_file(path, pieces, replace=replace, before_naming=self.check_epoch)
+            write_file(path, pieces, replace=replace, before_rename=self.check_epoch)
         except OSError:
-            self.check_epoch()  # who has taken over has removed our unfinished file
+            self.check_epoch()  # a takeover removes our unfinished file
             raise
         self.check_epoch()
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def settings(self) -> dict[str, Any] | None:
-        """What `write_settings` wrote; None when the run was never founded."""
-        return read_value(self.directory / "run.json")
+    def read_settings(self) -> dict[str, Any] | None:
+        """Return the settings from `write_settings`; None if the run was never created."""
+        return read_value(self.directory / SETTINGS_FILE)
 
-    def controls(self) -> dict[str, Any] | None:
-        """What `write_controls` wrote; None when nobody has ever asked for anything."""
-        return read_value(self.directory / CONTROLS, "remove it: nothing is paused or changed then")
+    def read_controls(self) -> dict[str, Any] | None:
+        """Return the controls from `write_controls`; None if no request was ever stored."""
+        return read_value(self.directory / CONTROLS_FILE, "remove it; then no operator request is in effect")
 
-    def end_received(self) -> set[int]:
-        """Return the learners that have acknowledged the end of the run, as far as earlier syncers wrote it down."""
-        kept = read_value(self.directory / END_RECEIVED, "remove it: the end is served to all learners again")
-        return set(kept["learners"]) if kept is not None else set()
+    def read_end_received(self) -> set[int]:
+        """Return the learners that have acknowledged the end of the run to earlier syncers."""
+        stored = read_value(self.directory / END_RECEIVED_FILE, "remove it: the end is served to all learners again")
+        return set(stored["learners"]) if stored is not None else set()
 
-    def head(self) -> dict[str, Any] | None:
-        """What `write_head` wrote."""
-        return read_value(self.directory / HEAD)
+    def read_last_syncer(self) -> dict[str, Any] | None:
+        """Return the value from `write_last_syncer`; None if there is none."""
+        return read_value(self.directory / LAST_SYNCER_FILE)
 
-    def restored(self) -> Restored:
-        """What a syncer core starts from. Reads and checks every newest version."""
+    def read_restored(self) -> RestoredState:
+        """Return the state that a syncer core starts from. Reads and checks every newest version."""
         versions = {}
         for fragment in self.fragments():
-            _, record, _ = self.newest(fragment)
+            _, record, _ = self.read_newest(fragment)
             if record is not None:
                 versions[fragment] = record
-        members = read_record(self.directory / _NAMES[MembersRecord], MembersRecord)
-        leases = read_record(self.directory / _NAMES[LeaseRecord], LeaseRecord)
-        return Restored(versions, members, self.manifest(), leases)
+        members = read_record(self.directory / _RECORD_FILES[MembersRecord], MembersRecord)
+        leases = read_record(self.directory / _RECORD_FILES[LeaseRecord], LeaseRecord)
+        return RestoredState(versions, members, self.read_manifest(), leases)
 
-    def manifest(self) -> ManifestRecord | None:
-        return read_record(self.directory / _NAMES[ManifestRecord], ManifestRecord)
+    def read_manifest(self) -> ManifestRecord | None:
+        return read_record(self.directory / _RECORD_FILES[ManifestRecord], ManifestRecord)
 
-    def newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
-        """The newest version of a fragment. Version 0 has no record. The tensors are the caller's to change."""
+    def read_newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
+        """Return the newest version of a fragment, its record (None for version 0) and its tensors."""
         version = self._newest(fragment)
         if version is None:
-            raise ValueError(f"fragment {fragment} has no version in {self.directory}: the run was not founded")
+            raise ValueError(f"fragment {fragment} has no version in {self.directory}: the run was not created")
         return version, *self._read(fragment, version)
 
     def _read(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
         path = self.version_path(fragment, version)
         try:
-            note, tensors = read_tensors(path)
-            record = format.decode(note) if note else None
+            text, tensors = read_tensors(path)
+            record = format.decode(text) if text else None
         except (OSError, ValueError) as error:
-            raise StoreDamaged(path, reason(error), _advice(self._versions[fragment])) from None
+            raise StoreDamagedError(path, error_reason(error), _damage_advice(self._versions[fragment])) from None
         if record is None and version == 0:
             return None, tensors
         if not isinstance(record, VersionRecord) or (record.fragment, record.version) != (fragment, version):
-            raise StoreDamaged(path, f"holds {record!r:.200}, another version than its name says", _RESTORE)
+            raise StoreDamagedError(path, f"contains {record!r:.200}, which does not match its name", _RESTORE_ADVICE)
         return record, tensors
 
     def fragments(self) -> tuple[FragmentId, ...]:
-        """Those that have a version."""
+        """Return the fragments that have a version in this directory."""
         return tuple(sorted(fragment for fragment, versions in self._versions.items() if versions))
 
     def check_epoch(self) -> None:
-        """Raise `Fenced` when a syncer of a later epoch has taken the directory."""
+        """Raise `FencedError` if a syncer of a later epoch owns the directory."""
         path = self.directory / "epoch"
         stored = _read_epoch(path, path.read_bytes())
         if stored > self.epoch:
-            raise Fenced(self.directory, stored, self.epoch)
+            raise FencedError(self.directory, stored, self.epoch)
         if stored < self.epoch:
-            raise StoreDamaged(path, f"says epoch {stored} while epoch {self.epoch} runs here", _RESTORE)
+            raise StoreDamagedError(
+                path, f"contains epoch {stored}, but this syncer has epoch {self.epoch}", _RESTORE_ADVICE
+            )
 
-    def beat(self) -> None:
-        """Write a heartbeat; raises `Fenced` like `check_epoch`. One thread beside the writing may call it."""
+    def send_heartbeat(self) -> None:
+        """Write a heartbeat. Raise `FencedError` like `check_epoch`. Another thread may call this at the same time."""
         self.check_epoch()
-        self._beats += 1
-        write_heartbeat(self.directory, self.epoch, self._beats)
+        self._heartbeats += 1
+        write_heartbeat(self.directory, self.epoch, self._heartbeats)
 
-    # ---------------------------------------------------------------------------------------------------- inside
+    # ---------------------------------------------------------------------------------------------------- internal
 
     def _newest(self, fragment: FragmentId) -> Version | None:
         versions = self._versions.get(fragment)
@@ -345,25 +374,25 @@ class Store:
     def version_path(self, fragment: FragmentId, version: Version) -> Path:
         return fragment_folder(self.directory, fragment) / f"{version:09d}.safetensors"
 
-    def _sweep(self) -> None:
-        """Remove what a killed process left half-done, and learn which versions there are."""
-        for left in self.directory.rglob(f".*{UNFINISHED}"):
+    def _remove_unfinished(self) -> None:
+        """Remove the unfinished files of a killed process, and list the versions."""
+        for left in self.directory.rglob(f".*{TEMPORARY_SUFFIX}"):
             left.unlink(missing_ok=True)
         for name in sorted(os.listdir(self.directory / "snapshots")):
             folder = self.directory / "snapshots" / name
-            if _SNAPSHOT.fullmatch(name) and not (folder / RECORD).exists():
+            if _SNAPSHOT.fullmatch(name) and not (folder / RECORD_FILE).exists():
                 shutil.rmtree(folder)
-        self._look_for_versions()
-        for fragment, found in self._versions.items():
-            for old in found[: -self._keep]:
+        self._scan_versions()
+        for fragment, versions in self._versions.items():
+            for old in versions[: -self._keep]:
                 self.version_path(fragment, old).unlink(missing_ok=True)
-            self._versions[fragment] = found[-self._keep :]
+            self._versions[fragment] = versions[-self._keep :]
 
-    def _look_for_versions(self) -> None:
+    def _scan_versions(self) -> None:
         for name in sorted(os.listdir(self.directory / "fragments")):
             folder = self.directory / "fragments" / name
             if _FRAGMENT.fullmatch(name) and folder.is_dir():
-                self._versions[int(name)] = versions_in(folder)
+                self._versions[int(name)] = list_versions(folder)
 
     def _raise_epoch(self) -> None:
         stored = self._stored_epoch()
@@ -378,12 +407,12 @@ class Store:
         try:
             return _read_epoch(path, path.read_bytes())
         except FileNotFoundError:
-            return self._lost_epoch()
+            return self._recover_lost_epoch()
         except OSError as error:
-            raise StoreDamaged(path, reason(error), _RESTORE) from None
+            raise StoreDamagedError(path, error_reason(error), _RESTORE_ADVICE) from None
 
     def _claim(self, epoch: int) -> int:
-        """The first number from this one on that nobody has: of two who start at once one is the other's successor."""
+        """Claim the first free epoch from this one on. If two syncers start at once, one gets the higher epoch."""
         while True:
             try:
                 os.close(os.open(self.directory / "claims" / f"{epoch:09d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -393,32 +422,37 @@ class Store:
                 sync_folder(self.directory / "claims")
                 return epoch
 
-    def _settle_epoch(self) -> None:
-        """One with a lower number that started at the same moment may have written it after ours. It did so before its
-        unfinished file was swept away, so this is the end of it."""
+    def _restore_overwritten_epoch(self) -> None:
+        """Write our epoch again if a syncer with a lower epoch, which started at the same time, has overwritten it.
+
+        The other syncer cannot overwrite it again, because we have removed its unfinished file.
+        """
         if self._stored_epoch() < self.epoch:
             self._write_epoch()
 
     def _write_epoch(self) -> None:
         path = self.directory / "epoch"
         try:
-            write_file(path, small_file(str(self.epoch)), before_naming=self._is_still_higher)
-        except FileNotFoundError:  # somebody else starts here at the same moment, and has cleared our file away
-            raise Fenced(self.directory, self._stored_epoch(), self.epoch) from None
+            write_file(path, encode_small_file(str(self.epoch)), before_rename=self._check_stored_epoch_is_lower)
+        except FileNotFoundError:  # another syncer started at the same time and removed our unfinished file
+            raise FencedError(self.directory, self._stored_epoch(), self.epoch) from None
 
-    def _is_still_higher(self) -> None:
+    def _check_stored_epoch_is_lower(self) -> None:
         stored = self._stored_epoch()
         if stored >= self.epoch:
-            raise Fenced(self.directory, stored, self.epoch)
+            raise FencedError(self.directory, stored, self.epoch)
 
-    def _lost_epoch(self) -> int:
-        """Of a directory without an epoch: 0 for a new one. Otherwise learners may have seen a higher one than any
-        version tells of, and would take us for a ghost."""
-        self._look_for_versions()
+    def _recover_lost_epoch(self) -> int:
+        """Return an epoch for a directory whose epoch file is missing; 0 for a new directory.
+
+        The result is far above the epochs of all versions: learners may have seen a higher epoch than these, and would
+        refuse a syncer with a lower one.
+        """
+        self._scan_versions()
         if not self.fragments():
             return 0
-        records = [self.newest(fragment)[1] for fragment in self.fragments()]
-        return max([record.round.epoch for record in records if record is not None], default=0) + LOST_EPOCHS
+        records = [self.read_newest(fragment)[1] for fragment in self.fragments()]
+        return max([record.round.epoch for record in records if record is not None], default=0) + LOST_EPOCH_MARGIN
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -429,7 +463,7 @@ def fragment_folder(store: Path, fragment: FragmentId) -> Path:
     return store / "fragments" / f"{fragment:03d}"
 
 
-def versions_in(folder: Path) -> list[Version]:
+def list_versions(folder: Path) -> list[Version]:
     """Return the versions in the folder of a fragment, oldest first."""
     return sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
 
@@ -438,68 +472,71 @@ def snapshot_folder(store: Path, number: int) -> Path:
     return store / "snapshots" / f"{number:09d}"
 
 
-def complete_snapshots(store: Path) -> tuple[int, ...]:
+def list_complete_snapshots(store: Path) -> tuple[int, ...]:
     """Return the numbers of the snapshots that have a record, oldest first."""
-    names = (path.parent.name for path in store.glob(f"snapshots/*/{RECORD}"))
+    names = (path.parent.name for path in store.glob(f"snapshots/*/{RECORD_FILE}"))
     return tuple(sorted(int(name) for name in names if _SNAPSHOT.fullmatch(name)))
 
 
-def snapshot_record(store: Path, number: int) -> SnapshotRecord | None:
-    """Return the record of a snapshot; None where there is none. Raises `StoreDamaged`."""
-    path = snapshot_folder(store, number) / RECORD
+def read_snapshot_record(store: Path, number: int) -> SnapshotRecord | None:
+    """Return the record of a snapshot; None if there is none. Raise `StoreDamagedError`."""
+    path = snapshot_folder(store, number) / RECORD_FILE
     record = read_record(path, SnapshotRecord)
     if record is not None and record.snapshot != number:
-        raise StoreDamaged(path, f"holds {record!r:.100}, another record than its name says", _RESTORE)
+        raise StoreDamagedError(path, f"contains {record!r:.100}, which does not match its name", _RESTORE_ADVICE)
     return record
 
 
-def _locked(path: Path, take_over: bool) -> int:
-    """Return the lock, taken; with `take_over` another one in its place where a process that hangs has it."""
+def _lock_directory(path: Path, take_over: bool) -> int:
+    """Lock the file and return its descriptor. With `take_over`, replace the lock file if a hung process locks it."""
     try:
-        return take_lock(path, f"{os.getpid()}\n")
+        return acquire_lock(path, f"{os.getpid()}\n")
     except LockHeldError as error:
         if not take_over:
             owner = error.owner or "unknown"
-            raise InUse(
-                f"{path.parent} is in use by the process {owner}: stop that syncer, or choose another directory"
+            raise StoreInUseError(
+                f"{path.parent} is in use by process {owner}: stop that syncer, or choose another directory"
             ) from None
     path.unlink(missing_ok=True)
-    return _locked(path, take_over=False)
+    return _lock_directory(path, take_over=False)
 
 
-def read_value(path: Path, advice: str = _RESTORE, decode: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
-    """Return the value of a small file; None where there is no file. Raises `StoreDamaged`."""
+def read_value(
+    path: Path, advice: str = _RESTORE_ADVICE, decode: Callable[[str], Any] = json.loads
+) -> dict[str, Any] | None:
+    """Return the value in a small file; None if there is no file. Raise `StoreDamagedError`."""
     try:
-        value: dict[str, Any] = decode(small_file_text(path.read_bytes()))
+        value: dict[str, Any] = decode(decode_small_file(path.read_bytes()))
         return value
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise StoreDamaged(path, reason(error), advice) from None
+        raise StoreDamagedError(path, error_reason(error), advice) from None
 
 
 def read_record(path: Path, kind: type[R]) -> R | None:
-    """Return the record in a small file; None where there is no file. Raises `StoreDamaged`."""
+    """Return the record in a small file; None if there is no file. Raise `StoreDamagedError`."""
     record: Any = read_value(path, decode=format.decode)
     if record is None or type(record) is kind:
-        found: R | None = record
-        return found
-    raise StoreDamaged(path, f"holds {type(record).__name__}, expected {kind.__name__}", _RESTORE)
+        result: R | None = record
+        return result
+    raise StoreDamagedError(path, f"contains {type(record).__name__}, expected {kind.__name__}", _RESTORE_ADVICE)
 
 
 def _read_epoch(path: Path, data: bytes) -> int:
     try:
-        epoch = json.loads(small_file_text(data))
+        epoch = json.loads(decode_small_file(data))
         if type(epoch) is not int or epoch < 1:
-            raise DamageError(f"holds {epoch!r:.60}, no epoch")
+            raise DamageError(f"contains {epoch!r:.60}, which is not an epoch")
     except ValueError as error:
-        raise StoreDamaged(
-            path, str(error), "remove it while no syncer runs here: the next one begins with an epoch far beyond"
+        raise StoreDamagedError(
+            path, str(error), "remove it while no syncer runs here: the next one starts with a much higher epoch"
         ) from None
     return epoch
 
 
-def _advice(versions: list[Version]) -> str:
+def _damage_advice(versions: list[Version]) -> str:
     if len(versions) < 2:
-        return _RESTORE
-    return f"{_RESTORE}, or move it away to go back to version {versions[-2]}, which learners may have passed already"
+        return _RESTORE_ADVICE
+    back = f"or move it away to go back to version {versions[-2]}, although learners may have a later one"
+    return f"{_RESTORE_ADVICE}, {back}"

@@ -1,1 +1,4 @@
-"""The syncer's process: HTTP API, uploads, merging, status, metrics. Loads no code of the learner."""
+"""The syncer's process: HTTP API, uploads and downloads, merging, snapshots, status, metrics, shards.
+
+This package does not import the learner.
+"""

@@ -1,7 +1,7 @@
-"""What a process does with the fragments that it holds: add up, merge, make durable, serve.
+"""Operations on the fragments of a process: accumulate, merge, make durable, serve.
 
-One thread merges, in the order in which the core asked; another writes files. Whoever is slow delays neither the other
-nor the event loop, in which everything else here is called.
+One thread merges, in the order of the core's effects. Another thread writes files. Neither delays the other or the
+event loop. Call everything else here in the event loop.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from atoll.core.protocol import (
     VersionRecord,
 )
 from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
-from atoll.logs import Named
+from atoll.logs import ContextLogger
 from atoll.store.fencing import HEARTBEAT_INTERVAL_S
 from atoll.store.run_settings import RunSettings
-from atoll.store.tensor_file import StoreDamaged
-from atoll.store.version_store import Fenced, Store
+from atoll.store.tensor_file import StoreDamagedError
+from atoll.store.version_store import FencedError, Store
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.syncer_fragment import SyncerFragment
-from atoll.transport.auth import Access
+from atoll.transport.auth import AccessControl
 
 if TYPE_CHECKING:
     from atoll.syncer.fragment_endpoints import MemoryGate
@@ -49,28 +49,28 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Payload:
-    """The values of a contribution. Their memory counts as held until they are added to the sums, or not wanted."""
+class ContributionPayload:
+    """The values of a contribution. Their memory is in use until they are accumulated or dropped."""
 
     data: Tensor
-    up: str  # the codec that they are in
+    codec: str  # codec of `data`
     norm: float
-    give_back: Callable[[], None]
-    is_taken: bool = False  # whoever takes it gives the memory back
+    release: Callable[[], None]
+    is_taken: bool = False  # True: the code that took the payload must call `release`
 
 
 class FragmentHost(Protocol):
-    """The process whose fragments they are: a syncer, or a shard of one."""
+    """The process that the fragments belong to: a syncer or a shard."""
 
     directory: Path
     settings: RunSettings
     gate: MemoryGate
-    access: Access
+    access: AccessControl
     refused: Counter[str]
-    log: Named
+    log: ContextLogger
     bytes_up: int
     bytes_down: int
-    on_proved: Callable[[asyncio.BaseTransport | None], None]
+    on_authenticated: Callable[[asyncio.BaseTransport | None], None]
 
     @property
     def plan(self) -> FragmentPlan | None: ...
@@ -81,20 +81,20 @@ class FragmentHost(Protocol):
     @property
     def links(self) -> Container[tuple[LearnerId, Incarnation, int]]: ...
 
-    def tell(self, event: SyncerEvent, payload: Payload | None = None) -> object:
+    def handle_event(self, event: SyncerEvent, payload: ContributionPayload | None = None) -> object:
         """Handle a result of the executor, or a contribution that has arrived with its values."""
 
-    def note_durable(self, fragment: SyncerFragment) -> None:
+    def on_durable(self, fragment: SyncerFragment) -> None:
         """Take note of a new durable version, before the event `Persisted`."""
 
-    def note_fenced(self, fenced: Fenced) -> None:
+    def on_fenced(self, fenced: FencedError) -> None:
         """Stop: another process has the store."""
 
 
 class FragmentExecutor:
     def __init__(self, store: Store, host: FragmentHost) -> None:
         self.store = store
-        self.held: dict[FragmentId, SyncerFragment] = {}
+        self.fragments: dict[FragmentId, SyncerFragment] = {}
         self._host = host
         self._log = host.log
         self._loop = asyncio.get_running_loop()
@@ -104,142 +104,144 @@ class FragmentExecutor:
     # ---------------------------------------------------------------------------------------------------- from disk
 
     async def load(self, plan: FragmentPlan, settings: RunSettings, fragments: list[FragmentId]) -> None:
-        """Take up these fragments as the store has them."""
+        """Load these fragments from the store."""
 
         def read() -> dict[FragmentId, SyncerFragment]:
-            held = {}
+            loaded = {}
             for p in fragments:
-                version, _, kept = self.store.newest(p)
-                held[p] = SyncerFragment(plan, p, settings.numerics, version, kept["published"])
-                held[p].restore(kept)
-            return held
+                version, _, tensors = self.store.read_newest(p)
+                loaded[p] = SyncerFragment(plan, p, settings.numerics, version, tensors["published"])
+                loaded[p].restore(tensors)
+            return loaded
 
-        self.held = await self.on_disk(read)
+        self.fragments = await self.run_on_disk(read)
 
-    async def found(self, settings: RunSettings, values: dict[FragmentId, Tensor]) -> None:
-        """New fragments. They are durable, and the settings after them, when this returns."""
+    async def create_fragments(self, settings: RunSettings, values: dict[FragmentId, Tensor]) -> None:
+        """Create the fragments. When this returns, first they and then the settings are durable."""
         plan = settings.plan
         assert plan is not None
 
         def write() -> dict[FragmentId, SyncerFragment]:
             for p in set(self.store.fragments()) - set(values):
-                self.store.forget_initial(p)  # somebody else's model came half-way
+                self.store.delete_initial(p)  # left by an upload of another model that did not complete
             for p, value in values.items():
                 self.store.write_initial(p, {"published": value})
             self.store.write_settings(settings.to_json())
             return {p: SyncerFragment(plan, p, settings.numerics, 0, value) for p, value in values.items()}
 
-        self.held = await self.on_disk(write)
+        self.fragments = await self.run_on_disk(write)
 
-    async def settle(self) -> None:
-        """Whatever was begun has ended, and what was merged and not made durable is as if it had never been."""
+    async def rollback_pending(self) -> None:
+        """Wait for running jobs, and drop merges that are not durable."""
         await self._loop.run_in_executor(self._merge_thread, int)
         await self._loop.run_in_executor(self._disk_thread, int)
-        await asyncio.sleep(0)  # and what came of it was told
-        for p, held in self.held.items():
-            if held.next is not None:
-                version, _, kept = await self.on_disk(self.store.newest, p)
-                self.held[p] = held.restored(version, kept)
+        await asyncio.sleep(0)  # let the callbacks of those jobs run
+        for p, fragment in self.fragments.items():
+            if fragment.merged is not None:
+                version, _, tensors = await self.run_on_disk(self.store.read_newest, p)
+                self.fragments[p] = fragment.restore_copy(version, tensors)
 
-    async def go_back(self, p: FragmentId, version: Version) -> None:
-        """To the version before the newest, which nobody has seen."""
-        _, kept = await self.on_disk(self.store.go_back, p, version)
-        self.held[p] = self.held[p].restored(version, kept)
+    async def roll_back(self, p: FragmentId, version: Version) -> None:
+        """Return to the version before the newest, which was never published."""
+        _, tensors = await self.run_on_disk(self.store.roll_back, p, version)
+        self.fragments[p] = self.fragments[p].restore_copy(version, tensors)
 
-    async def on_disk(self, job: Callable[..., T], *args: Any) -> T:
+    async def run_on_disk(self, job: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_in_executor(self._disk_thread, job, *args)
 
-    def on_disk_later(self, job: Callable[..., None], *args: Any) -> None:
-        """What the core does not wait for. Should it fail, the write that needs it fails too, and says so."""
+    def submit_to_disk(self, job: Callable[..., None], *args: Any) -> None:
+        """Start a job that the core does not wait for. If it fails, the write that needs it fails and is reported."""
         future = self._loop.run_in_executor(self._disk_thread, job, *args)
-        future.add_done_callback(lambda done: None if done.cancelled() else self._report_disk(done.exception()))
+        future.add_done_callback(lambda done: None if done.cancelled() else self._log_disk_error(done.exception()))
 
-    def _report_disk(self, wrong: BaseException | None) -> None:
-        if wrong is not None:
-            self._log.warning("the store cannot be written: %s", wrong)
+    def _log_disk_error(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._log.warning("cannot write the store: %s", error)
 
     # ---------------------------------------------------------------------------------------------------- effects
 
-    def accumulate(self, effect: Accumulate, payload: Payload) -> None:
-        held = self.held[effect.round.fragment]
+    def accumulate(self, effect: Accumulate, payload: ContributionPayload) -> None:
+        fragment = self.fragments[effect.round.fragment]
         payload.is_taken = True
 
-        def added(wrong: BaseException | None) -> None:
-            payload.give_back()
-            self._report_trouble(wrong)
+        def on_done(error: BaseException | None) -> None:
+            payload.release()
+            self._log_sum_error(error)
 
-        job = partial(held.accumulate, effect.round, effect.accepted, payload.data, payload.up, payload.norm)
-        self._merge(job, added)
+        job = partial(fragment.accumulate, effect.round, effect.contribution, payload.data, payload.codec, payload.norm)
+        self._submit_merge(job, on_done)
 
-    def _report_trouble(self, wrong: BaseException | None) -> None:
-        """A sum that failed shows when the round is merged: the counts differ, and the merge fails."""
-        if wrong is not None:
-            self._log.error("a contribution could not be added: %s", wrong)
+    def _log_sum_error(self, error: BaseException | None) -> None:
+        """Log a failed accumulation. The merge of the round fails later, because the counts differ."""
+        if error is not None:
+            self._log.error("cannot accumulate a contribution: %s", error)
 
     def merge_round(self, effect: MergeRound) -> None:
-        held = self.held[effect.round.fragment]
+        fragment = self.fragments[effect.round.fragment]
 
         def merge() -> None:
-            began = time.monotonic()
-            held.merge(effect.round, len(effect.contributions), effect.codec)
-            assert held.stats is not None
-            held.stats = structs.replace(held.stats, merge_s=time.monotonic() - began)
+            started_at = time.monotonic()
+            fragment.merge(effect.round, len(effect.contributions), effect.codec)
+            assert fragment.stats is not None
+            fragment.stats = structs.replace(fragment.stats, merge_s=time.monotonic() - started_at)
 
-        self._merge(merge, partial(self._merge_ended, effect))
+        self._submit_merge(merge, partial(self._on_merge_done, effect))
 
-    def _merge_ended(self, effect: MergeRound, wrong: BaseException | None) -> None:
-        if wrong is not None:
-            self._host.tell(MergeFailed(effect.round, f"{type(wrong).__name__}: {wrong}"))
+    def _on_merge_done(self, effect: MergeRound, error: BaseException | None) -> None:
+        if error is not None:
+            self._host.handle_event(MergeFailed(effect.round, f"{type(error).__name__}: {error}"))
         else:
-            self._host.tell(MergeDone(effect.round))
+            self._host.handle_event(MergeDone(effect.round))
 
     def discard(self, effect: DiscardRound) -> None:
-        self._merge(partial(self.held[effect.round.fragment].discard, effect.round), self._report_trouble)
+        self._submit_merge(partial(self.fragments[effect.round.fragment].discard, effect.round), self._log_sum_error)
 
-    def _merge(self, job: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+    def _submit_merge(self, job: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
         future = self._loop.run_in_executor(self._merge_thread, job)
         future.add_done_callback(lambda done: None if done.cancelled() else then(done.exception()))
 
     def persist(self, record: Record) -> None:
         future = self._loop.run_in_executor(self._disk_thread, self._write, record)
-        future.add_done_callback(partial(self._written, record.key()))
+        future.add_done_callback(partial(self._on_written, record.key()))
 
     def _write(self, record: Record) -> None:
         tensors = None
         if isinstance(record, VersionRecord):
-            tensors = self.held[record.fragment].stored_state(record.version)
+            tensors = self.fragments[record.fragment].stored_state(record.version)
         self.store.write(record, tensors)
 
-    def _written(self, key: RecordKey, done: asyncio.Future[None]) -> None:
+    def _on_written(self, key: RecordKey, done: asyncio.Future[None]) -> None:
         if done.cancelled():
             return
-        wrong = done.exception()
-        if isinstance(wrong, Fenced):
-            self._host.note_fenced(wrong)
-        elif isinstance(wrong, OSError):
-            self._host.tell(PersistFailed(key, wrong.strerror or str(wrong)))
-        elif wrong is not None:
-            self._log.error("a record could not be written", exc_info=wrong)
-            self._host.tell(PersistFailed(key, f"{type(wrong).__name__}: {wrong}"))
+        error = done.exception()
+        if isinstance(error, FencedError):
+            self._host.on_fenced(error)
+        elif isinstance(error, OSError):
+            self._host.handle_event(PersistFailed(key, error.strerror or str(error)))
+        elif error is not None:
+            self._log.error("cannot write a record", exc_info=error)
+            self._host.handle_event(PersistFailed(key, f"{type(error).__name__}: {error}"))
         else:
             if key.kind == "version":
-                held = self.held[key.number]
-                held.now_durable()
-                self._host.note_durable(held)
-            self._host.tell(Persisted(key))
+                fragment = self.fragments[key.number]
+                fragment.mark_durable()
+                self._host.on_durable(fragment)
+            self._host.handle_event(Persisted(key))
 
-    async def watch_fence(self) -> None:
-        """Write the heartbeat of the store for ever. Another process that takes over must be noticed also while nothing
-        is written."""
+    async def write_heartbeats(self) -> None:
+        """Write the heartbeat of the store until a newer owner fences it.
+
+        A takeover must be noticed also while no records are written.
+        """
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             try:
-                await asyncio.to_thread(self.store.beat)  # not behind a version that is being written
-            except Fenced as fenced:
-                self._host.note_fenced(fenced)
+                await asyncio.to_thread(self.store.send_heartbeat)  # not in the disk thread, behind a long write
+            except FencedError as fenced:
+                self._host.on_fenced(fenced)
                 return
-            except (OSError, StoreDamaged) as error:
-                self._log.warning("the store cannot be read or written: %s", error)
+            except (OSError, StoreDamagedError) as error:
+                self._log.warning("cannot read or write the store: %s", error)
 
     async def stop(self) -> None:
         for thread in (self._merge_thread, self._disk_thread):

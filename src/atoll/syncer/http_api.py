@@ -1,4 +1,4 @@
-"""The syncer's side of docs/wire.md: paths, checks, errors. What it means is decided elsewhere."""
+"""The HTTP API of the syncer (docs/wire.md): paths, checks and error replies. Other modules make the decisions."""
 
 from __future__ import annotations
 
@@ -14,159 +14,175 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from atoll.core.protocol import Contribution, Envelope, FetchTime, Hello, InnerState, MessageArrived
+from atoll.core.protocol import Contribution, DownloadTime, Envelope, Hello, MessageArrived, OptimizerState
 from atoll.core.reasons import Reason
-from atoll.core.types import FragmentId, Incarnation, LearnerId, first_difference
-from atoll.store.run_settings import start_anew
-from atoll.store.snapshots import snapshot_info
-from atoll.syncer.controls import Answer, control, who_problem
-from atoll.syncer.fragment_endpoints import MOST_DIGITS, Bulk, Frames, error_response, guard_of, numbers
+from atoll.core.types import FragmentId, Incarnation, LearnerId, describe_first_difference
+from atoll.store.run_settings import new_run_advice
+from atoll.store.snapshots import read_snapshot_info
+from atoll.syncer.controls import HttpReply, find_requester_problem, handle_control
+from atoll.syncer.fragment_endpoints import (
+    MAX_DIGITS,
+    FragmentEndpoints,
+    FrameReader,
+    auth_middleware,
+    error_response,
+    parse_path_numbers,
+)
 from atoll.syncer.process import SyncerLink, SyncerProcess
-from atoll.syncer.prometheus import MISSING, exposition
-from atoll.syncer.shards.coordinator import ShardsMissing
-from atoll.syncer.status import TOLD, status
-from atoll.tensors.codecs import codec
-from atoll.tensors.plan import FragmentPlan, settled_plan
-from atoll.tensors.robust_merge import unfit_in_fragment
-from atoll.transport.auth import IdentityMismatchError, Rejection, check_speaker, log_key, own_number
+from atoll.syncer.prometheus import NOT_INSTALLED, render_metrics
+from atoll.syncer.shards.coordinator import ShardsUnavailableError
+from atoll.syncer.status import LEARNER_METRICS, build_status
+from atoll.tensors.codecs import get_codec
+from atoll.tensors.plan import FragmentPlan, make_stable_plan
+from atoll.tensors.robust_merge import find_nonfinite_in_fragment
+from atoll.transport.auth import IdentityMismatchError, Rejection, check_identity, choose_learner_id, log_key
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
-    HEAD_BYTES,
-    MOST_MESSAGE_BYTES,
+    FRAME_HEAD_BYTES,
+    MAX_MESSAGE_BYTES,
     FrameHead,
-    Kind,
+    FrameKind,
     WireError,
     as_bytes,
     decode_header,
     decode_message,
-    frame_head,
+    encode_frame_head,
     max_state_bytes,
     parse_json,
 )
 
-MAX_LEARNER = 1_000_000
-MOST_METRICS_BYTES = 4096
-MOST_PLAN_BYTES = 256 * 2**20
-MOST_MODEL_BYTES = 2**40
+MAX_LEARNER_ID = 1_000_000
+MAX_METRICS_BYTES = 4096
+MAX_PLAN_BYTES = 256 * 2**20
+MAX_MODEL_BYTES = 2**40
 
 
 def build_app(syncer: SyncerProcess) -> web.Application:
-    """The application of one syncer. Every path asks for the token."""
-    paths = Paths(syncer)
-    app = web.Application(middlewares=[guard_of(syncer)], client_max_size=MOST_MESSAGE_BYTES)
-    app.router.add_get("/v1/run", paths.run)
-    app.router.add_put("/v1/model", paths.model)
-    app.router.add_post("/v1/join", paths.join)
-    app.router.add_get("/v1/link", paths.link)
-    app.router.add_put("/v1/slice", paths.bulk.slice)
-    app.router.add_put("/v1/contribution", paths.bulk.contribution)
-    app.router.add_get("/v1/fragment/{fragment:[0-9]+}/{version:[0-9]+}", paths.bulk.fragment)
-    app.router.add_put("/v1/state", paths.put_state)
-    app.router.add_get("/v1/state/{learner:[0-9]+}/{incarnation:[0-9]+}", paths.get_state)
-    app.router.add_get("/v1/status", paths.status)
-    app.router.add_post("/v1/snapshot", paths.take_snapshot)
-    app.router.add_get("/v1/snapshot/{snapshot:[0-9]+}", paths.snapshot)
-    app.router.add_post("/v1/control", paths.control)
-    app.router.add_post("/v1/finish", paths.finish)
-    app.router.add_get("/metrics", paths.metrics)
-    app.router.add_get("/v1/shards", paths.shards)
+    """Build the HTTP application of one syncer. Every path requires the token."""
+    endpoints = SyncerEndpoints(syncer)
+    app = web.Application(middlewares=[auth_middleware(syncer)], client_max_size=MAX_MESSAGE_BYTES)
+    app.router.add_get("/v1/run", endpoints.get_run)
+    app.router.add_put("/v1/model", endpoints.put_model)
+    app.router.add_post("/v1/join", endpoints.post_join)
+    app.router.add_get("/v1/link", endpoints.open_link)
+    app.router.add_put("/v1/slice", endpoints.fragment_endpoints.put_slice)
+    app.router.add_put("/v1/contribution", endpoints.fragment_endpoints.put_contribution)
+    app.router.add_get("/v1/fragment/{fragment:[0-9]+}/{version:[0-9]+}", endpoints.fragment_endpoints.get_fragment)
+    app.router.add_put("/v1/state", endpoints.put_state)
+    app.router.add_get("/v1/state/{learner:[0-9]+}/{incarnation:[0-9]+}", endpoints.get_state)
+    app.router.add_get("/v1/status", endpoints.get_status)
+    app.router.add_post("/v1/snapshot", endpoints.post_snapshot)
+    app.router.add_get("/v1/snapshot/{snapshot:[0-9]+}", endpoints.get_snapshot)
+    app.router.add_post("/v1/control", endpoints.post_control)
+    app.router.add_post("/v1/finish", endpoints.post_finish)
+    app.router.add_get("/metrics", endpoints.get_metrics)
+    app.router.add_get("/v1/shards", endpoints.get_shards)
     if syncer.shards is not None:
-        app.router.add_get("/v1/head", syncer.shards.link)
-        app.router.add_get("/v1/initial/{fragment:[0-9]+}", syncer.shards.initial)
-    app.on_cleanup.append(paths.clean_up)
+        app.router.add_get("/v1/head", syncer.shards.open_link)
+        app.router.add_get("/v1/initial/{fragment:[0-9]+}", syncer.shards.get_initial)
+    app.on_cleanup.append(endpoints.clean_up)
     return app
 
 
-class Paths:
+class SyncerEndpoints:
     def __init__(self, syncer: SyncerProcess) -> None:
         self.syncer = syncer
-        self.spool = Spool(syncer.directory / "spool")
-        self.bulk = Bulk(syncer)
-        self._founding = asyncio.Lock()
+        self.spool = StateSpool(syncer.directory / "spool")
+        self.fragment_endpoints = FragmentEndpoints(syncer)
+        self._create_lock = asyncio.Lock()
 
     # ---------------------------------------------------------------------------------------------------- joining
 
-    async def run(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the settings of the run. A learner names its number: one that its key is not for is refused here,
-        before it founds a run that it could not join."""
+    async def get_run(self, request: web.Request) -> web.StreamResponse:
+        """Reply with the settings of the run.
+
+        A learner sends its number. A number that its key does not allow is refused here, before the learner creates a
+        run that it could not join.
+        """
         text = request.query.get("learner")
         if text is not None:
-            number = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else 0
-            own_number(_learner_number(number), self.syncer.present())
-        return web.json_response(self.syncer.settings.told() | {"directory": str(self.syncer.directory.absolute())})
+            number = int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
+            choose_learner_id(_parse_learner_id(number), self.syncer.connected_learners())
+        return web.json_response(
+            self.syncer.settings.to_learner_json() | {"directory": str(self.syncer.directory.absolute())}
+        )
 
-    async def shards(self, request: web.Request) -> web.StreamResponse:
-        """Where the shards are, by their numbers; null: it is away."""
+    async def get_shards(self, request: web.Request) -> web.StreamResponse:
+        """Reply with the addresses of the shards, by number. An unavailable shard is null."""
         known = self.syncer.shards
         return web.json_response({"shards": known.addresses() if known is not None else []})
 
-    async def join(self, request: web.Request) -> web.StreamResponse:
+    async def post_join(self, request: web.Request) -> web.StreamResponse:
         raw = parse_json(await request.read())
-        wanted = _learner_number(raw.get("learner") if isinstance(raw, dict) else 0)
-        learner, incarnation = self.syncer.hand_out(own_number(wanted, self.syncer.present()))
+        requested = _parse_learner_id(raw.get("learner") if isinstance(raw, dict) else 0)
+        learner, incarnation = self.syncer.assign_learner(
+            choose_learner_id(requested, self.syncer.connected_learners())
+        )
         return web.json_response({"learner": learner, "incarnation": incarnation})
 
-    async def model(self, request: web.Request) -> web.StreamResponse:
-        """Founding. The first model that arrives whole is the run's; a second one is compared with it."""
-        async with self._founding:
-            frames = Frames(request)
-            frame = await frames.next(Kind.MODEL, _accept_plan)
+    async def put_model(self, request: web.Request) -> web.StreamResponse:
+        """Create the run from the first complete model. Of a later model, compare only the plan."""
+        async with self._create_lock:
+            frames = FrameReader(request)
+            frame = await frames.read_frame(FrameKind.MODEL, _accept_plan)
             try:
-                plan = FragmentPlan.from_json(parse_json(frame.payload, MOST_PLAN_BYTES))
+                plan = FragmentPlan.from_json(parse_json(frame.payload, MAX_PLAN_BYTES))
             except ValueError as error:
-                raise WireError(f"the plan is refused: {error}", "type") from None
-            refusal = self._plan_refusal(plan)
+                raise WireError(f"invalid fragment plan: {error}", "type") from None
+            refusal = self._check_plan(plan)
             if refusal is not None:
                 return error_response(*refusal)
             if self.syncer.plan is not None:
                 return web.json_response({"founded": False})
             values = [await self._read_value(frames, plan, p) for p in range(len(plan.fragments))]
-            await frames.end()
+            await frames.expect_end()
             try:
-                await self.syncer.found(plan, values)
-            except ShardsMissing as missing:
-                return error_response(503, str(missing))
+                await self.syncer.create_run(plan, values)
+            except ShardsUnavailableError as error:
+                return error_response(503, str(error))
             except ValueError as error:
-                self.syncer.log.error("no run is founded: %s", error)
+                self.syncer.log.error("cannot create the run: %s", error)
                 return error_response(409, str(error))
             except OSError as error:
-                self.syncer.log.error("the model cannot be written: %s", error)
+                self.syncer.log.error("cannot write the model: %s", error)
                 return error_response(507, f"the syncer cannot write the model: {error.strerror}")
             return web.json_response({"founded": True}, status=201)
 
-    def _plan_refusal(self, plan: FragmentPlan) -> Answer | None:
+    def _check_plan(self, plan: FragmentPlan) -> HttpReply | None:
         settings = self.syncer.settings
-        if plan.total_numel * 4 > MOST_MODEL_BYTES:
-            return Answer(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
-        wanted = settled_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
-        if plan != wanted:
-            given, due = (f"{each.how} with {len(each.fragments)} fragments" for each in (plan, wanted))
-            if given == due:
-                due += " that hold other tensors; use one version of Atoll everywhere"
-            return Answer(409, f"the plan is {given}, the run's is {due}")
+        if plan.total_numel * 4 > MAX_MODEL_BYTES:
+            return HttpReply(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
+        expected_plan = make_stable_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
+        if plan != expected_plan:
+            offered, expected = (
+                f"{each.method} with {len(each.fragments)} fragments" for each in (plan, expected_plan)
+            )
+            if offered == expected:
+                expected += " that hold other tensors; use one version of Atoll everywhere"
+            return HttpReply(409, f"the plan is {offered}, the run's is {expected}")
         if self.syncer.plan is None:
             return None
         ours, theirs = self.syncer.plan.fingerprint(), plan.fingerprint()
         if ours != theirs:
-            reason = Reason("refused-fingerprint", (first_difference(ours, theirs),))
-            return Answer(409, f"{reason}; {start_anew(str(self.syncer.directory.absolute()))}")
+            reason = Reason("refused-fingerprint", (describe_first_difference(ours, theirs),))
+            return HttpReply(409, f"{reason}; {new_run_advice(str(self.syncer.directory.absolute()))}")
         return None
 
-    async def _read_value(self, frames: Frames, plan: FragmentPlan, p: FragmentId) -> Tensor:
+    async def _read_value(self, frames: FrameReader, plan: FragmentPlan, p: FragmentId) -> Tensor:
         try:
             value = torch.empty(plan.numel(p))
         except RuntimeError:
             raise WireError(f"no memory for the {plan.numel(p)} values of fragment {p}", "size") from None
 
         def accept(head: FrameHead, header: bytes) -> Any:
-            said = decode_header(header, {"fragment": int})["fragment"]
-            if said != p:
-                raise WireError(f"fragment {said} where {p} was due", "type")
+            fragment = decode_header(header, {"fragment": int})["fragment"]
+            if fragment != p:
+                raise WireError(f"found fragment {fragment}, expected {p}", "type")
             return as_bytes(value)
 
-        await frames.next(Kind.MODEL, accept)
+        await frames.read_frame(FrameKind.MODEL, accept)
         if not torch.isfinite(value.sum()):
-            named = unfit_in_fragment(plan, p, codec("f32"), value.view(torch.uint8))
+            named = find_nonfinite_in_fragment(plan, p, get_codec("f32"), value.view(torch.uint8))
             raise WireError(
                 f"the model holds values that are not finite: {named}; initialize it before joining, and register"
                 " constants such as attention masks as buffers with persistent=False, which are not sent",
@@ -176,10 +192,10 @@ class Paths:
 
     # ---------------------------------------------------------------------------------------------------- the link
 
-    async def link(self, request: web.Request) -> web.StreamResponse:
+    async def open_link(self, request: web.Request) -> web.StreamResponse:
         if self.syncer.core is None:
             return error_response(409, "the run has no model yet: bring one first")
-        connection = await WebSocketConnection.accept(request, MOST_MESSAGE_BYTES)
+        connection = await WebSocketConnection.accept(request, MAX_MESSAGE_BYTES)
         link: SyncerLink | None = None
         refusal: WireError | IdentityMismatchError | None = None
         try:
@@ -187,23 +203,23 @@ class Paths:
                 if isinstance(data, bytes):
                     envelope = decode_message(data, "learner")
                     link = self._identify(link, envelope, connection)
-                    if type(envelope.body) in (Contribution, InnerState):
-                        raise WireError(f"{type(envelope.body).__name__} travels beside its values", "type")
-                    if type(envelope.body) is FetchTime and self.syncer.settings.numerics.down != "auto":
-                        raise WireError("FetchTime, where the run names the codec of updates", "type")
-                    link.heard(envelope.body)
-                    self.syncer.tell(MessageArrived(envelope))
+                    if type(envelope.body) in (Contribution, OptimizerState):
+                        raise WireError(f"{type(envelope.body).__name__} needs a frame with its values", "type")
+                    if type(envelope.body) is DownloadTime and self.syncer.settings.numerics.down != "auto":
+                        raise WireError("DownloadTime is only for runs that choose the codec of updates (auto)", "type")
+                    link.acknowledge(envelope.body)
+                    self.syncer.handle_event(MessageArrived(envelope))
                 elif link is not None:
-                    self._take_metrics(link, data)
+                    self._record_metrics(link, data)
         except (WireError, IdentityMismatchError) as error:
             refusal = error
-            turned = Rejection(error.code, 400, str(error))
-            self.syncer.access.reject(turned, str(request.remote), "a link", log_key(error.code))
+            rejection = Rejection(error.code, 400, str(error))
+            self.syncer.access.reject(rejection, str(request.remote), "a link", log_key(error.code))
         finally:
             connection.cancel()
             if link is not None:
                 refused = f"what it sent was refused: {refusal}"
-                self.syncer.detach(link, refused if refusal is not None else connection.ended)
+                self.syncer.detach(link, refused if refusal is not None else connection.end_reason)
                 link.abandon()
         if refusal is not None:
             await connection.refuse(str(refusal))
@@ -211,215 +227,219 @@ class Paths:
         return connection.socket
 
     def _identify(self, link: SyncerLink | None, envelope: Envelope, connection: WebSocketConnection) -> SyncerLink:
-        """A link belongs to the one who said hello on it."""
+        """Return the link of this connection. Its first message, Hello, decides which learner it belongs to."""
         key = (envelope.learner, envelope.incarnation, envelope.session)
         if link is None:
             if type(envelope.body) is not Hello:
                 raise WireError(f"the first message on a link is Hello, found {type(envelope.body).__name__}", "type")
-            check_speaker(envelope.learner)
-            link = SyncerLink(key, connection, self.syncer.served)
+            check_identity(envelope.learner)
+            link = SyncerLink(key, connection, self.syncer.all_fragments)
             self.syncer.attach(link)
         if link.key != key:
             raise WireError(f"this link belongs to learner {link.key[0]}, the message says {key[0]}", "type")
         return link
 
-    def _take_metrics(self, link: SyncerLink, text: str) -> None:
-        if len(text) > MOST_METRICS_BYTES:
-            raise WireError(f"metrics of {len(text)} letters, the limit is {MOST_METRICS_BYTES}", "size")
-        raw = parse_json(text.encode(), 4 * MOST_METRICS_BYTES)
+    def _record_metrics(self, link: SyncerLink, text: str) -> None:
+        if len(text) > MAX_METRICS_BYTES:
+            raise WireError(f"metrics of {len(text)} letters, the limit is {MAX_METRICS_BYTES}", "size")
+        raw = parse_json(text.encode(), 4 * MAX_METRICS_BYTES)
         if type(raw) is not dict:
             raise WireError("metrics are a JSON object", "type")
         syncer, (learner, incarnation, _) = self.syncer, link.key
         if syncer.core is not None and learner in syncer.core.state.members:
-            told = {name: raw[name] for name in TOLD if _is_figure(raw.get(name, ""))}
-            syncer.metrics.told(syncer.clock.now(), learner, incarnation, told)
+            metrics = {name: raw[name] for name in LEARNER_METRICS if _is_number(raw.get(name, ""))}
+            syncer.metrics.record_learner(syncer.clock.now(), learner, incarnation, metrics)
 
-    # ---------------------------------------------------------------------------------------------------- inner state
+    # -------------------------------------------------------------------------------------------------- optimizer state
 
     async def put_state(self, request: web.Request) -> web.StreamResponse:
-        """A peer's inner state waits in a file: it may be larger than the model, and its taker may be slow."""
-        found: list[tuple[Envelope, SpoolFile]] = []
+        """Store a peer's optimizer state in a file: it may be larger than the model, and its receiver may be slow."""
+        found: list[tuple[Envelope, SpooledStateFile]] = []
 
         def accept(head: FrameHead, header: bytes) -> Any:
             envelope = self._check_state(head, header)
-            assert isinstance(envelope.body, InnerState)
-            key = (envelope.body.to, envelope.body.to_incarnation)
-            found.append((envelope, self.spool.file(key, header, head.payload_bytes)))
+            assert isinstance(envelope.body, OptimizerState)
+            key = (envelope.body.target, envelope.body.target_incarnation)
+            found.append((envelope, self.spool.create_file(key, header, head.payload_bytes)))
             return found[0][1].payload
 
         try:
-            frames = Frames(request)
-            await frames.next(Kind.INNER_STATE, accept)
-            await frames.end()
-            await asyncio.get_running_loop().run_in_executor(None, found[0][1].fill_in)
-            found[0][1].keep()
+            frames = FrameReader(request)
+            await frames.read_frame(FrameKind.OPTIMIZER_STATE, accept)
+            await frames.expect_end()
+            await asyncio.get_running_loop().run_in_executor(None, found[0][1].write_head)
+            found[0][1].publish()
         except ConnectionError:
             raise
         except OSError as error:
-            self.syncer.log.warning("inner state cannot be kept: %s", error)
-            return error_response(507, f"the syncer cannot keep it: {error.strerror}")
+            self.syncer.log.warning("cannot store optimizer state: %s", error)
+            return error_response(507, f"the syncer cannot store the optimizer state: {error.strerror}")
         finally:
             if found:
                 found[0][1].close()
-        self.syncer.tell(MessageArrived(found[0][0]))
+        self.syncer.handle_event(MessageArrived(found[0][0]))
         return web.Response(status=204)
 
     def _check_state(self, head: FrameHead, header: bytes) -> Envelope:
         envelope = decode_message(header, "learner")
-        if type(envelope.body) is not InnerState:
-            raise WireError(f"inner state was due, found {type(envelope.body).__name__}", "type")
-        self.bulk.check_link(envelope.learner, envelope.incarnation, envelope.session)
+        if type(envelope.body) is not OptimizerState:
+            raise WireError(f"expected OptimizerState, found {type(envelope.body).__name__}", "type")
+        self.fragment_endpoints.check_link(envelope.learner, envelope.incarnation, envelope.session)
         assert self.syncer.plan is not None
-        most = max_state_bytes(self.syncer.plan.total_numel)
-        if head.payload_bytes > most:
-            raise WireError(f"inner state of {head.payload_bytes} bytes, the limit is {most}", "size")
+        max_bytes = max_state_bytes(self.syncer.plan.total_numel)
+        if head.payload_bytes > max_bytes:
+            raise WireError(f"optimizer state of {head.payload_bytes} bytes, the limit is {max_bytes}", "size")
         return envelope
 
     async def get_state(self, request: web.Request) -> web.StreamResponse:
-        learner, incarnation = numbers(request, "learner", "incarnation")
-        check_speaker(learner)
+        learner, incarnation = parse_path_numbers(request, "learner", "incarnation")
+        check_identity(learner)
         path = self.spool.path((learner, incarnation))
         if path is None:
-            return error_response(404, "no inner state waits for this learner")
+            return error_response(404, "no optimizer state waits for this learner")
         return web.FileResponse(path)
 
-    # ---------------------------------------------------------------------------------------------------- people
+    # ---------------------------------------------------------------------------------------------------- operators
 
-    async def status(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(status(self.syncer))
+    async def get_status(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(build_status(self.syncer))
 
-    async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """For Prometheus."""
+    async def get_metrics(self, request: web.Request) -> web.StreamResponse:
+        """Reply with the metrics for Prometheus."""
         try:
-            text, content_type = exposition(self.syncer, request.headers.get("Accept", ""))
+            text, content_type = render_metrics(self.syncer, request.headers.get("Accept", ""))
         except ImportError:
-            return error_response(501, MISSING)
+            return error_response(501, NOT_INSTALLED)
         return web.Response(body=text, headers={"Content-Type": content_type})
 
-    async def take_snapshot(self, request: web.Request) -> web.StreamResponse:
-        raw = parse_json(await request.read()) if request.can_read_body else {"who": ""}
-        if not isinstance(raw, dict) or set(raw) != {"who"}:
-            return error_response(400, "a snapshot is asked for with nothing, or with a JSON object that says who asks")
-        problem = who_problem(raw["who"]) if raw["who"] != "" else None
+    async def post_snapshot(self, request: web.Request) -> web.StreamResponse:
+        raw = parse_json(await request.read()) if request.can_read_body else {"requested_by": ""}
+        if not isinstance(raw, dict) or set(raw) != {"requested_by"}:
+            return error_response(400, "a snapshot request is empty or a JSON object with requested_by")
+        problem = find_requester_problem(raw["requested_by"]) if raw["requested_by"] != "" else None
         if problem is not None:
             return error_response(400, problem)
-        number = self.syncer.take_snapshot(raw["who"])
+        number = self.syncer.take_snapshot(raw["requested_by"])
         if number is None:
             if self.syncer.core is None:
                 return error_response(409, "the run has no model yet, so there is nothing to take a snapshot of")
-            return error_response(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
+            return error_response(
+                409, "cannot take a snapshot of a run that ends or has ended: its model is its result"
+            )
         return web.json_response({"snapshot": number}, status=202)
 
-    async def snapshot(self, request: web.Request) -> web.StreamResponse:
-        """What became of a snapshot; of a durable one what it holds."""
+    async def get_snapshot(self, request: web.Request) -> web.StreamResponse:
+        """Reply with the state of a snapshot, and with the contents of a durable one."""
         text = request.match_info["snapshot"]
-        number = int(text) if len(text) <= MOST_DIGITS else 0
-        told = self.syncer.snapshots.of(number) or {"snapshot": number, "left_out": [], "said": ""}
-        if told.get("state") not in (None, "durable"):
-            return web.json_response(told)
-        info = await asyncio.to_thread(snapshot_info, self.syncer.directory, number)
+        number = int(text) if len(text) <= MAX_DIGITS else 0
+        status = self.syncer.snapshots.get(number) or {"snapshot": number, "left_out": [], "said": ""}
+        if status.get("state") not in (None, "durable"):
+            return web.json_response(status)
+        info = await asyncio.to_thread(read_snapshot_info, self.syncer.directory, number)
         if info is None:
             return error_response(404, f"there is no snapshot {number}; the newest few are kept")
-        return web.json_response(told | {"state": "durable"} | info.to_json(self.syncer.directory))
+        return web.json_response(status | {"state": "durable"} | info.to_json(self.syncer.directory))
 
-    async def control(self, request: web.Request) -> web.StreamResponse:
-        answer = await control(self.syncer, parse_json(await request.read()))
-        if answer.status != 200:
-            return error_response(*answer)
-        return web.json_response({"done": answer.sentence})
+    async def post_control(self, request: web.Request) -> web.StreamResponse:
+        reply = await handle_control(self.syncer, parse_json(await request.read()))
+        if reply.status != 200:
+            return error_response(*reply)
+        return web.json_response({"done": reply.message})
 
-    async def finish(self, request: web.Request) -> web.StreamResponse:
+    async def post_finish(self, request: web.Request) -> web.StreamResponse:
         await self.syncer.finish()
         return web.Response(status=204)
 
     async def clean_up(self, app: web.Application) -> None:
-        self.bulk.arrivals.close()
+        self.fragment_endpoints.partial_uploads.close()
         self.spool.clear()
 
 
-def _learner_number(told: object) -> int | None:
-    if told is None or (type(told) is int and 1 <= told <= MAX_LEARNER):
-        return told
-    raise WireError(f"a learner's number is a whole number from 1 to {MAX_LEARNER}, or null for any", "type")
+def _parse_learner_id(value: object) -> int | None:
+    if value is None or (type(value) is int and 1 <= value <= MAX_LEARNER_ID):
+        return value
+    raise WireError(f"a learner's number is a whole number from 1 to {MAX_LEARNER_ID}, or null for any", "type")
 
 
 def _accept_plan(head: FrameHead, header: bytes) -> Any:
     decode_header(header, {})
-    if head.payload_bytes > MOST_PLAN_BYTES:
-        raise WireError(f"a plan of {head.payload_bytes} bytes, the limit is {MOST_PLAN_BYTES}", "size")
+    if head.payload_bytes > MAX_PLAN_BYTES:
+        raise WireError(f"a plan of {head.payload_bytes} bytes, the limit is {MAX_PLAN_BYTES}", "size")
     return bytearray(head.payload_bytes)
 
 
-def _is_figure(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return value is None or (type(value) in (int, float) and math.isfinite(value))  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Inner state on its way from one learner to another: files, because its taker may come for it at any time
+# Optimizer state in transit between learners: files, because the receiver may download it at any time
 
 
-Key = tuple[LearnerId, Incarnation]
+StateKey = tuple[LearnerId, Incarnation]
 
-MOST_FILES = 16
-"""That wait at once. The oldest makes room: its taker has given up, or will ask another peer."""
+MAX_STATE_FILES = 16
+"""Files that wait at the same time. The oldest is deleted first: its receiver has given up or will request another."""
 
 
-class SpoolFile:
-    """A whole frame in a file. Its payload is memory of the file, so nothing is held twice."""
+class SpooledStateFile:
+    """Complete frame in a file. Its payload is the memory-mapped file, so it is never in memory twice."""
 
-    def __init__(self, spool: Spool, key: Key, header: bytes, payload_bytes: int) -> None:
+    def __init__(self, spool: StateSpool, key: StateKey, header: bytes, payload_bytes: int) -> None:
         self._spool = spool
         self._key = key
         self._header = header
-        # Two peers may give to the same learner at once. One file for both would be cut under the memory of the first.
+        # Two peers may send to the same learner at once. With one file, the second would truncate the first's mapping.
         self.path = spool.folder / f"learner-{key[0]}-i{key[1]}-{next(spool.serial)}.part"
-        size = HEAD_BYTES + len(header) + payload_bytes
+        size = FRAME_HEAD_BYTES + len(header) + payload_bytes
         self._file = open(self.path, "w+b", buffering=0)  # noqa: SIM115 - closed by close()
         try:
-            os.posix_fallocate(self._file.fileno(), 0, size)  # a full disk says so here, and not by a signal later
+            os.posix_fallocate(self._file.fileno(), 0, size)  # a full disk is an error here, not SIGBUS later
         except OSError:
             self.close()
             raise
         self._memory = mmap.mmap(self._file.fileno(), size)
-        self.payload = memoryview(self._memory)[HEAD_BYTES + len(header) :]
+        self.payload = memoryview(self._memory)[FRAME_HEAD_BYTES + len(header) :]
 
-    def fill_in(self) -> None:
-        """All of it has arrived: write what stands before it. Reads all of it once more, so not for the loop."""
-        head = frame_head(Kind.INNER_STATE, 0, self._header, self.payload)
-        self._memory[: HEAD_BYTES + len(self._header)] = head + self._header
+    def write_head(self) -> None:
+        """Write the frame head after the payload has arrived. It reads the whole payload: not for the event loop."""
+        head = encode_frame_head(FrameKind.OPTIMIZER_STATE, 0, self._header, self.payload)
+        self._memory[: FRAME_HEAD_BYTES + len(self._header)] = head + self._header
 
-    def keep(self) -> None:
+    def publish(self) -> None:
         final = self.path.with_suffix(".state")
         self.path.rename(final)
-        self._spool.kept(self._key, final)
+        self._spool.add(self._key, final)
 
     def close(self) -> None:
-        self.path.unlink(missing_ok=True)  # where it was kept it has another name
+        self.path.unlink(missing_ok=True)  # a published file has another name
         self._file.close()
 
 
-class Spool:
+class StateSpool:
+    """Files of optimizer state that wait for their receivers."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.iterdir():
-            leftover.unlink()  # of a syncer that is gone: nobody comes for it
+            leftover.unlink()  # a file of an earlier syncer: no learner will request it
         self.serial = itertools.count(1)
-        self._files: dict[Key, Path] = {}
+        self._files: dict[StateKey, Path] = {}
 
-    def file(self, key: Key, header: bytes, payload_bytes: int) -> SpoolFile:
-        return SpoolFile(self, key, header, payload_bytes)
+    def create_file(self, key: StateKey, header: bytes, payload_bytes: int) -> SpooledStateFile:
+        return SpooledStateFile(self, key, header, payload_bytes)
 
-    def kept(self, key: Key, path: Path) -> None:
+    def add(self, key: StateKey, path: Path) -> None:
         old = self._files.pop(key, None)
         if old is not None:
             old.unlink(missing_ok=True)
         self._files[key] = path
-        while len(self._files) > MOST_FILES:
+        while len(self._files) > MAX_STATE_FILES:
             oldest = next(iter(self._files))
             self._files.pop(oldest).unlink(missing_ok=True)
 
-    def path(self, key: Key) -> Path | None:
+    def path(self, key: StateKey) -> Path | None:
         return self._files.get(key)
 
     def clear(self) -> None:

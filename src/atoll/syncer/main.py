@@ -1,4 +1,4 @@
-"""A syncer from its start to its end: bind, serve, write the final model, leave cleanly on a signal."""
+"""Run a syncer: bind, serve, write the final model, and stop cleanly on a signal."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 
 from aiohttp import web
 
-from atoll.store.fencing import TAKE_OVER_S, TakeoverDecision, Watcher
+from atoll.store.fencing import TAKEOVER_TIMEOUT_S, HeartbeatWatcher, TakeoverDecision
 from atoll.store.run_settings import RunSettings
-from atoll.store.version_store import Fenced
+from atoll.store.version_store import FencedError
 from atoll.syncer.fragment_executor import FragmentHost
 from atoll.syncer.http_api import build_app
 from atoll.syncer.process import SyncerProcess
 from atoll.transport.auth import check_access
-from atoll.transport.buffers import READ_BYTES
+from atoll.transport.buffers import READ_AHEAD_BYTES
 from atoll.transport.endpoint import SyncerAddress, remove_address_file, write_address_file
-from atoll.transport.listener import Listener, bound, written
+from atoll.transport.listener import Listener, bind_socket, format_address
 from atoll.transport.tls import KeyFiles, ServerTls
 
-LOOK_EVERY_S = 0.25
+TAKEOVER_POLL_INTERVAL_S = 0.25
 MAX_LINGER_S = 60.0
 LINGER_S = 1.0
-"""After the end: for the last acknowledgements that are on their way, and as long as final values are downloaded."""
+"""Minimum time after the end, for acknowledgements in flight. It is extended while final values are downloaded."""
 
 
-class Superseded(Exception):  # noqa: N818 - a fact about this process, not an error in anything
-    """Another syncer has taken over. Nothing that this one wrote since counts, and it must not be started again."""
+class SupersededError(Exception):
+    """Another syncer has taken over. Writes of this one since then do not count, and it must not be restarted."""
 
 
 def serve_syncer(
@@ -49,29 +49,38 @@ def serve_syncer(
     serve_end_s: float = 0.0,
     sock: socket.socket | None = None,
 ) -> bool:
-    """Serve one run until it is over; True when it is. SIGINT and SIGTERM stop it so that it can go on later.
+    """Serve one run until it is over.
 
-    `on_finished` is called as soon as the run is over. After that the end is served for up to `serve_end_s`, while
-    learners are missing that may come back and have not received it.
+    SIGINT and SIGTERM stop the syncer so that the run can be resumed later.
 
-    `take_over`: also from a syncer that holds the directory and stands still. Raises `Superseded` when somebody took
-    over from this one. `keys`: TLS with them, and without them only this machine is served, unless `plain_text` says
-    that nobody else is on the network. `sock`: from `bound`, in place of `host` and `port`.
+    Args:
+        on_finished: Called as soon as the run is over.
+        take_over: Take over from a syncer that owns the directory and has stalled.
+        keys: Keys for TLS. Without them only this machine is served, except with `plain_text`.
+        plain_text: Serve other machines without TLS. Use it only on a trusted network.
+        serve_end_s: After the end, serve for up to this time while learners that may reconnect have not received it.
+        sock: Socket from `bind_socket`, in place of `host` and `port`.
+
+    Returns:
+        True if the run is over.
+
+    Raises:
+        SupersededError: Another syncer took over from this one.
     """
     tls = ServerTls(keys) if keys is not None else None
     check_access(host, token, tls, plain_text)
-    # Bind before the store is opened: a process without its address must neither raise the epoch, which would only end
-    # another syncer, nor leave a new directory behind.
-    sock = sock if sock is not None else bound(host, port)
+    # Bind before the store is opened. A process without its address must not raise the epoch, which would only stop
+    # another syncer, and must not leave a new directory behind.
+    sock = sock if sock is not None else bind_socket(host, port)
     return asyncio.run(_serve(directory, settings, sock, token, on_ready, on_finished, take_over, tls, serve_end_s))
 
 
 def wait_to_take_over(
-    directory: Path, take_over_s: float = TAKE_OVER_S, on_wait: Callable[[], None] | None = None
+    directory: Path, take_over_s: float = TAKEOVER_TIMEOUT_S, on_wait: Callable[[], None] | None = None
 ) -> TakeoverDecision | None:
-    """Return when it is time; None when the run has come to its end meanwhile."""
+    """Wait until this process should take over the run. Return None if the run ends meanwhile."""
     store = directory / "store"
-    watcher = Watcher(store, take_over_s)
+    watcher = HeartbeatWatcher(store, take_over_s)
     while not (store / "manifest.json").exists():
         turn = watcher.poll()
         if turn is not None:
@@ -79,7 +88,7 @@ def wait_to_take_over(
         if on_wait is not None:
             on_wait()
             on_wait = None
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(TAKEOVER_POLL_INTERVAL_S)
     return None
 
 
@@ -98,29 +107,29 @@ async def _serve(
         syncer = SyncerProcess(directory, settings, token=token, tls=tls, take_over=take_over)
     except BaseException as error:
         sock.close()
-        if isinstance(error, Fenced):
-            raise Superseded(str(error)) from None
+        if isinstance(error, FencedError):
+            raise SupersededError(str(error)) from None
         raise
     async with http_server(syncer, build_app(syncer), sock) as (listener, stopped):
         try:
             await syncer.start()
             listener.start()
-            address = written(sock)
-            _tell_where(syncer, SyncerAddress(address, token, syncer.store.epoch, tls.files if tls else None))
-            syncer.log.info("listening on %s%s", address, _how(token, tls))
+            address = format_address(sock)
+            _write_address_file(syncer, SyncerAddress(address, token, syncer.store.epoch, tls.files if tls else None))
+            syncer.log.info("listening on %s%s", address, _describe_access(token, tls))
             if on_ready is not None:
                 on_ready(address)
-            began, was_over = time.monotonic(), serve_end_s > 0 and syncer.store.manifest() is not None
-            # Only the end is left to serve: shards that hold the final values are not waited for any longer than that.
+            began, was_over = time.monotonic(), serve_end_s > 0 and syncer.store.read_manifest() is not None
+            # Only the end is left to serve: do not wait longer than that for shards that store the final values.
             only_end = [asyncio.sleep(serve_end_s)] if was_over and on_finished is None else []
-            await first(stopped.wait(), syncer.over.wait(), *only_end)
-            _check(syncer)
+            await wait_for_first(stopped.wait(), syncer.run_ended.wait(), *only_end)
+            _raise_failure(syncer)
             if syncer.finished and on_finished is not None:
-                await syncer.gather()
+                await syncer.gather_model()
                 await asyncio.to_thread(on_finished, syncer)
             if syncer.finished:
                 await _serve_end(syncer, stopped, serve_end_s - (time.monotonic() - began if was_over else 0.0))
-                _check(syncer)
+                _raise_failure(syncer)
             return syncer.finished
         finally:
             remove_address_file(directory, syncer.store.epoch)
@@ -131,23 +140,27 @@ async def _serve(
 async def http_server(
     host: FragmentHost, app: web.Application, sock: socket.socket
 ) -> AsyncIterator[tuple[Listener, asyncio.Event]]:
-    """Set up the application of a syncer or shard. `Listener.start` opens its port; the event is set by SIGINT and
-    SIGTERM."""
-    unheard = logging.getLogger(f"{host.log.name}.http")
-    unheard.setLevel(logging.CRITICAL)  # of aiohttp: whoever sends what is no HTTP would fill the log with tracebacks
-    runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES)
+    """Set up the application of a syncer or shard.
+
+    `Listener.start` opens the port. SIGINT and SIGTERM set the event.
+    """
+    http_log = logging.getLogger(f"{host.log.name}.http")
+    http_log.setLevel(logging.CRITICAL)  # clients that do not speak HTTP would fill the log with aiohttp tracebacks
+    runner = web.AppRunner(app, access_log=None, logger=http_log, shutdown_timeout=2.0, read_bufsize=READ_AHEAD_BYTES)
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     signals = {}
     for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there ends us otherwise
-            # Not `loop.add_signal_handler`: the loop hears of a signal through a pipe, which is full when threads have
-            # much to tell a busy loop, and then the signal is lost.
+        with contextlib.suppress(
+            ValueError
+        ):  # signals need the main thread; in another thread the caller stops the syncer itself
+            # Not `loop.add_signal_handler`: it wakes the loop through a pipe. The pipe is full when threads send many
+            # wake-ups to a busy loop, and then the signal is lost.
             signals[number] = signal.signal(number, lambda *_: loop.call_soon_threadsafe(stopped.set))
     try:
         await runner.setup()
         assert runner.server is not None
         listener = Listener(sock, runner.server, host.access)
-        host.on_proved = listener.proved
+        host.on_authenticated = listener.mark_authenticated
         try:
             yield listener, stopped
         finally:
@@ -159,43 +172,45 @@ async def http_server(
             signal.signal(number, handler)
 
 
-def _check(syncer: SyncerProcess) -> None:
-    if syncer.failed is not None:
-        raise RuntimeError(f"the syncer has failed: {syncer.failed}") from syncer.failed
-    if syncer.superseded:
-        raise Superseded(syncer.superseded)
+def _raise_failure(syncer: SyncerProcess) -> None:
+    if syncer.failure is not None:
+        raise RuntimeError(f"the syncer has failed: {syncer.failure}") from syncer.failure
+    if syncer.superseded_by:
+        raise SupersededError(syncer.superseded_by)
 
 
 async def _serve_end(syncer: SyncerProcess, stopped: asyncio.Event, serve_end_s: float) -> None:
-    """Serve the end to learners that come back; then finish what is being sent."""
-    if (missing := syncer.missing_end()) and serve_end_s > 0 and not stopped.is_set():
+    """Serve the end to learners that reconnect, then finish the transfers in flight."""
+    if (missing := syncer.learners_missing_end()) and serve_end_s > 0 and not stopped.is_set():
         syncer.log.warning(
             "the run is over, and learners that did not receive its end may come back: %s; serving the end for up to"
             " %g s (--serve-end); Ctrl-C stops it",
             ", ".join(map(str, missing)),
             serve_end_s,
         )
-        await first(stopped.wait(), syncer.end_delivered.wait(), asyncio.sleep(serve_end_s))
+        await wait_for_first(stopped.wait(), syncer.end_delivered.wait(), asyncio.sleep(serve_end_s))
     sent, until = None, time.monotonic() + MAX_LINGER_S
     while not stopped.is_set() and (syncer.is_sending or sent != syncer.traffic) and time.monotonic() < until:
         sent = syncer.traffic
-        await first(stopped.wait(), asyncio.sleep(LINGER_S))
+        await wait_for_first(stopped.wait(), asyncio.sleep(LINGER_S))
 
 
-def _how(token: str | None, tls: ServerTls | None) -> str:
+def _describe_access(token: str | None, tls: ServerTls | None) -> str:
     if tls is not None:
-        return ", TLS, for those who have a key" if tls.asks_for_keys else ", TLS, for those who have the token"
+        return ", TLS, for clients with a key" if tls.requires_client_keys else ", TLS, for clients with the token"
     return "" if token else ", this machine only: no token was given"
 
 
-def _tell_where(syncer: SyncerProcess, reachable: SyncerAddress) -> None:
+def _write_address_file(syncer: SyncerProcess, address: SyncerAddress) -> None:
     try:
-        write_address_file(syncer.directory, reachable)
+        write_address_file(syncer.directory, address)
     except OSError as error:
-        syncer.log.warning("commands on this machine will not find this syncer: %s", error)
+        syncer.log.warning(
+            "cannot write the address file (%s); commands on this machine will not find this syncer", error
+        )
 
 
-async def first(*waits: object) -> None:
+async def wait_for_first(*waits: object) -> None:
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

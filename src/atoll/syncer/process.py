@@ -1,7 +1,7 @@
-"""The syncer as a process: sockets, threads, files and tensors around `SyncerCore`.
+"""The syncer process: sockets, threads, files and tensors around `SyncerCore`.
 
-One event loop owns the core and everything that people see. One thread merges, in the order in which the core asked;
-another writes files. Whoever is slow (a disk, a learner's link) delays neither of the others.
+One event loop owns the core and all status. One thread merges, in the order of the core's effects. Another thread
+writes files. A slow disk or a slow link of a learner delays none of the others.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch import Tensor
 from atoll.core.protocol import (
     Accumulate,
     Body,
+    CloseConnection,
     ControlRequested,
-    Delivered,
     DiscardRound,
     Envelope,
     FinishRequested,
     Halt,
-    Hangup,
     LearnerDisconnected,
+    LogReason,
     MergeDone,
     MergeRound,
     Persist,
+    PublishAck,
     Published,
     Refuse,
     RefuseContribution,
     Resync,
-    Say,
     Send,
     SnapshotRecord,
     SnapshotRequested,
@@ -49,26 +49,26 @@ from atoll.core.protocol import (
     VersionRecord,
     Welcome,
 )
-from atoll.core.states import Stage
+from atoll.core.states import RunStage
 from atoll.core.syncer.core import SyncerCore
-from atoll.core.syncer.state import Restored
-from atoll.core.types import NOTHING, SYNCER, FragmentId, Incarnation, LearnerId, Version
-from atoll.logs import WARNINGS, Named, ReasonLog
+from atoll.core.syncer.state import RestoredState
+from atoll.core.types import NO_VERSION, SYNCER, FragmentId, Incarnation, LearnerId, Version
+from atoll.logs import WARNING_REASONS, ContextLogger, ReasonLogger
 from atoll.store.run_settings import RunClock, RunSettings
-from atoll.store.tensor_file import StoreDamaged
-from atoll.store.version_store import CONTROLS, Fenced, Store
-from atoll.syncer.controls import Wishes
+from atoll.store.tensor_file import StoreDamagedError
+from atoll.store.version_store import CONTROLS_FILE, FencedError, Store
+from atoll.syncer.controls import ControlState
 from atoll.syncer.fragment_endpoints import MemoryGate
-from atoll.syncer.fragment_executor import FragmentExecutor, Payload
-from atoll.syncer.initial_model import INIT, warm_values
+from atoll.syncer.fragment_executor import ContributionPayload, FragmentExecutor
+from atoll.syncer.initial_model import INIT_FILE, load_initial_values
 from atoll.syncer.shards.coordinator import RemoteFragment, ShardCoordinator
-from atoll.syncer.shards.messages import HoldCut, LetGoCut
-from atoll.syncer.status import SnapshotNews, SyncerMetrics
-from atoll.tape.files import TapeKeeper, new_header
+from atoll.syncer.shards.messages import PinSnapshot, UnpinSnapshot
+from atoll.syncer.status import SnapshotStatuses, SyncerMetrics
+from atoll.tape.files import TapeSink, new_header
 from atoll.tape.format import Actor, Entry
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.syncer_fragment import MergeStats, SyncerFragment
-from atoll.transport.auth import Access
+from atoll.transport.auth import AccessControl
 from atoll.transport.tls import ServerTls
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import encode_message
@@ -78,59 +78,62 @@ LinkKey = tuple[LearnerId, Incarnation, int]
 
 @dataclass(slots=True, eq=False)
 class SyncerLink:
-    """What waits for a learner is bounded: a newer version of a fragment takes the place of an older notice.
+    """Connection to one learner, with a bounded send queue: a newer version of a fragment replaces an older notice.
 
-    A learner is told of one version of a fragment at a time, and that one is kept for it. If it were told of each: (1)
-    it hears of version 7, (2) when its request arrives, version 8 is the newest and 7 is gone, (3) it hears of version
-    8, and so on. Where versions come faster than a request travels, it would never get any.
+    A learner is notified of one version of a fragment at a time, and that version is pinned for it. If it were
+    notified of each: (1) it receives the notice of version 7, (2) when its request arrives, version 8 is the newest and
+    7 is deleted, (3) it receives the notice of version 8, and so on. If versions are published faster than a request
+    travels, it would never get any.
     """
 
     key: LinkKey
     connection: WebSocketConnection
     _fragments: Mapping[FragmentId, SyncerFragment | RemoteFragment]
-    _told: dict[FragmentId, Version] = field(default_factory=dict)  # and kept, until it has that one or wants another
-    _untold: dict[FragmentId, Envelope] = field(default_factory=dict)  # the newest version of what is in `_told`
+    # pinned until the learner acknowledges the version or requests another one
+    _announced: dict[FragmentId, Version] = field(default_factory=dict)
+    # the newest version of each fragment in `_announced`, to send next
+    _pending: dict[FragmentId, Envelope] = field(default_factory=dict)
 
     def post(self, envelope: Envelope) -> None:
         if self.connection.is_closing:
             return
         body, key = envelope.body, None
         if type(body) is Published:
-            if body.fragment in self._told:
-                self._untold[body.fragment] = envelope
+            if body.fragment in self._announced:
+                self._pending[body.fragment] = envelope
                 return
             key = ("published", body.fragment)
-            held = self._fragments.get(body.fragment)
-            if held is not None and held.hold(body.version) is not None:
-                self._told[body.fragment] = body.version
+            fragment = self._fragments.get(body.fragment)
+            if fragment is not None and fragment.pin(body.version) is not None:
+                self._announced[body.fragment] = body.version
         self.connection.post(partial(encode_message, envelope), key)
 
-    def heard(self, body: Body) -> None:
-        """The learner has the version that it was told of, or wants another one: it may be told of the next."""
-        if type(body) is not Delivered and type(body) is not Resync:
+    def acknowledge(self, body: Body) -> None:
+        """Unpin the announced version once the learner has it or requests another, and announce the next one."""
+        if type(body) is not PublishAck and type(body) is not Resync:
             return
         p = body.fragment
-        has = body.version if type(body) is Delivered else NOTHING
-        if p not in self._told or (type(body) is Delivered and has < self._told[p]):
+        has = body.version if type(body) is PublishAck else NO_VERSION
+        if p not in self._announced or (type(body) is PublishAck and has < self._announced[p]):
             return
-        self._fragments[p].release(self._told.pop(p))
-        envelope = self._untold.pop(p, None)
+        self._fragments[p].unpin(self._announced.pop(p))
+        envelope = self._pending.pop(p, None)
         if envelope is not None and isinstance(envelope.body, Published) and envelope.body.version > has:
             self.post(envelope)
 
     def abandon(self) -> None:
         self.connection.cancel()
-        for p, version in self._told.items():
-            self._fragments[p].release(version)
-        self._told.clear()
+        for p, version in self._announced.items():
+            self._fragments[p].unpin(version)
+        self._announced.clear()
 
 
-RECEIVING_BYTES = 256 * 2**20
-"""Of contributions that are being received at once, unless four of the largest fragments are more."""
+MAX_RECEIVING_BYTES = 256 * 2**20
+"""Limit for contributions that are being received at the same time, at least four times the largest fragment."""
 
 
 class SyncerProcess:
-    """Everything of one run at one syncer. Made and used within one event loop."""
+    """Driver of the syncer's core for one run. Create and use it within one event loop."""
 
     def __init__(
         self,
@@ -144,94 +147,103 @@ class SyncerProcess:
     ) -> None:
         self.directory = directory
         self.settings = settings
-        self.log = Named(log if log is not None else logging.getLogger("atoll.syncer"))
-        self._reasons = ReasonLog(self.log)
-        self.core: SyncerCore | None = None  # from the founding on
+        self.log = ContextLogger(log if log is not None else logging.getLogger("atoll.syncer"))
+        self._reasons = ReasonLogger(self.log)
+        self.core: SyncerCore | None = None  # set when the run is created or restored
         self.plan: FragmentPlan | None = None
         self.links: dict[LinkKey, SyncerLink] = {}
         self.metrics = SyncerMetrics(directory, self.log)
-        self.handed: dict[LearnerId, Incarnation] = {}  # incarnations that were given out and have not yet said hello
-        self.bytes_up = 0  # of contributions that arrived whole, here and not at a shard
-        self.bytes_down = 0  # of fragments that were sent from here
-        self.refused: Counter[str] = Counter()  # bad messages and frames, by code
-        self.merged_contributions = 0  # by this process
-        self.merges_before = 0  # by its predecessors
-        self.over = asyncio.Event()  # the run has ended, or this syncer has been superseded
-        self.end_delivered = asyncio.Event()  # to every learner that may come back; or this syncer must stop
-        self._informed: set[LearnerId] = set()  # learners whose new process was answered that the run is over
-        self.halted_because = ""
-        self.superseded = ""  # by whom, in words: this process must not serve any more
-        self.snapshots = SnapshotNews()
-        self.failed: BaseException | None = None  # our bug; what is durable is right, and another process goes on
-        self.gate = MemoryGate(RECEIVING_BYTES)
-        self.access = Access(token, tls, self.refused, self.log)
-        self.on_proved: Callable[[asyncio.BaseTransport | None], None] = lambda transport: None
+        # learners that have an incarnation and have not sent Hello yet
+        self.assigned_incarnations: dict[LearnerId, Incarnation] = {}
+        self.bytes_up = 0  # complete contributions received here, without those at shards
+        self.bytes_down = 0  # fragment values sent from here
+        self.refused: Counter[str] = Counter()  # invalid messages and frames, by code
+        self.merged_contributions = 0  # contributions merged by this process
+        self.merges_before = 0  # merges by earlier syncers of this run
+        self.run_ended = asyncio.Event()  # the run has ended, or this syncer has been superseded
+        # The end was sent to every learner that may reconnect, or this syncer must stop.
+        self.end_delivered = asyncio.Event()
+        self._informed: set[LearnerId] = set()  # learners whose new process got the reply that the run is over
+        self.halt_reason = ""
+        self.superseded_by = ""  # message about the newer syncer: this process must not serve any more
+        self.snapshots = SnapshotStatuses()
+        self.failure: BaseException | None = (
+            None  # internal error; durable state is intact, and another process can continue
+        )
+        self.gate = MemoryGate(MAX_RECEIVING_BYTES)
+        self.access = AccessControl(token, tls, self.refused, self.log)
+        self.on_authenticated: Callable[[asyncio.BaseTransport | None], None] = lambda transport: None
         self._loop = asyncio.get_running_loop()
-        self._held = 0  # the snapshot whose versions the store holds
+        self._pinned_snapshot = 0  # the snapshot whose versions are pinned in the store
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
-        self.store = Store.open(directory / "store", take_over=take_over)
-        kept = self.store.settings()
-        if kept is not None:
-            self.settings = settings.resumed(RunSettings.from_json(kept))
-        self.keeper = FragmentExecutor(self.store, self)
+        self.store = Store.open(directory / "store", is_takeover=take_over)
+        stored = self.store.read_settings()
+        if stored is not None:
+            self.settings = settings.with_stored(RunSettings.from_json(stored))
+        self.executor = FragmentExecutor(self.store, self)
         self._execute: Mapping[type, Callable[[Any], None]] = {
             Send: self._send,
-            Say: self._say,
-            Hangup: self._hang_up,
-            MergeRound: self.keeper.merge_round,
-            DiscardRound: self.keeper.discard,
-            Persist: lambda effect: self.keeper.persist(effect.record),
+            LogReason: self._log_reason,
+            CloseConnection: self._close_connection,
+            MergeRound: self.executor.merge_round,
+            DiscardRound: self.executor.discard,
+            Persist: lambda effect: self.executor.persist(effect.record),
             Halt: self._halt,
         }
         self.log.fields |= {"run": self.settings.config.run_id, "epoch": self.store.epoch}
         self.shards = ShardCoordinator(self, self.settings.shards) if self.settings.shards else None
         self.clock = RunClock(self.settings.founded_at)
-        self._tape: TapeKeeper | None = None
+        self._tape: TapeSink | None = None
         limits = self.settings.config.limits
-        self.wishes = Wishes.checked(self.store.controls() or {}, self.store.directory / CONTROLS, limits)
-        self._controlling = asyncio.Lock()
-        self._end_received = self.store.end_received()  # learners that acknowledged the end to an earlier syncer
-        self._gathered: dict[FragmentId, Tensor] = {}  # from the shards, at the end
+        self.controls = ControlState.from_json(
+            self.store.read_controls() or {}, self.store.directory / CONTROLS_FILE, limits
+        )
+        self._control_lock = asyncio.Lock()
+        self._end_received = self.store.read_end_received()  # learners that acknowledged the end to an earlier syncer
+        self._gathered_values: dict[FragmentId, Tensor] = {}  # final values, downloaded from the shards
 
     # ---------------------------------------------------------------------------------------------------- starting
 
     async def start(self) -> None:
-        """Take up the run that the directory holds; without one, wait for a learner that brings a model."""
+        """Resume the run in the directory. Without one, wait for a learner that uploads a model."""
         if self.settings.plan is not None and self.shards is not None:
             self._spawn(self._restore_from(self.shards, self.settings.plan))
         elif self.settings.plan is not None:
             await self._restore(self.settings.plan)
-        self._spawn(self.keeper.watch_fence())
+        self._spawn(self.executor.write_heartbeats())
         if self.access.tls is not None:
-            self._spawn(self.access.watch(self._connections))
+            self._spawn(self.access.watch_keys(self._connections))
 
     async def _restore(self, plan: FragmentPlan) -> None:
-        await self.keeper.load(plan, self.settings, list(range(len(plan.fragments))))
-        restored = await self.keeper.on_disk(self.store.restored)
+        await self.executor.load(plan, self.settings, list(range(len(plan.fragments))))
+        restored = await self.executor.run_on_disk(self.store.read_restored)
         merges = sum(fragment.served.version for fragment in self.fragments.values())
-        self.log.info("the run goes on: %d merges are on disk, this is epoch %d", merges, self.store.epoch)
-        self._begin(plan, restored)
+        self.log.info("resuming the run: %d merges on disk, epoch %d", merges, self.store.epoch)
+        self._start_core(plan, restored)
 
     async def _restore_from(self, shards: ShardCoordinator, plan: FragmentPlan) -> None:
-        """The versions are with the shards: the run goes on when all of them have said which."""
-        self.log.info("the run goes on when its %d shards are here", shards.count)
+        """Resume the run after all shards have reported their versions."""
+        self.log.info("waiting for %d shards to resume the run", shards.count)
         versions = await shards.records(len(plan.fragments))
         try:
-            restored = replace(await self.keeper.on_disk(self.store.restored), versions=versions)
-            self.log.info("the run goes on: this is epoch %d", self.store.epoch)
-            self._begin(plan, restored)
-        except Exception as wrong:
-            self.log.critical("the run cannot be taken up: %s", wrong)
-            self.failed = wrong
-            self.over.set()
+            restored = replace(await self.executor.run_on_disk(self.store.read_restored), versions=versions)
+            self.log.info("resuming the run: epoch %d", self.store.epoch)
+            self._start_core(plan, restored)
+        except Exception as error:
+            self.log.critical("cannot resume the run: %s", error)
+            self.failure = error
+            self.run_ended.set()
 
-    async def found(self, plan: FragmentPlan, values: list[Tensor]) -> None:
-        """A learner has brought the model. It is durable before anybody can join. ValueError: the run starts from a
-        checkpoint of another one."""
-        warm = await asyncio.to_thread(warm_values, self.directory, plan)
+    async def create_run(self, plan: FragmentPlan, values: list[Tensor]) -> None:
+        """Create the run from the model that a learner uploaded. It is durable before any learner can join.
+
+        Raises:
+            ValueError: The checkpoint from which the run starts is of another model.
+        """
+        warm = await asyncio.to_thread(load_initial_values, self.directory, plan)
         values = values if warm is None else warm
         settings = replace(
             self.settings,
@@ -240,52 +252,54 @@ class SyncerProcess:
             founded_at=time.time(),
         )
         if self.shards is not None:
-            await self.shards.found(settings, values)
-            await self.keeper.found(settings, {})
+            await self.shards.create_run(settings, values)
+            await self.executor.create_fragments(settings, {})
             self.settings = settings
-            self.shards.founded()
+            self.shards.announce_run()
         else:
-            await self.keeper.found(settings, dict(enumerate(values)))
+            await self.executor.create_fragments(settings, dict(enumerate(values)))
         self.settings = settings
         self.clock = RunClock(settings.founded_at)
-        of = f", with the values of {INIT}" if warm is not None else ""
-        self.log.info("founded: %d parameters in %d fragments%s", plan.total_numel, len(plan.fragments), of)
-        self._begin(plan, None)
+        source = f", with the values of {INIT_FILE}" if warm is not None else ""
+        self.log.info("created the run: %d parameters in %d fragments%s", plan.total_numel, len(plan.fragments), source)
+        self._start_core(plan, None)
 
-    def _begin(self, plan: FragmentPlan, restored: Restored | None) -> None:
+    def _start_core(self, plan: FragmentPlan, restored: RestoredState | None) -> None:
         config = self.settings.config
         actor = Actor(SYNCER, self.store.epoch)
-        self._tape = TapeKeeper(self.directory, new_header(actor, config, restored=restored), self.log)
+        self._tape = TapeSink(self.directory, new_header(actor, config, restored=restored), self.log)
         self.plan = plan
         if self.shards is not None:
             self.shards.begin(len(plan.fragments))
         largest = max(plan.numel(p) for p in range(len(plan.fragments)))
-        self.gate.most_bytes = max(RECEIVING_BYTES, 4 * 4 * largest)
+        self.gate.max_bytes = max(MAX_RECEIVING_BYTES, 4 * 4 * largest)
         self.core = SyncerCore(config, self.store.epoch, restored)
         self.merges_before = self.core.state.merges
-        self.tell(Started())
-        for event in self.wishes.events():  # before anybody can join
-            self.tell(event)
+        self.handle_event(Started())
+        for event in self.controls.events():  # before any learner can join
+            self.handle_event(event)
         if self.shards is not None:
-            self.shards.tell_missing()
+            self.shards.report_missing_shards()
 
     # ---------------------------------------------------------------------------------------------------- the core
 
-    def tell(self, event: SyncerEvent, payload: Payload | None = None) -> list[SyncerEffect]:
-        """Have the core handle an event, and carry out its effects. A core that has failed is not called again."""
-        if self._stopping or self.failed is not None:
+    def handle_event(self, event: SyncerEvent, payload: ContributionPayload | None = None) -> list[SyncerEffect]:
+        """Have the core handle an event and execute its effects. A core that has failed is not called again."""
+        if self._stopping or self.failure is not None:
             return []
         try:
             return self._handle(event, payload)
-        except Exception as wrong:
-            self.log.critical("the syncer has failed and stops; start it again on its directory", exc_info=wrong)
-            self.failed = wrong
-            self.over.set()
+        except Exception as error:
+            self.log.critical(
+                "internal error in the syncer; stopping. Start it again with the same directory", exc_info=error
+            )
+            self.failure = error
+            self.run_ended.set()
             self.end_delivered.set()
             return []
 
-    def _handle(self, event: SyncerEvent, payload: Payload | None) -> list[SyncerEffect]:
-        """Its entry is on the tape before any of its effects is carried out."""
+    def _handle(self, event: SyncerEvent, payload: ContributionPayload | None) -> list[SyncerEffect]:
+        """Write the tape entry before any effect is executed."""
         assert self.core is not None and self._tape is not None
         now = self.clock.now()
         if type(event) is MergeDone:
@@ -293,22 +307,22 @@ class SyncerProcess:
         effects = self.core.handle(now, event)
         self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.state.tick, event, tuple(effects)))
         for effect in effects:
-            if self.shards is not None and _is_of_a_shard(effect):
-                self.shards.carry_out(effect)  # type: ignore[arg-type]
+            if self.shards is not None and _is_shard_effect(effect):
+                self.shards.execute(effect)  # type: ignore[arg-type]
             elif type(effect) is Accumulate:
                 assert payload is not None, "a contribution without its values"
-                self.keeper.accumulate(effect, payload)
+                self.executor.accumulate(effect, payload)
             else:
-                carry_out = self._execute.get(type(effect))
-                if carry_out is not None:
-                    carry_out(effect)
-        self._hold_versions(self.core)
-        if self.core.state.stage is Stage.FINISHED and not self.missing_end():
+                execute = self._execute.get(type(effect))
+                if execute is not None:
+                    execute(effect)
+        self._pin_snapshot_versions(self.core)
+        if self.core.state.stage is RunStage.FINISHED and not self.learners_missing_end():
             self.end_delivered.set()
-        self._arm()
+        self._arm_timer()
         return effects
 
-    def _arm(self) -> None:
+    def _arm_timer(self) -> None:
         assert self.core is not None
         deadline = self.core.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
@@ -323,9 +337,9 @@ class SyncerProcess:
         self._timer = None
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.clock.now():
-            self.tell(TimerFired())
+            self.handle_event(TimerFired())
         else:
-            self._arm()
+            self._arm_timer()
 
     # ---------------------------------------------------------------------------------------------------- effects
 
@@ -336,7 +350,7 @@ class SyncerProcess:
         if link is not None:
             link.post(envelope)
         learner, incarnation = envelope.learner, envelope.incarnation
-        if type(body) is RefuseContribution and body.reason.code in WARNINGS:
+        if type(body) is RefuseContribution and body.reason.code in WARNING_REASONS:
             p = body.round.fragment
             prefix = f"learner {learner}: contribution to fragment {p} refused: "
             self._reasons.write(body.reason, ("learner", learner), prefix, incarnation=incarnation, fragment=p)
@@ -344,7 +358,7 @@ class SyncerProcess:
             self.refused[body.reason.code] += 1
             if body.reason.code == "refused-finished":
                 self._informed.add(envelope.learner)
-            # About the run, not the learner: a process without a place in it could take any number of numbers.
+            # The log limit is per run, not per learner: a process that is not in the run could use any number of ids.
             prefix = f"learner {learner}: refused by the run in {self.directory}: "
             self._reasons.write(body.reason, ("run", 0), prefix, learner=learner, incarnation=incarnation)
             if link is not None and body.final:
@@ -353,186 +367,192 @@ class SyncerProcess:
             self._close_older(learner, incarnation)
 
     def _close_older(self, learner: LearnerId, incarnation: Incarnation) -> None:
-        """A process that has a successor is told so when it dials again; on its old link nobody listens to it."""
+        """Close the links of older incarnations. Such a process gets the reason when it reconnects."""
         for key, link in self.links.items():
             if key[0] == learner and key[1] < incarnation:
                 link.connection.close(f"incarnation {key[1]} is replaced by {incarnation}")
 
-    def _say(self, effect: Say) -> None:
+    def _log_reason(self, effect: LogReason) -> None:
         kind, number = effect.subject
-        self.snapshots.note(effect.reason)
-        named: dict[str, Any] = {}
+        self.snapshots.record(effect.reason)
+        context: dict[str, Any] = {}
         if kind == "fragment":
             assert self.core is not None
-            named["version"] = self.core.state.fragments[number].version
+            context["version"] = self.core.state.fragments[number].version
         elif kind == "learner" and self.core is not None and number in self.core.state.members:
-            named["incarnation"] = self.core.state.members[number].incarnation
+            context["incarnation"] = self.core.state.members[number].incarnation
         prefix = f"{kind} {number}: " if kind != "run" else "run: "
-        self._reasons.write(effect.reason, effect.subject, prefix, **named)
+        self._reasons.write(effect.reason, effect.subject, prefix, **context)
 
-    def _hang_up(self, effect: Hangup) -> None:
+    def _close_connection(self, effect: CloseConnection) -> None:
         link = self.links.pop((effect.learner, effect.incarnation, effect.session), None)
         if link is not None:
             link.connection.close(str(effect.reason))
 
     @property
     def fragments(self) -> dict[FragmentId, SyncerFragment]:
-        """Those that are here: none, where there are shards."""
-        return self.keeper.held
+        """Fragments in this process: none in a run with shards."""
+        return self.executor.fragments
 
     @property
-    def served(self) -> Mapping[FragmentId, SyncerFragment | RemoteFragment]:
-        """All fragments, wherever they are."""
-        return self.shards.fragments if self.shards is not None else self.keeper.held
+    def all_fragments(self) -> Mapping[FragmentId, SyncerFragment | RemoteFragment]:
+        """All fragments of the run, here or at the shards."""
+        return self.shards.fragments if self.shards is not None else self.executor.fragments
 
-    def note_durable(self, fragment: SyncerFragment) -> None:
+    def on_durable(self, fragment: SyncerFragment) -> None:
         if fragment.stats is not None:
-            self.note_merge(fragment.id, fragment.served.version, fragment.stats)
+            self.record_merge(fragment.id, fragment.served.version, fragment.stats)
 
-    def note_merge(self, fragment: FragmentId, version: Version, measured: MergeStats) -> None:
-        self.metrics.merged(self.clock.now(), self.store.epoch, fragment, version, measured)
+    def record_merge(self, fragment: FragmentId, version: Version, stats: MergeStats) -> None:
+        self.metrics.record_merge(self.clock.now(), self.store.epoch, fragment, version, stats)
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of values, up and down, with those of the shards."""
+        """Bytes of values, received and sent, including those of the shards."""
         if self.shards is None:
             return self.bytes_up, self.bytes_down
-        there = self.shards.traffic()
-        return self.bytes_up + there.bytes_up, self.bytes_down + there.bytes_down
+        at_shards = self.shards.traffic()
+        return self.bytes_up + at_shards.bytes_up, self.bytes_down + at_shards.bytes_down
 
-    def _hold_versions(self, core: SyncerCore) -> None:
-        """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""
-        cut = core.state.cut
-        if cut is not None and cut.id != self._held:
-            self._held = cut.id
-            self.keeper.on_disk_later(self.store.hold, cut.id, cut.versions)
+    def _pin_snapshot_versions(self, core: SyncerCore) -> None:
+        """Pin the versions of a snapshot when it starts: its parts may arrive after the store would delete them."""
+        snapshot = core.state.snapshot
+        if snapshot is not None and snapshot.id != self._pinned_snapshot:
+            self._pinned_snapshot = snapshot.id
+            self.executor.submit_to_disk(self.store.pin_snapshot, snapshot.id, snapshot.versions)
             if self.shards is not None:
-                self.shards.post_all(HoldCut(cut.id, cut.versions))
-        elif cut is None and self._held:
-            self.keeper.on_disk_later(self.store.let_go, self._held)
+                self.shards.post_all(PinSnapshot(snapshot.id, snapshot.versions))
+        elif snapshot is None and self._pinned_snapshot:
+            self.executor.submit_to_disk(self.store.discard_snapshot, self._pinned_snapshot)
             if self.shards is not None:
-                self.shards.post_all(LetGoCut(self._held))
-            self._held = 0
+                self.shards.post_all(UnpinSnapshot(self._pinned_snapshot))
+            self._pinned_snapshot = 0
 
     def _halt(self, effect: Halt) -> None:
-        self.halted_because = str(effect.reason)
-        if effect.reason.code == "superseded-epoch" and not self.superseded:  # a learner has told
-            self.superseded = str(effect.reason)
+        self.halt_reason = str(effect.reason)
+        if effect.reason.code == "superseded-epoch" and not self.superseded_by:  # reported by a learner
+            self.superseded_by = str(effect.reason)
         self.log.info("%s", effect.reason)
-        self.over.set()
+        self.run_ended.set()
 
     # ---------------------------------------------------------------------------------------------------- learners
 
-    def hand_out(self, wanted: LearnerId | None) -> tuple[LearnerId, Incarnation]:
-        """An id, and an incarnation that is newer than every one that is known."""
+    def assign_learner(self, requested: LearnerId | None) -> tuple[LearnerId, Incarnation]:
+        """Return an id and an incarnation, which is newer than all known ones of that learner."""
         members = self.core.state.members if self.core is not None else {}
-        learner = wanted
+        learner = requested
         if learner is None:
             learner = 1
-            while learner in members or learner in self.handed:
+            while learner in members or learner in self.assigned_incarnations:
                 learner += 1
         known = members[learner].incarnation if learner in members else 0
-        self.handed[learner] = max(known, self.handed.get(learner, 0)) + 1
-        return learner, self.handed[learner]
+        self.assigned_incarnations[learner] = max(known, self.assigned_incarnations.get(learner, 0)) + 1
+        return learner, self.assigned_incarnations[learner]
 
     def _connections(self) -> list[WebSocketConnection]:
         return [link.connection for link in (*self.links.values(), *(self.shards or ()))]
 
-    def present(self) -> set[LearnerId]:
-        """Learners that have a link, or a number and no link yet."""
+    def connected_learners(self) -> set[LearnerId]:
+        """Return the learners that have a link, or an assigned id but no link yet."""
         members = self.core.state.members if self.core is not None else {}
-        return {key[0] for key in self.links} | {learner for learner in self.handed if learner not in members}
+        return {key[0] for key in self.links} | {
+            learner for learner in self.assigned_incarnations if learner not in members
+        }
 
     def attach(self, link: SyncerLink) -> None:
         old = self.links.pop(link.key, None)
         if old is not None:
-            old.connection.close("another connection says that it is the same link")
+            old.connection.close("replaced by another connection of the same session")
         self.links[link.key] = link
         if self.shards is not None:
             self.shards.links_changed()
 
-    def detach(self, link: SyncerLink, why: str) -> None:
+    def detach(self, link: SyncerLink, cause: str) -> None:
         if self.links.get(link.key) is link:
             del self.links[link.key]
             if self.shards is not None:
                 self.shards.links_changed()
-            self.tell(LearnerDisconnected(*link.key, why))
+            self.handle_event(LearnerDisconnected(*link.key, cause))
 
-    async def control(self, event: ControlRequested) -> bool:
-        """An operator's wish, checked. Durable before the core hears of it; raises `OSError` when it cannot be.
+    async def apply_control(self, event: ControlRequested) -> bool:
+        """Apply a checked request of an operator. It is durable before the core handles it.
 
-        False: the run was told to end while the wish waited for its turn."""
-        async with self._controlling:
-            if self.core is None or self.core.state.stage is not Stage.RUNNING:
+        Return False if the run was asked to end while the request waited for the lock.
+
+        Raises:
+            OSError: The request cannot be written.
+        """
+        async with self._control_lock:
+            if self.core is None or self.core.state.stage is not RunStage.RUNNING:
                 return False
-            await self._keep_wishes(self.wishes.after(event, time.time()))
-            self.tell(event)
+            await self._store_controls(self.controls.with_event(event, time.time()))
+            self.handle_event(event)
             return True
 
-    async def _keep_wishes(self, wishes: Wishes) -> None:
-        if wishes is not self.wishes:
+    async def _store_controls(self, controls: ControlState) -> None:
+        if controls is not self.controls:
             try:
-                await self.keeper.on_disk(self.store.write_controls, wishes.kept)
-            except Fenced as fenced:
-                self.note_fenced(fenced)
+                await self.executor.run_on_disk(self.store.write_controls, controls.controls)
+            except FencedError as fenced:
+                self.on_fenced(fenced)
                 raise
-            self.wishes = wishes
+            self.controls = controls
 
     async def finish(self) -> None:
         if self.core is None:
             return
-        async with self._controlling:
+        async with self._control_lock:
             try:
-                await self._keep_wishes(self.wishes.without_pause())
-            except (Fenced, OSError) as wrong:
-                self.log.warning("the end of the pause cannot be written down: %s", wrong)
-            self.tell(FinishRequested())
+                await self._store_controls(self.controls.without_pause())
+            except (FencedError, OSError) as error:
+                self.log.warning("cannot write the end of the pause: %s", error)
+            self.handle_event(FinishRequested())
 
-    def take_snapshot(self, who: str = "") -> int | None:
-        """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
-        if self.core is None or self.core.state.stage is not Stage.RUNNING:
+    def take_snapshot(self, requested_by: str = "") -> int | None:
+        """Return the number of the snapshot that starts now or is in progress, or None if the run is not running."""
+        if self.core is None or self.core.state.stage is not RunStage.RUNNING:
             return None
-        if self.core.state.cut is None:
+        if self.core.state.snapshot is None:
             before = self.core.state.marker
-            self.tell(SnapshotRequested(who))
+            self.handle_event(SnapshotRequested(requested_by))
             return self.core.state.marker if self.core.state.marker > before else None
-        return self.core.state.cut.id
+        return self.core.state.snapshot.id
 
-    # ---------------------------------------------------------------------------------------------------- showing
+    # ---------------------------------------------------------------------------------------------------- status
 
     @property
     def finished(self) -> bool:
-        return self.core is not None and self.core.state.stage is Stage.FINISHED
+        return self.core is not None and self.core.state.stage is RunStage.FINISHED
 
-    def missing_end(self) -> list[LearnerId]:
-        """Return the learners that may come back and have not received the end of the run."""
-        missing = self.core.shutdown.missing_end() if self.core is not None else []
+    def learners_missing_end(self) -> list[LearnerId]:
+        """Return the learners that may reconnect and have not received the end of the run."""
+        missing = self.core.shutdown.learners_without_finish() if self.core is not None else []
         return [learner for learner in missing if learner not in self._end_received | self._informed]
 
     def _write_end_received(self) -> None:
-        """For a syncer that is started on the finished run: it serves the end only while a learner misses it."""
+        """Write which learners have the end: a syncer that restarts on the finished run serves only the others."""
         assert self.core is not None
         acknowledged = {member.id for member in self.core.state.members.values() if member.finish_acked}
         try:
             self.store.write_end_received(self._end_received | acknowledged)
-        except (Fenced, OSError, StoreDamaged) as error:
+        except (FencedError, OSError, StoreDamagedError) as error:
             self.log.warning("cannot write which learners have received the end: %s", error)
 
     @property
     def is_sending(self) -> bool:
-        return any(held.is_being_sent for held in self.fragments.values())
+        return any(fragment.has_pins for fragment in self.fragments.values())
 
-    async def gather(self) -> None:
-        """For `published`: the final values, from wherever they are."""
+    async def gather_model(self) -> None:
+        """Collect the final values from the shards, for `published_model`."""
         if self.shards is not None and self.core is not None and self.plan is not None:
             versions = {p: f.version for p, f in self.core.state.fragments.items()}
-            self._gathered = await self.shards.values(self.plan, versions)
+            self._gathered_values = await self.shards.gather_values(self.plan, versions)
 
-    def published(self) -> dict[str, Tensor]:
+    def published_model(self) -> dict[str, Tensor]:
         """Return the published model by tensor name, in f32 and in the shapes of the plan."""
         assert self.plan is not None
         found: dict[str, list[tuple[int, Tensor]]] = {}
-        values = {p: held.served.value for p, held in self.fragments.items()} or self._gathered
+        values = {p: fragment.served.value for p, fragment in self.fragments.items()} or self._gathered_values
         for p, value in values.items():
             for piece, begin, end in self.plan.spans(p):
                 found.setdefault(piece.tensor, []).append((piece.start, value[begin:end]))
@@ -544,11 +564,11 @@ class SyncerProcess:
 
     # ---------------------------------------------------------------------------------------------------- stopping
 
-    def note_fenced(self, fenced: Fenced) -> None:
-        self.superseded = str(fenced)
+    def on_fenced(self, fenced: FencedError) -> None:
+        self.superseded_by = str(fenced)
         if self.core is not None:
-            self.tell(StoreFenced(fenced.epoch))
-        self.over.set()
+            self.handle_event(StoreFenced(fenced.epoch))
+        self.run_ended.set()
         self.end_delivered.set()
 
     def _spawn(self, task: Any) -> None:
@@ -557,7 +577,7 @@ class SyncerProcess:
         spawned.add_done_callback(self._background.discard)
 
     async def stop(self) -> None:
-        """Leave everything so that another syncer can take up the run here. Learners dial again when it does."""
+        """Stop in a state from which another syncer can resume the run. Learners reconnect to that one."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -565,9 +585,11 @@ class SyncerProcess:
             task.cancel()
         for link in list(self.links.values()):
             link.connection.close("the syncer is being stopped")
-        await asyncio.gather(*(link.connection.closed() for link in list(self.links.values())), return_exceptions=True)
+        await asyncio.gather(
+            *(link.connection.wait_closed() for link in list(self.links.values())), return_exceptions=True
+        )
         self.links.clear()
-        await self.keeper.stop()
+        await self.executor.stop()
         if self.finished:
             await asyncio.to_thread(self._write_end_received)
         if self._tape is not None:
@@ -576,7 +598,7 @@ class SyncerProcess:
         self.store.close()
 
 
-def _is_of_a_shard(effect: SyncerEffect) -> bool:
+def _is_shard_effect(effect: SyncerEffect) -> bool:
     if type(effect) is Persist:
         return isinstance(effect.record, VersionRecord | SnapshotRecord)
     return type(effect) in (Accumulate, MergeRound, DiscardRound)

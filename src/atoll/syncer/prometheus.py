@@ -1,6 +1,6 @@
 """`GET /metrics` of a syncer in the text format of Prometheus. docs/metrics.md lists the names.
 
-Everything is read from the status that is shown to people, and from what was measured at the newest merges.
+The values come from the status (`build_status`) and from measurements at the newest merges.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll import __version__
-from atoll.syncer.status import status
+from atoll.syncer.status import build_status
 
 if TYPE_CHECKING:
     from atoll.syncer.process import SyncerProcess
 
-MISSING = "this syncer cannot answer Prometheus: prometheus_client is not installed; pip install 'atoll[dash]'"
+NOT_INSTALLED = (
+    "prometheus_client is not installed, so this syncer has no /metrics; install it with pip install 'atoll[dash]'"
+)
 
-MOST_LABELLED = 256
-"""Learners, and fragments, that have series of their own; those with the lowest numbers."""
+MAX_LABELLED = 256
+"""Learners and fragments with their own series: those with the lowest numbers."""
 
 
 class MetricInfo(NamedTuple):
-    """One metric: what it says, and the names of its labels. It is a counter if its name ends with `_total`."""
+    """Metric: its help text and the names of its labels. It is a counter if its name ends with `_total`."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -29,61 +31,65 @@ class MetricInfo(NamedTuple):
 
 METRICS: Mapping[str, MetricInfo] = {
     # health
-    "atoll_run_info": MetricInfo("1; the run and the version of Atoll are labels", ("run", "version")),
-    "atoll_run_stage": MetricInfo("1 for the stage that the run is in", ("stage",)),
-    "atoll_run_seconds": MetricInfo("the run's clock: seconds since it was founded"),
-    "atoll_run_progress_ratio": MetricInfo("share of the budget that is used, 0 to 1"),
-    "atoll_syncer_epoch": MetricInfo("rises with every syncer that takes up the run"),
-    "atoll_learners_alive": MetricInfo("learners that are there and train"),
-    "atoll_learners_asked": MetricInfo("learners that the widest open round asks"),
-    "atoll_learners_merged": MetricInfo("contributions in the widest of the newest merges of all fragments"),
-    "atoll_quorum_learners": MetricInfo("K: contributions without which nothing is merged"),
-    "atoll_learner_standing": MetricInfo("1 for the standing of each learner", ("learner", "standing")),
-    "atoll_learner_link_up": MetricInfo("1 while the learner has a link", ("learner",)),
-    "atoll_learner_incarnation": MetricInfo("which process trains as this learner", ("learner",)),
-    "atoll_learner_strikes": MetricInfo("bad messages that are held against it", ("learner",)),
+    "atoll_run_info": MetricInfo("constant 1; labels carry the run and the version of Atoll", ("run", "version")),
+    "atoll_run_stage": MetricInfo("1 for the current stage of the run", ("stage",)),
+    "atoll_run_seconds": MetricInfo("clock of the run: seconds since it was created"),
+    "atoll_run_progress_ratio": MetricInfo("used share of the budget, 0 to 1"),
+    "atoll_syncer_epoch": MetricInfo("epoch of the syncer; increases each time a syncer takes over the run"),
+    "atoll_learners_alive": MetricInfo("learners that train"),
+    "atoll_learners_pulled": MetricInfo("learners pulled in the largest open round"),
+    "atoll_learners_merged": MetricInfo("largest number of contributions among the newest merges of all fragments"),
+    "atoll_quorum_learners": MetricInfo("K: minimum number of contributions of a merge"),
+    "atoll_learner_standing": MetricInfo("1 for the current state of each learner", ("learner", "standing")),
+    "atoll_learner_link_up": MetricInfo("1 while the learner is connected", ("learner",)),
+    "atoll_learner_incarnation": MetricInfo("current incarnation of the learner", ("learner",)),
+    "atoll_learner_strikes": MetricInfo("invalid messages and contributions counted against the learner", ("learner",)),
     # throughput
-    "atoll_trained_tokens": MetricInfo("tokens trained by all learners; may fall a little when a syncer restarts"),
-    "atoll_step_seconds": MetricInfo("a learner's step, as rounds are timed by it"),
-    "atoll_learner_steps": MetricInfo("steps of this incarnation", ("learner",)),
-    "atoll_learner_loss": MetricInfo("loss of its newest step", ("learner",)),
-    "atoll_learner_tokens_per_second": MetricInfo("tokens trained per second", ("learner",)),
-    "atoll_learner_tokens_total": MetricInfo("tokens of this incarnation", ("learner",)),
-    "atoll_learner_boundary_seconds_total": MetricInfo("what Atoll took of the training thread", ("learner",)),
+    "atoll_trained_tokens": MetricInfo("tokens trained by all learners; may decrease slightly when a syncer restarts"),
+    "atoll_step_seconds": MetricInfo("step time that the syncer uses to schedule rounds"),
+    "atoll_learner_steps": MetricInfo("steps of the current incarnation", ("learner",)),
+    "atoll_learner_loss": MetricInfo("loss of the newest step", ("learner",)),
+    "atoll_learner_tokens_per_second": MetricInfo("training throughput in tokens per second", ("learner",)),
+    "atoll_learner_tokens_total": MetricInfo("tokens trained by the current incarnation", ("learner",)),
+    "atoll_learner_boundary_seconds_total": MetricInfo("time that Atoll spent in the training thread", ("learner",)),
     # merges
-    "atoll_merges_total": MetricInfo("merges that are durable"),
-    "atoll_contributions_total": MetricInfo("contributions merged by this process"),
-    "atoll_merge_seconds_total": MetricInfo("seconds in which this process merged"),
-    "atoll_last_merge_timestamp_seconds": MetricInfo("unix time of the newest merge of this process"),
-    "atoll_rounds_in_flight": MetricInfo("rounds that are open"),
-    "atoll_rounds_in_flight_limit": MetricInfo("rounds that may be open at once"),
-    "atoll_quorum_seconds": MetricInfo("from the opening of a round to its quorum, mean"),
-    "atoll_sync_seconds": MetricInfo("from a merge to its arrival at learners, mean"),
-    "atoll_fragment_version": MetricInfo("durable version", ("fragment",)),
-    "atoll_merge_delta_norm": MetricInfo("length of the merged delta, mean over the newest merge of each fragment"),
-    "atoll_merge_cosine": MetricInfo("cosine between learners' deltas, mean over fragments"),
-    "atoll_merge_momentum_norm": MetricInfo("length of the outer momentum, mean over fragments"),
-    "atoll_merge_step_norm": MetricInfo("length of the published update, mean over fragments"),
-    "atoll_merge_left_out_ratio": MetricInfo("quantisation error of the published update, mean over fragments"),
+    "atoll_merges_total": MetricInfo("durable merges"),
+    "atoll_contributions_total": MetricInfo("contributions merged by this syncer process"),
+    "atoll_merge_seconds_total": MetricInfo("time that this syncer process spent in merges"),
+    "atoll_last_merge_timestamp_seconds": MetricInfo("Unix time of the newest merge of this syncer process"),
+    "atoll_rounds_in_flight": MetricInfo("open rounds"),
+    "atoll_rounds_in_flight_limit": MetricInfo("maximum number of open rounds"),
+    "atoll_quorum_seconds": MetricInfo("mean time from the opening of a round to its quorum"),
+    "atoll_sync_seconds": MetricInfo("mean time from a merge to its arrival at the learners"),
+    "atoll_fragment_version": MetricInfo("durable version of the fragment", ("fragment",)),
+    "atoll_merge_delta_norm": MetricInfo("norm of the merged delta, mean over the newest merge of each fragment"),
+    "atoll_merge_cosine": MetricInfo("cosine similarity between the deltas of learners, mean over fragments"),
+    "atoll_merge_momentum_norm": MetricInfo("norm of the outer momentum, mean over fragments"),
+    "atoll_merge_step_norm": MetricInfo("norm of the published update, mean over fragments"),
+    "atoll_merge_left_out_ratio": MetricInfo("quantization error of the published update, mean over fragments"),
     # ledger
-    "atoll_ledger_merged_tokens": MetricInfo("trained tokens that are in the model, mean over fragments"),
+    "atoll_ledger_merged_tokens": MetricInfo("trained tokens that are merged, mean over fragments"),
     "atoll_ledger_pending_tokens": MetricInfo("trained tokens that are not merged yet, mean over fragments"),
-    "atoll_ledger_dropped_tokens": MetricInfo("trained tokens that are lost, mean over fragments", ("reason",)),
-    "atoll_ledger_balanced": MetricInfo("1: in every fragment trained = merged + pending + dropped"),
+    "atoll_ledger_dropped_tokens": MetricInfo("trained tokens that were dropped, mean over fragments", ("reason",)),
+    "atoll_ledger_balanced": MetricInfo("1 if trained = merged + pending + dropped in every fragment"),
     # links
-    "atoll_syncer_received_bytes_total": MetricInfo("contributions that arrived at this process"),
-    "atoll_syncer_sent_bytes_total": MetricInfo("fragments that this process sent"),
-    "atoll_learner_sent_bytes_total": MetricInfo("sent by this incarnation", ("learner",)),
-    "atoll_learner_received_bytes_total": MetricInfo("received by this incarnation", ("learner",)),
-    "atoll_refused_total": MetricInfo("bad requests and messages that this process refused", ("code",)),
-    "atoll_ignored_total": MetricInfo("messages that came too late to matter", ("reason",)),
+    "atoll_syncer_received_bytes_total": MetricInfo("bytes of contributions received by this syncer process"),
+    "atoll_syncer_sent_bytes_total": MetricInfo("bytes of fragments sent by this syncer process"),
+    "atoll_learner_sent_bytes_total": MetricInfo("bytes sent by the current incarnation", ("learner",)),
+    "atoll_learner_received_bytes_total": MetricInfo("bytes received by the current incarnation", ("learner",)),
+    "atoll_refused_total": MetricInfo("invalid requests and messages refused by this syncer process", ("code",)),
+    "atoll_ignored_total": MetricInfo("messages that arrived too late to have an effect", ("reason",)),
 }
 
 Sample = tuple[str, tuple[str, ...], float | None]
 
 
-def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
-    """The text and its content type. ImportError without prometheus_client."""
+def render_metrics(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
+    """Return the metrics as text, and its content type.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+    """
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -95,7 +101,7 @@ def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
             for name, kind in METRICS.items():
                 family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                 families[name] = family(name, kind.help, labels=kind.labels)
-            for name, labels, value in samples(syncer):
+            for name, labels, value in collect_samples(syncer):
                 if value is not None:
                     families[name].add_metric(labels, float(value))
             return families.values()
@@ -106,56 +112,56 @@ def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
     return encode(registry), content_type
 
 
-def samples(syncer: SyncerProcess) -> Iterator[Sample]:
-    """Name, values of the labels, figure; None where it is not known."""
-    shown = status(syncer)
-    yield "atoll_run_info", (shown["run"], __version__), 1.0
-    yield "atoll_run_stage", (shown["stage"],), 1.0
-    yield "atoll_run_seconds", (), shown["wall_s"]
-    yield "atoll_run_progress_ratio", (), shown["progress"]
-    yield "atoll_syncer_epoch", (), shown["epoch"]
-    yield "atoll_syncer_received_bytes_total", (), shown["bytes"]["up"]
-    yield "atoll_syncer_sent_bytes_total", (), shown["bytes"]["down"]
-    for code, count in shown["refused"].items():
+def collect_samples(syncer: SyncerProcess) -> Iterator[Sample]:
+    """Yield the name, the label values and the value of each sample. The value is None while it is unknown."""
+    status = build_status(syncer)
+    yield "atoll_run_info", (status["run"], __version__), 1.0
+    yield "atoll_run_stage", (status["stage"],), 1.0
+    yield "atoll_run_seconds", (), status["wall_s"]
+    yield "atoll_run_progress_ratio", (), status["progress"]
+    yield "atoll_syncer_epoch", (), status["epoch"]
+    yield "atoll_syncer_received_bytes_total", (), status["bytes"]["up"]
+    yield "atoll_syncer_sent_bytes_total", (), status["bytes"]["down"]
+    for code, count in status["refused"].items():
         yield "atoll_refused_total", (code,), count
-    if not shown["founded"]:
+    if not status["founded"]:
         return
-    yield from _of_the_run(shown)
+    yield from _run_samples(status)
     yield "atoll_contributions_total", (), syncer.merged_contributions
-    yield from _of_merges(syncer)
-    yield from _of_the_ledger(shown["ledger"])
-    for learner in shown["learners"][:MOST_LABELLED]:
-        yield from _of_learner(learner)
+    yield from _merge_samples(syncer)
+    yield from _ledger_samples(status["ledger"])
+    for learner in status["learners"][:MAX_LABELLED]:
+        yield from _learner_samples(learner)
 
 
-def _of_the_run(shown: Mapping[str, Any]) -> Iterator[Sample]:
-    for name in ("alive", "asked", "merged"):
-        yield f"atoll_learners_{name}", (), shown[name]
-    yield "atoll_quorum_learners", (), shown["quorum"]
-    yield "atoll_trained_tokens", (), shown["trained"]
-    yield "atoll_merges_total", (), shown["merges"]
-    yield "atoll_rounds_in_flight", (), shown["rounds_in_flight"]
-    yield "atoll_rounds_in_flight_limit", (), shown["flight_limit"]
+def _run_samples(status: Mapping[str, Any]) -> Iterator[Sample]:
+    for name in ("alive", "pulled", "merged"):
+        yield f"atoll_learners_{name}", (), status[name]
+    yield "atoll_quorum_learners", (), status["quorum"]
+    yield "atoll_trained_tokens", (), status["trained"]
+    yield "atoll_merges_total", (), status["merges"]
+    yield "atoll_rounds_in_flight", (), status["rounds_in_flight"]
+    yield "atoll_rounds_in_flight_limit", (), status["flight_limit"]
     for name in ("step", "quorum", "sync"):
-        yield f"atoll_{name}_seconds", (), shown[f"{name}_s"]
-    for fragment in shown["fragments"][:MOST_LABELLED]:
+        yield f"atoll_{name}_seconds", (), status[f"{name}_s"]
+    for fragment in status["fragments"][:MAX_LABELLED]:
         yield "atoll_fragment_version", (str(fragment["fragment"]),), fragment["version"]
-    for reason, count in shown["ignored"].items():
+    for reason, count in status["ignored"].items():
         yield "atoll_ignored_total", (reason,), count
 
 
-def _of_merges(syncer: SyncerProcess) -> Iterator[Sample]:
+def _merge_samples(syncer: SyncerProcess) -> Iterator[Sample]:
     metrics = syncer.metrics
     yield "atoll_merge_seconds_total", (), metrics.merge_s
     yield "atoll_last_merge_timestamp_seconds", (), metrics.merged_at
-    newest = list(metrics.newest.values())
-    yield "atoll_merge_delta_norm", (), _mean(measured.merged_norm for measured in newest)
-    yield "atoll_merge_left_out_ratio", (), _mean(measured.left_out for measured in newest)
+    newest = list(metrics.newest_merges.values())
+    yield "atoll_merge_delta_norm", (), _mean(stats.merged_norm for stats in newest)
+    yield "atoll_merge_left_out_ratio", (), _mean(stats.quantization_error for stats in newest)
     for name in ("cosine", "momentum_norm", "step_norm"):
-        yield f"atoll_merge_{name}", (), _mean(getattr(measured, name) for measured in newest)
+        yield f"atoll_merge_{name}", (), _mean(getattr(stats, name) for stats in newest)
 
 
-def _of_the_ledger(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:
+def _ledger_samples(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:
     dropped: dict[str, float] = {}
     for line in lines:
         for reason, tokens in line["dropped"].items():
@@ -171,7 +177,7 @@ def _of_the_ledger(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:
     yield "atoll_ledger_balanced", (), float(balanced)
 
 
-TOLD = {
+LEARNER_FIELD_METRICS = {
     "loss": "atoll_learner_loss",
     "tokens_per_s": "atoll_learner_tokens_per_second",
     "tokens": "atoll_learner_tokens_total",
@@ -182,14 +188,14 @@ TOLD = {
     "strikes": "atoll_learner_strikes",
     "step": "atoll_learner_steps",
 }
-"""Fields of a learner in the status."""
+"""Fields of a learner in the status, and their metrics."""
 
 
-def _of_learner(learner: Mapping[str, Any]) -> Iterator[Sample]:
+def _learner_samples(learner: Mapping[str, Any]) -> Iterator[Sample]:
     labels = (str(learner["learner"]),)
     yield "atoll_learner_standing", (*labels, learner["standing"]), 1.0
     yield "atoll_learner_link_up", labels, float(learner["link"] == "up")
-    for field, name in TOLD.items():
+    for field, name in LEARNER_FIELD_METRICS.items():
         yield name, labels, learner.get(field)
 
 

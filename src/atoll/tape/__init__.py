@@ -1,4 +1,4 @@
-"""The recording of a run, and everything computed from it: order, replay, story, timeline.
+"""Record a run as tapes, and compute what follows from them: order, replay, story, timeline, ledger.
 
-Knows no tensors and no sockets.
+This package uses no tensors and no sockets.
 """

@@ -1,10 +1,10 @@
-"""Bounded logs of steps, merges and metrics: the newest rows are exact, and rows twice as old are half as dense.
+"""Bounded logs of steps, merges and metrics. The newest rows are exact; rows that are twice as old are half as dense.
 
     level 2        level 1        level 0
-    4 entries each, 2 entries each, 1 entry each      oldest first, as the rows of a log lie
+    4 entries each, 2 entries each, 1 entry each      oldest first, as in a log
 
 When a level has more than `keep` rows, its older half is joined pairwise and becomes the newest part of the next level.
-So a log of n entries has at most about `keep` times log2(n / keep) rows.
+A log of n entries has at most about `keep` times log2(n / keep) rows.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import NamedTuple
 
-KEEP = 2048
-"""Rows of a level. A month of steps of one second are some 20,000 rows."""
+EXACT_ROWS = 2048
+"""Number of exact rows. A month of steps of one second needs about 20,000 rows in total."""
 
-USUAL_STEPS = 32
-"""Of a process, of which the median says what is usual."""
+TYPICAL_STEP_WINDOW = 32
+"""Number of newest steps of a process whose median is its typical step time."""
 
 Span = tuple[float, float]
 
 
 class Downsampler:
-    """Says which rows of a log to join, and where exact rows begin. The log owns the rows."""
+    """Selection of the rows of a log that are joined. The log owns the rows."""
 
-    __slots__ = ("_keep", "_sizes", "joined")
+    __slots__ = ("_exact_rows", "_sizes", "joined")
 
-    def __init__(self, keep: int | None = KEEP) -> None:
-        """`keep`: a multiple of 4; None keeps everything."""
-        assert keep is None or keep % 4 == 0, f"{keep} rows cannot be halved twice"
-        self._keep = keep
+    def __init__(self, keep: int | None = EXACT_ROWS) -> None:
+        """Create a downsampler for this number of exact rows, a multiple of 4; None keeps all rows exact."""
+        assert keep is None or keep % 4 == 0, f"keep is {keep}; give a multiple of 4"
+        self._exact_rows = keep
         self._sizes = [0]
-        self.joined = 0  # number of rows at the beginning that stand for more than one entry each
+        self.joined = 0  # number of oldest rows that represent several entries each
 
     def add(self) -> list[tuple[int, int]]:
-        """Count a new row. Return slices of even length whose rows to join pairwise, one after the other."""
-        sizes, keep = self._sizes, self._keep
+        """Count a new row. Return slices of even length whose rows the log must join pairwise, in this order."""
+        sizes, keep = self._sizes, self._exact_rows
         sizes[0] += 1
         if keep is None or sizes[0] <= keep:
             return []
@@ -56,7 +56,7 @@ class Downsampler:
         return slices
 
     def halve(self) -> tuple[int, int]:
-        """Return the slice that joins as many rows as possible; an odd row at the end stays."""
+        """Join as many rows as possible: return their slice. An odd row at the end is not joined."""
         rows = sum(self._sizes)
         self._sizes = [rows % 2, rows // 2]
         self.joined = rows // 2
@@ -68,14 +68,14 @@ def _doubles() -> array[float]:
 
 
 class StepLog:
-    """The steps of one process, as sums up to each row. A row is a step or several: joining changes no sum."""
+    """Steps of one process, as cumulative sums. A row represents one or several steps; joining changes no sum."""
 
-    __slots__ = ("_downsampler", "begins", "ends", "steps", "stepped_s", "stood_s", "tokens")
+    __slots__ = ("_downsampler", "begins", "ends", "steps", "stepped_s", "stalled_s", "tokens")
 
-    def __init__(self, keep: int | None = KEEP) -> None:
+    def __init__(self, keep: int | None = EXACT_ROWS) -> None:
         self.begins, self.ends = _doubles(), _doubles()
         self.stepped_s = _doubles()
-        self.stood_s = _doubles()  # within steps, beyond what they usually take
+        self.stalled_s = _doubles()  # part of steps beyond their typical time
         self.tokens = _doubles()
         self.steps: array[int] = array("q")
         self._downsampler = Downsampler(keep)
@@ -83,10 +83,10 @@ class StepLog:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def add(self, begin: float, end: float, stood_s: float, steps: int, tokens: float) -> None:
+    def add(self, begin: float, end: float, stalled_s: float, steps: int, tokens: float) -> None:
         last = len(self.ends) - 1
-        self.stepped_s.append(end - begin - stood_s + (self.stepped_s[last] if last >= 0 else 0.0))
-        self.stood_s.append(stood_s + (self.stood_s[last] if last >= 0 else 0.0))
+        self.stepped_s.append(end - begin - stalled_s + (self.stepped_s[last] if last >= 0 else 0.0))
+        self.stalled_s.append(stalled_s + (self.stalled_s[last] if last >= 0 else 0.0))
         self.tokens.append(tokens + (self.tokens[last] if last >= 0 else 0.0))
         self.steps.append(steps + (self.steps[last] if last >= 0 else 0))
         self.begins.append(begin)
@@ -100,58 +100,59 @@ class StepLog:
     def _join(self, first: int, stop: int) -> None:
         self.begins[first:stop] = self.begins[first:stop:2]
         self.steps[first:stop] = self.steps[first + 1 : stop : 2]
-        for sums in (self.ends, self.stepped_s, self.stood_s, self.tokens):
+        for sums in (self.ends, self.stepped_s, self.stalled_s, self.tokens):
             sums[first:stop] = sums[first + 1 : stop : 2]
 
     def shift(self, by_s: float) -> None:
         for times in (self.begins, self.ends):
-            for place in range(len(times)):
-                times[place] += by_s
+            for row in range(len(times)):
+                times[row] += by_s
 
     # ---------------------------------------------------------------------------------------------------- sums
 
     def stepped_until(self, at: float) -> float:
-        # Of a step under way: first the usual work, then what was more than usual.
-        return self._until(self.stepped_s, at, lambda row, whole: min(at - self.begins[row], whole))
+        # An unfinished step is first work of the typical length, then a stall.
+        return self._until(self.stepped_s, at, lambda row, amount: min(at - self.begins[row], amount))
 
-    def stood_until(self, at: float) -> float:
-        return self._until(self.stood_s, at, lambda row, whole: max(0.0, whole - (self.ends[row] - at)))
+    def stalled_until(self, at: float) -> float:
+        return self._until(self.stalled_s, at, lambda row, amount: max(0.0, amount - (self.ends[row] - at)))
 
     def tokens_until(self, at: float) -> float:
-        """Return the tokens of steps that had ended."""
+        """Return the tokens of the steps that had ended."""
         return self._until(self.tokens, at)
 
     def steps_until(self, at: float) -> int:
         return int(self._until(self.steps, at))
 
     def _until(
-        self, sums: array[float] | array[int], at: float, of_row: Callable[[int, float], float] | None = None
+        self, sums: array[float] | array[int], at: float, partial: Callable[[int, float], float] | None = None
     ) -> float:
-        """Return a sum up to this moment; within a joined row, as if its steps had been equally long.
+        """Return a cumulative sum at this time. Joined rows are interpolated linearly.
 
-        `of_row`: the part of a row under way, by its number and its whole amount; None: nothing before it has ended.
+        Args:
+            partial: computes the amount of an unfinished row from its number and its full amount; None: 0.
         """
         row = bisect_right(self.ends, at)
         before = sums[row - 1] if row else 0
         if row == len(self.ends) or at <= self.begins[row]:
             return before
-        whole = sums[row] - before
+        amount = sums[row] - before
         if row < self._downsampler.joined:
-            return before + whole * ((at - self.begins[row]) / (self.ends[row] - self.begins[row]))
-        return before + of_row(row, whole) if of_row is not None else before
+            return before + amount * ((at - self.begins[row]) / (self.ends[row] - self.begins[row]))
+        return before + partial(row, amount) if partial is not None else before
 
     # ---------------------------------------------------------------------------------------------------- durations
 
     def durations(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[tuple[float, int]]:
-        """Yield step times and how many steps took about that long, for rows that lie wholly in the span."""
+        """Yield the mean step time and the number of steps of each row that lies completely in the span."""
         for row in range(bisect_right(self.ends, begin), bisect_right(self.ends, end)):
             if self.begins[row] >= begin:
                 yield self._each_s(row), self._count(row)
 
-    def usual_s(self, at: float) -> float | None:
-        """Return the median of the last steps before this moment."""
+    def typical_s(self, at: float) -> float | None:
+        """Return the median of the last step times before this time."""
         done = bisect_right(self.ends, at)
-        return median(map(self._each_s, range(max(0, done - USUAL_STEPS), done))) if done else None
+        return median(map(self._each_s, range(max(0, done - TYPICAL_STEP_WINDOW), done))) if done else None
 
     def _count(self, row: int) -> int:
         return self.steps[row] - (self.steps[row - 1] if row else 0)
@@ -160,58 +161,58 @@ class StepLog:
         return (self.stepped_s[row] - (self.stepped_s[row - 1] if row else 0.0)) / max(1, self._count(row))
 
 
-class Merge(NamedTuple):
-    """One durable version, or several old ones as their mean. `alive` and `asked` are of the sealed round."""
+class MergeRow(NamedTuple):
+    """Durable version, or the mean of several old versions. `alive` and `pulled` are from the sealed round."""
 
     at: float
     epoch: int
-    fragment: int | None  # None: of several
+    fragment: int | None  # None: several fragments
     version: int
     alive: float
-    asked: float
-    merged: float  # contributions
+    pulled: float
+    merged: float  # number of contributions
     contributors: tuple[tuple[int, int], ...]  # learner and incarnation
-    weights: tuple[float, ...]  # of each, as shares of the whole
-    steps: float  # of a contributor
-    waited_s: float  # of the grace window
-    slack_s: float | None  # that there was for it; None where none was opened
-    stands_for: int = 1  # so many merges
+    weights: tuple[float, ...]  # share of each contributor
+    steps: float  # mean steps of a contribution
+    waited_s: float  # time in the grace window
+    slack_s: float | None  # available for grace; None without a grace window
+    merge_count: int = 1  # number of merges in this row
 
-    def with_next(self, other: Merge) -> Merge:
-        count = self.stands_for + other.stands_for
+    def combined_with(self, other: MergeRow) -> MergeRow:
+        count = self.merge_count + other.merge_count
 
         def mean(one: float, two: float) -> float:
-            return (one * self.stands_for + two * other.stands_for) / count
+            return (one * self.merge_count + two * other.merge_count) / count
 
         weights: dict[tuple[int, int], float] = {}
         for each in (self, other):
-            for who, weight in zip(each.contributors, each.weights, strict=True):
-                weights[who] = weights.get(who, 0.0) + weight * each.stands_for / count
+            for contributor, weight in zip(each.contributors, each.weights, strict=True):
+                weights[contributor] = weights.get(contributor, 0.0) + weight * each.merge_count / count
         waits = [each for each in (self, other) if each.slack_s is not None]
-        whole = sum(each.stands_for for each in waits)
-        return Merge(
-            other.at,  # that it had happened by then is true of both
+        wait_count = sum(each.merge_count for each in waits)
+        return MergeRow(
+            other.at,  # both had happened by this time
             other.epoch,
             None,
             other.version,
             mean(self.alive, other.alive),
-            mean(self.asked, other.asked),
+            mean(self.pulled, other.pulled),
             mean(self.merged, other.merged),
             tuple(weights),
             tuple(weights.values()),
             mean(self.steps, other.steps),
-            sum(each.waited_s * each.stands_for for each in waits) / whole if waits else 0.0,
-            sum((each.slack_s or 0.0) * each.stands_for for each in waits) / whole if waits else None,
+            sum(each.waited_s * each.merge_count for each in waits) / wait_count if waits else 0.0,
+            sum((each.slack_s or 0.0) * each.merge_count for each in waits) / wait_count if waits else None,
             count,
         )
 
 
 class MergeLog:
-    """The merges of one syncer process. Their number stays exact."""
+    """Merges of one syncer process. Their number stays exact."""
 
-    def __init__(self, keep: int | None = KEEP) -> None:
-        self.rows: list[Merge] = []
-        self.contributions = 0  # in all of them
+    def __init__(self, keep: int | None = EXACT_ROWS) -> None:
+        self.rows: list[MergeRow] = []
+        self.contributions = 0  # contributions in all merges
         self._counts: array[int] = array("q")  # merges up to each row
         self._downsampler = Downsampler(keep)
 
@@ -219,27 +220,27 @@ class MergeLog:
     def total(self) -> int:
         return self._counts[-1] if self._counts else 0
 
-    def add(self, merge: Merge) -> None:
-        self._counts.append(self.total + merge.stands_for)
+    def add(self, merge: MergeRow) -> None:
+        self._counts.append(self.total + merge.merge_count)
         self.contributions += len(merge.contributors)
         self.rows.append(merge)
         for first, stop in self._downsampler.add():
             pairs = zip(self.rows[first:stop:2], self.rows[first + 1 : stop : 2], strict=True)
-            self.rows[first:stop] = [one.with_next(other) for one, other in pairs]
+            self.rows[first:stop] = [one.combined_with(other) for one, other in pairs]
             self._counts[first:stop] = self._counts[first + 1 : stop : 2]
 
     def until(self, at: float) -> int:
-        """Return the number of merges by then."""
+        """Return the number of merges until this time."""
         row = bisect_right(self.rows, at, key=_at)
         return self._counts[row - 1] if row else 0
 
-    def between(self, begin: float, end: float) -> Iterator[Merge]:
-        """After `begin`, up to `end`."""
+    def between(self, begin: float, end: float) -> Iterator[MergeRow]:
+        """Yield the merges after `begin`, up to `end`."""
         for row in range(bisect_right(self.rows, begin, key=_at), bisect_right(self.rows, end, key=_at)):
             yield self.rows[row]
 
-    def newest(self, at: float, count: int) -> list[Merge]:
-        """Return the last `count` merges before this moment, newest first; more where they are joined."""
+    def newest(self, at: float, count: int) -> list[MergeRow]:
+        """Return the last `count` merges before this time, newest first, or more if rows are joined."""
         end = bisect_right(self.rows, at, key=_at)
         if not end:
             return []
@@ -247,20 +248,20 @@ class MergeLog:
         return self.rows[first:end][::-1]
 
 
-def _at(merge: Merge) -> float:
+def _at(merge: MergeRow) -> float:
     return merge.at
 
 
 class TimeSeries:
-    """Values over time, at times that never fall."""
+    """Values over time, at times that never decrease."""
 
-    __slots__ = ("_grows", "_downsampler", "at", "value")
+    __slots__ = ("_is_cumulative", "_downsampler", "at", "value")
 
-    def __init__(self, grows: bool = False, keep: int | None = KEEP) -> None:
-        """`grows`: values are a running sum, of which the later of two rows stands for both; else the mean does."""
+    def __init__(self, is_cumulative: bool = False, keep: int | None = EXACT_ROWS) -> None:
+        """Create a series. Two rows of a cumulative series are joined to the later one, other rows to their mean."""
         self.at: array[float] = array("d")
         self.value: array[float] = array("d")
-        self._grows = grows
+        self._is_cumulative = is_cumulative
         self._downsampler = Downsampler(keep)
 
     def add(self, at: float, value: float) -> None:
@@ -269,25 +270,25 @@ class TimeSeries:
         for first, stop in self._downsampler.add():
             ones, others = self.value[first:stop:2], self.value[first + 1 : stop : 2]
             self.at[first:stop] = self.at[first + 1 : stop : 2]
-            self.value[first:stop] = others if self._grows else array("d", map(_mean, ones, others))
+            self.value[first:stop] = others if self._is_cumulative else array("d", map(_mean, ones, others))
 
-    def before(self, at: float) -> float | None:
+    def value_at(self, at: float) -> float | None:
         index = bisect_right(self.at, at)
-        found = self.value[index - 1] if index else math.nan
-        return found if found == found else None
+        value = self.value[index - 1] if index else math.nan
+        return None if math.isnan(value) else value
 
     def rate(self, begin: float, end: float) -> float | None:
-        """Return the growth per second of a running sum."""
+        """Return the growth per second of a cumulative series."""
         last = bisect_right(self.at, end)
         first = bisect_right(self.at, begin)
         if last - first < 2:
             return None
-        took_s = self.at[last - 1] - self.at[first]
-        return (self.value[last - 1] - self.value[first]) / took_s if took_s > 0 else None
+        elapsed_s = self.at[last - 1] - self.at[first]
+        return (self.value[last - 1] - self.value[first]) / elapsed_s if elapsed_s > 0 else None
 
 
 def _mean(one: float, other: float) -> float:
-    """Return the mean of those that are numbers."""
+    """Return the mean of the values that are not NaN."""
     if one == one and other == other:
         return (one + other) / 2
     return one if one == one else other

@@ -1,6 +1,6 @@
-"""One process of a learner, from its own tape, or from what the syncer's tape says of it.
+"""State of a learner process, from its own tape or from the tape of the syncer.
 
-It takes entries in the order of their tape, which may still grow. Times are those of the run's clock.
+Entries are handled in the order of their tape, which may still grow. Times are on the clock of the run.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from atoll.core.protocol import (
+    ConnectionClosed,
     Contribution,
-    LinkClosed,
     MessageArrived,
     Report,
     Send,
@@ -19,133 +19,148 @@ from atoll.core.protocol import (
     StepTaken,
     Welcome,
 )
-from atoll.tape.bounded_logs import KEEP, USUAL_STEPS, Span, StepLog
+from atoll.tape.bounded_logs import EXACT_ROWS, TYPICAL_STEP_WINDOW, Span, StepLog
 from atoll.tape.format import Entry
 
-LONG_TIMES = 3.0
-LONG_S = 1.0
-"""A step that takes more than three times, and a second more, than the steps before it: something else went on."""
+STALL_FACTOR = 3.0
+MIN_STALL_S = 1.0
+"""A step includes a stall if it takes more than three times, and one second more, than the typical step."""
 
-MIN_STEPS = 8
-"""Of a process, before one can say what is usual."""
+MIN_TYPICAL_STEPS = 8
+"""Number of steps before a process has a typical step time."""
 
-MAX_SPELLS = 4096
-"""Spells of steps that are kept apart; beyond, the oldest are joined."""
+MAX_STEPPING_SPANS = 4096
+"""Limit on separate spans of steps. Beyond it the oldest spans are joined."""
 
 
 class LearnerProcess:
-    """One process of a learner."""
+    """Steps, disconnections and clock offset of one learner process."""
 
     def __init__(
-        self, incarnation: int, first: float, last: float, began: float | None = None, keep: int | None = KEEP
+        self,
+        incarnation: int,
+        first: float,
+        last: float,
+        started_at: float | None = None,
+        keep: int | None = EXACT_ROWS,
     ) -> None:
         self.incarnation = incarnation
-        self.first = first  # entry on its tape
-        self.last = last
-        self.began = began  # it may train
+        self.first_entry_at = first
+        self.last_entry_at = last
+        self.training_started_at = started_at
         self.log = StepLog(keep)
-        self.moments = ""  # where its inner state came from, in words
+        self.optimizer_state_source = ""  # sentence about the source of its optimizer state
         self.contributions = 0
-        self.alone: list[Span] = []  # spans in which it had no link
-        self.alone_since: float | None = None  # the one that is open
-        self.spells: list[list[float]] = []  # in steps, without longer breaks: begin and end of each
-        self.open_until: float | None = None  # it is there, as far as anybody knows, although its tape ends before
-        self.works_until: float | None = None  # of that: in the step that it has not told of
-        self.lead_s = 0.0  # by which its clock is ahead of the syncer's; taken off already
-        self.is_clock_known = False  # it was compared with the syncer's
-        self._base: float | None = None  # where the step under way began
-        self._recent: deque[float] = deque(maxlen=USUAL_STEPS)
-        self._usual_s: float | None = None
+        self.disconnected: list[Span] = []  # spans without a connection
+        self.disconnected_since: float | None = None  # start of the current span without a connection
+        self.stepping_spans: list[list[float]] = []  # spans of steps without longer breaks, as [begin, end]
+        self.presumed_until: float | None = None  # time until which it was probably present after its last entry
+        self.stepping_until: float | None = None  # time until which it was probably in an unreported step
+        self.clock_offset_s = 0.0  # offset from the syncer's clock (positive: ahead), already subtracted
+        self.is_clock_known = False  # the clock was compared with the syncer's
+        self._step_started_at: float | None = None  # start of the current step
+        self._recent: deque[float] = deque(maxlen=TYPICAL_STEP_WINDOW)
+        self._typical_s: float | None = None
 
-    # ---------------------------------------------------------------------------------------------------- taking
+    # ---------------------------------------------------------------------------------------------------- input
 
-    def take(self, entry: Entry) -> None:
-        """An entry of its own tape."""
-        at = self.last = max(self.last, entry.at - self.lead_s)
+    def handle_entry(self, entry: Entry) -> None:
+        """Handle an entry of the process's own tape."""
+        at = self.last_entry_at = max(self.last_entry_at, entry.at - self.clock_offset_s)
         event = entry.event
         if type(event) is StepTaken:
             if event.steps:
                 self.add_step(at, event.step_time_s * event.steps, event.steps, event.tokens)
-            self._base = at
-        elif type(event) is LinkClosed:
-            self.see_gone(at)
-        elif type(event) is MessageArrived and self.alone_since is not None and type(event.envelope.body) is Welcome:
-            self._is_back(at)
+            self._step_started_at = at
+        elif type(event) is ConnectionClosed:
+            self.handle_disconnect(at)
+        elif (
+            type(event) is MessageArrived
+            and self.disconnected_since is not None
+            and type(event.envelope.body) is Welcome
+        ):
+            self._handle_reconnect(at)
         for effect in entry.effects:
             if type(effect) is Send:
                 if type(effect.envelope.body) is Contribution:
                     self.contributions += 1
             elif type(effect) is StartTraining:
-                self.began = self._base = at
-                self.moments = str(effect.moments)
+                self.training_started_at = self._step_started_at = at
+                self.optimizer_state_source = str(effect.state_source)
 
-    def see(self, at: float, report: Report | None, is_live: bool) -> None:
-        """A message that a syncer has got from it: steps since the report before took as long as the newest of them."""
-        self.last = max(self.last, at)
-        if self.alone_since is not None:
-            self._is_back(at)
-        if is_live and self.began is None:
-            self.began = self._base = at
+    def handle_message(self, at: float, report: Report | None, is_live: bool) -> None:
+        """Handle a message that a syncer received from the process. The new steps of a report count as equally long."""
+        self.last_entry_at = max(self.last_entry_at, at)
+        if self.disconnected_since is not None:
+            self._handle_reconnect(at)
+        if is_live and self.training_started_at is None:
+            self.training_started_at = self._step_started_at = at
         if report is None:
             return
         steps = report.step - self.steps
         if steps > 0:
-            since = self.log.ends[-1] if self.log.ends else self.first
-            took_s = min(steps * report.step_time_s, max(0.0, at - since))
-            self.began = min(at - took_s, at if self.began is None else self.began)
-            self.add_step(at, took_s, steps, report.trained - self.tokens)
-            self._base = at
+            since = self.log.ends[-1] if self.log.ends else self.first_entry_at
+            duration_s = min(steps * report.step_time_s, max(0.0, at - since))
+            self.training_started_at = min(
+                at - duration_s, at if self.training_started_at is None else self.training_started_at
+            )
+            self.add_step(at, duration_s, steps, report.trained - self.tokens)
+            self._step_started_at = at
 
-    def see_gone(self, at: float) -> None:
-        """Its link is cut; it may be there all the same."""
-        if self.alone_since is None:
-            self.alone_since = at
+    def handle_disconnect(self, at: float) -> None:
+        """Handle a lost connection. The process may still run."""
+        if self.disconnected_since is None:
+            self.disconnected_since = at
 
-    def _is_back(self, at: float) -> None:
-        assert self.alone_since is not None
-        self.alone.append((self.alone_since, at))
-        self.alone_since = None
+    def _handle_reconnect(self, at: float) -> None:
+        assert self.disconnected_since is not None
+        self.disconnected.append((self.disconnected_since, at))
+        self.disconnected_since = None
 
-    def add_step(self, at: float, took_s: float, steps: int, tokens: float) -> None:
-        usual_s = self._usual_s
-        stood_s = 0.0
-        if usual_s is not None and took_s > LONG_TIMES * usual_s * steps and took_s > usual_s * steps + LONG_S:
-            stood_s = took_s - usual_s * steps
-        begin = at - took_s
-        self.log.add(begin, at, stood_s, steps, tokens)
-        self._recent.append(took_s / steps)
-        if len(self._recent) >= MIN_STEPS and (self._usual_s is None or len(self.log) % MIN_STEPS == 0):
-            self._usual_s = median(self._recent)
-        if self.spells and begin - self.spells[-1][1] <= max(LONG_S, usual_s or 0.0):
-            self.spells[-1][1] = at - stood_s
+    def add_step(self, at: float, duration_s: float, steps: int, tokens: float) -> None:
+        typical_s = self._typical_s
+        stalled_s = 0.0
+        if typical_s is not None:
+            expected_s = typical_s * steps
+            if duration_s > STALL_FACTOR * expected_s and duration_s > expected_s + MIN_STALL_S:
+                stalled_s = duration_s - expected_s
+        begin = at - duration_s
+        self.log.add(begin, at, stalled_s, steps, tokens)
+        self._recent.append(duration_s / steps)
+        if len(self._recent) >= MIN_TYPICAL_STEPS and (
+            self._typical_s is None or len(self.log) % MIN_TYPICAL_STEPS == 0
+        ):
+            self._typical_s = median(self._recent)
+        if self.stepping_spans and begin - self.stepping_spans[-1][1] <= max(MIN_STALL_S, typical_s or 0.0):
+            self.stepping_spans[-1][1] = at - stalled_s
         else:
-            self.spells.append([begin, at - stood_s])
-            if len(self.spells) > MAX_SPELLS:
-                self.spells[0][1] = self.spells.pop(1)[1]
+            self.stepping_spans.append([begin, at - stalled_s])
+            if len(self.stepping_spans) > MAX_STEPPING_SPANS:
+                self.stepping_spans[0][1] = self.stepping_spans.pop(1)[1]
 
-    def set_lead(self, lead_s: float) -> None:
-        """Its clock is ahead by so much; what was taken by now is moved."""
-        by_s = self.lead_s - lead_s
-        self.lead_s = lead_s
-        self.first, self.last = self.first + by_s, self.last + by_s
-        self.began = self.began + by_s if self.began is not None else None
-        self._base = self._base + by_s if self._base is not None else None
-        self.alone_since = self.alone_since + by_s if self.alone_since is not None else None
-        self.alone = [(begin + by_s, end + by_s) for begin, end in self.alone]
-        self.spells = [[begin + by_s, end + by_s] for begin, end in self.spells]
-        self.log.shift(by_s)
+    def set_clock_offset(self, offset_s: float) -> None:
+        """Set the offset of the process's clock from the syncer's (positive: ahead), and shift all recorded times."""
+        shift_s = self.clock_offset_s - offset_s
+        self.clock_offset_s = offset_s
+        self.first_entry_at, self.last_entry_at = self.first_entry_at + shift_s, self.last_entry_at + shift_s
+        self.training_started_at = self.training_started_at + shift_s if self.training_started_at is not None else None
+        self._step_started_at = self._step_started_at + shift_s if self._step_started_at is not None else None
+        self.disconnected_since = self.disconnected_since + shift_s if self.disconnected_since is not None else None
+        self.disconnected = [(begin + shift_s, end + shift_s) for begin, end in self.disconnected]
+        self.stepping_spans = [[begin + shift_s, end + shift_s] for begin, end in self.stepping_spans]
+        self.log.shift(shift_s)
 
-    # ---------------------------------------------------------------------------------------------------- asking
-
-    @property
-    def until(self) -> float:
-        """To which it was there."""
-        return self.last if self.open_until is None else max(self.last, self.open_until)
+    # ---------------------------------------------------------------------------------------------------- queries
 
     @property
-    def joined(self) -> float:
-        """Until then it was only starting and fetching."""
-        return self.began if self.began is not None else self.until
+    def present_until(self) -> float:
+        """Time until which the process was present: its last entry, or later if it probably continued."""
+        return self.last_entry_at if self.presumed_until is None else max(self.last_entry_at, self.presumed_until)
+
+    @property
+    def joined_at(self) -> float:
+        """Time at which the process had downloaded the model and started to train."""
+        return self.training_started_at if self.training_started_at is not None else self.present_until
 
     @property
     def tokens(self) -> int:
@@ -157,52 +172,58 @@ class LearnerProcess:
 
     @property
     def present_s(self) -> float:
-        """From the moment at which it might train to its last step."""
-        return self.log.ends[-1] - self.began if self.began is not None and self.steps else 0.0
+        """Time from the start of training to the last step of the process."""
+        return (
+            self.log.ends[-1] - self.training_started_at if self.training_started_at is not None and self.steps else 0.0
+        )
 
     def step_spans(self) -> Iterator[Span]:
         return zip(self.log.begins, self.log.ends, strict=True)
 
     def in_steps_s(self, begin: float, end: float) -> float:
-        """Seconds of this span that were spent in steps, the one under way too; not what was beyond the usual."""
+        """Return the time in steps within a span, including the current step, without stalls."""
         return max(0.0, self._stepped_until(end) - self._stepped_until(begin))
 
-    def stood_s(self, begin: float, end: float) -> float:
-        """Seconds within steps that were beyond the usual: stopped, or without a core."""
-        return max(0.0, self._stood_until(end) - self._stood_until(begin))
+    def stalled_s(self, begin: float, end: float) -> float:
+        """Return the time of stalls within steps, for example while stopped or without a processor core."""
+        return max(0.0, self._stalled_until(end) - self._stalled_until(begin))
 
-    def under_way(self, at: float) -> tuple[float, float] | None:
-        """Of the step that it has not told of, by then: seconds of work, and what is beyond the usual."""
-        if self.works_until is None or self._base is None:
+    def current_step(self, at: float) -> tuple[float, float] | None:
+        """Return the work and the stall of the current unreported step up to this time, in seconds."""
+        if self.stepping_until is None or self._step_started_at is None:
             return None
-        took_s = min(at, self.works_until) - self._base
-        if took_s <= 0.0:
+        elapsed_s = min(at, self.stepping_until) - self._step_started_at
+        if elapsed_s <= 0.0:
             return None
-        usual_s = self._usual_s
-        if usual_s is not None and took_s > max(LONG_TIMES * usual_s, usual_s + LONG_S):
-            return usual_s, took_s - usual_s
-        return took_s, 0.0
+        typical_s = self._typical_s
+        if typical_s is not None and elapsed_s > max(STALL_FACTOR * typical_s, typical_s + MIN_STALL_S):
+            return typical_s, elapsed_s - typical_s
+        return elapsed_s, 0.0
 
     def _stepped_until(self, at: float) -> float:
-        found = self.under_way(at)
-        return self.log.stepped_until(at) + (found[0] if found is not None else 0.0)
+        current = self.current_step(at)
+        return self.log.stepped_until(at) + (current[0] if current is not None else 0.0)
 
-    def _stood_until(self, at: float) -> float:
-        found = self.under_way(at)
-        return self.log.stood_until(at) + (found[1] if found is not None else 0.0)
+    def _stalled_until(self, at: float) -> float:
+        current = self.current_step(at)
+        return self.log.stalled_until(at) + (current[1] if current is not None else 0.0)
 
-    def all_spells(self, until: float) -> Iterator[Span]:
-        yield from ((begin, end) for begin, end in self.spells)
-        found = self.under_way(until)
-        if found is not None and self._base is not None:
-            yield self._base, self._base + found[0]
+    def all_stepping_spans(self, until: float) -> Iterator[Span]:
+        yield from ((begin, end) for begin, end in self.stepping_spans)
+        current = self.current_step(until)
+        if current is not None and self._step_started_at is not None:
+            yield self._step_started_at, self._step_started_at + current[0]
 
-    def all_alone(self) -> list[Span]:
-        return self.alone if self.alone_since is None else [*self.alone, (self.alone_since, self.last)]
+    def all_disconnected(self) -> list[Span]:
+        return (
+            self.disconnected
+            if self.disconnected_since is None
+            else [*self.disconnected, (self.disconnected_since, self.last_entry_at)]
+        )
 
 
 def median_step_s(processes: Sequence[LearnerProcess], within: Span = (float("-inf"), float("inf"))) -> float | None:
-    """Return the median step time, of steps that lie wholly in a span of time."""
+    """Return the median step time of the steps that lie completely in a span."""
     times = sorted(each for process in processes for each in process.log.durations(*within))
     rest = sum(count for _, count in times) / 2
     for step_s, count in times:

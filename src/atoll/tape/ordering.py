@@ -1,8 +1,8 @@
-"""One causal order over the tapes of a run.
+"""Causal order over the tapes of a run.
 
-Clocks of different machines disagree, so times alone would show effects before their causes. What is certain: entries
-of one process follow each other, a message is sent before it arrives (`Envelope.tick` is the sender's entry), and a
-syncer finds in its directory only what an earlier one had asked to write.
+Clocks of different machines disagree, so the order by time may show effects before their causes. Three facts are
+certain: the entries of one process are ordered, a message is sent before it arrives (`Envelope.tick` is the entry of
+the sender), and a syncer loads only records that an earlier syncer requested to write.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from atoll.core.protocol import MessageArrived, Persist, RecordKey
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import RestoredState
 from atoll.core.types import SYNCER
 from atoll.tape.format import Actor, Entry, Header
 
 
-class Missing(NamedTuple):
-    """An entry whose cause is on no tape: a tape was lost, or ends before its process did."""
+class MissingCause(NamedTuple):
+    """Entry whose cause is missing on all tapes: a tape was lost, or ends before its process did."""
 
     actor: Actor
     tick: int
     cause: Actor
-    cause_tick: int | None  # None: what a syncer restored, and no earlier syncer is known to have written
-    circular: bool = False  # the cause may well be on its tape, but behind this entry: the tapes contradict each other
+    cause_tick: int | None  # None: restored records that no earlier syncer on tape wrote
+    circular: bool = False  # the tapes contradict each other: the cause waits for this entry
 
     def __str__(self) -> str:
         if self.circular:
-            return f"{self.actor}, tick {self.tick} waits in a circle for {self.cause}, tick {self.cause_tick}"
+            return f"{self.actor}, tick {self.tick} and {self.cause}, tick {self.cause_tick} wait for each other"
         if self.cause_tick is None:
             return f"{self.actor} started from records that are on no tape of an earlier syncer"
         cause = f"{self.cause}, tick {self.cause_tick}"
-        return f"{self.actor}, tick {self.tick}: what arrived was sent by {cause}, which is on no tape"
+        return f"{self.actor}, tick {self.tick}: the message was sent by {cause}, which is on no tape"
 
 
-def sender(entry: Entry) -> tuple[Actor, int] | None:
-    """The actor and tick of the entry that sent what arrived here; None if nothing arrived.
+def find_sender(entry: Entry) -> tuple[Actor, int] | None:
+    """Return the actor and tick of the entry that sent a message; None for other events.
 
-    Which end of the link has received it says which end has sent it.
+    The receiver determines the sender, because messages travel only between learner and syncer.
     """
     event = entry.event
     if type(event) is not MessageArrived:
@@ -49,35 +49,38 @@ def sender(entry: Entry) -> tuple[Actor, int] | None:
     return Actor(SYNCER, envelope.epoch), envelope.tick
 
 
-def merged(
-    tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[Missing], None] | None = None
+def merge_tapes(
+    tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[MissingCause], None] | None = None
 ) -> Iterator[Entry]:
-    """All entries in one order that respects causes; where those leave it open by time, then by actor.
+    """Yield all entries in causal order. Independent entries are ordered by time, then by actor.
 
-    One entry of each tape is held at a time. An entry whose cause no tape has comes at its own time and is reported.
+    The merge holds one entry of each tape in memory. It reports an entry whose cause is on no tape and yields it at its
+    own time.
     """
     return _CausalMerge(tapes, report).run()
 
 
 class _CausalMerge:
-    """A heap of the next entry of each tape; those whose cause is still to come wait beside it.
+    """Heap of the next entry of each tape. Entries whose cause was not emitted yet wait outside the heap.
 
-    A syncer starts when its predecessor has ended, so its first entry waits for the end of the earlier tapes, whatever
-    the clocks say. A predecessor that did not die but was cut off may hear, in the end, of its successor: then all are
-    waiting, and the successor goes first.
+    A syncer starts after its predecessor has ended, so its first entry waits for the end of the earlier tapes. But a
+    superseded predecessor may still run and receive a message that its successor caused. Then all tapes wait, and the
+    successor goes first.
     """
 
     def __init__(
-        self, tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[Missing], None] | None
+        self, tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[MissingCause], None] | None
     ) -> None:
         self.report = report
-        self.tapes: dict[Actor, Iterator[Entry]] = {}  # not at their end
-        self.emitted: dict[Actor, int] = {}  # newest tick that came out
+        self.tapes: dict[Actor, Iterator[Entry]] = {}  # tapes that are not read to the end
+        self.emitted: dict[Actor, int] = {}  # newest emitted tick
         self.ready: list[tuple[float, Actor, Entry]] = []
-        self.waiting: dict[Actor, list[tuple[int, Entry]]] = {}  # by the actor of the cause: its tick, who waits
-        self.starting: dict[Actor, Entry] = {}  # first entries of syncers that wait for the end of others
+        self.waiting: dict[
+            Actor, list[tuple[int, Entry]]
+        ] = {}  # by actor of the cause: tick of the cause, waiting entry
+        self.starting: dict[Actor, Entry] = {}  # first entries of syncers that wait for earlier tapes to end
         self.restored: dict[Actor, list[RecordKey]] = {}
-        self.written: dict[tuple[str, int], tuple[int, int]] = {}  # newest record asked for, of each kind and number
+        self.written: dict[tuple[str, int], tuple[int, int]] = {}  # newest requested record of each slot
         for header, entries in tapes:
             assert header.actor not in self.tapes, f"two tapes of {header.actor}"
             self.tapes[header.actor] = iter(entries)
@@ -99,7 +102,7 @@ class _CausalMerge:
             self._advance(actor)
 
     def _advance(self, actor: Actor) -> None:
-        """Take the next entry of a tape to where it belongs."""
+        """Read the next entry of a tape. Add it to the heap, or to the waiting entries."""
         entry = next(self.tapes[actor], None)
         if entry is None:
             del self.tapes[actor]
@@ -113,7 +116,7 @@ class _CausalMerge:
             if not self._has_predecessor(actor):
                 self._start(actor)
             return
-        cause = sender(entry)
+        cause = find_sender(entry)
         if cause is None or self.emitted.get(cause[0], 0) >= cause[1]:
             self._make_ready(entry)
         elif cause[0] in self.tapes:
@@ -125,11 +128,11 @@ class _CausalMerge:
         self, entry: Entry, missing: tuple[Actor, int | None] | None = None, circular: bool = False
     ) -> None:
         if missing is not None and self.report is not None:
-            self.report(Missing(entry.actor, entry.tick, *missing, circular))
+            self.report(MissingCause(entry.actor, entry.tick, *missing, circular))
         heapq.heappush(self.ready, (entry.at, entry.actor, entry))
 
     def _release(self, cause: Actor, tick: int | None) -> None:
-        """Those who waited for this tick may come; at the end of the tape (None) all, and those are reported."""
+        """Release the entries that waited for this tick. At the end of a tape (None) release and report all of them."""
         waiting = self.waiting.pop(cause, None)
         if waiting is None:
             return
@@ -145,35 +148,35 @@ class _CausalMerge:
             self.waiting[cause] = later
 
     def _has_predecessor(self, syncer: Actor) -> bool:
-        return any(other.learner == SYNCER and other.start < syncer.start for other in self.tapes)
+        return any(other.learner == SYNCER and other.generation < syncer.generation for other in self.tapes)
 
     def _could_restore(self, syncer: Actor) -> bool:
-        """Was everything that it found in its directory asked for by an entry that came out?"""
-        wanted = map(_slot_and_age, self.restored[syncer])
-        return all(slot in self.written and age <= self.written[slot] for slot, age in wanted)
+        """Return whether emitted entries requested all records that a syncer restored."""
+        required = map(_slot_and_age, self.restored[syncer])
+        return all(slot in self.written and age <= self.written[slot] for slot, age in required)
 
     def _start(self, syncer: Actor) -> None:
-        missing = None if self._could_restore(syncer) else (Actor(SYNCER, syncer.start - 1), None)
+        missing = None if self._could_restore(syncer) else (Actor(SYNCER, syncer.generation - 1), None)
         self._make_ready(self.starting.pop(syncer), missing)
 
     def _release_stuck(self) -> bool:
-        """All are waiting. Tapes that contradict each other can wait in a circle: the earliest goes first, reported."""
-        waiting = [(entry.at, entry.actor, cause) for cause, held in self.waiting.items() for _, entry in held]
+        """Resolve a state in which all tapes wait: start the next syncer, or report and release the earliest entry."""
+        waiting = [(entry.at, entry.actor, cause) for cause, entries in self.waiting.items() for _, entry in entries]
         if self.starting and (self._could_restore(min(self.starting)) or not waiting):
             self._start(min(self.starting))
         elif waiting:
             _, actor, cause = min(waiting)
-            held = self.waiting.pop(cause)
-            for needed, entry in held:
+            entries = self.waiting.pop(cause)
+            for needed, entry in entries:
                 if entry.actor == actor:
                     self._make_ready(entry, (cause, needed), circular=True)
-            later = [(needed, entry) for needed, entry in held if entry.actor != actor]
+            later = [(needed, entry) for needed, entry in entries if entry.actor != actor]
             if later:
                 self.waiting[cause] = later
         return bool(self.ready)
 
 
-def _restored_keys(restored: Restored | None) -> list[RecordKey]:
+def _restored_keys(restored: RestoredState | None) -> list[RecordKey]:
     if restored is None:
         return []
     records = [*restored.versions.values(), restored.members, restored.manifest, restored.leases]
@@ -181,7 +184,7 @@ def _restored_keys(restored: Restored | None) -> list[RecordKey]:
 
 
 def _slot_and_age(key: RecordKey) -> tuple[tuple[str, int], tuple[int, int]]:
-    """Records of one slot replace each other: versions of one fragment, lists of members, leases, manifests."""
+    """Return the slot and the age of a record. Records of one slot replace each other."""
     if key.kind == "version":
         return (key.kind, key.number), (key.version, 0)
     return (key.kind, 0), (key.number, key.version)

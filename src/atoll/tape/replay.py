@@ -1,7 +1,7 @@
-"""Replay: hand the recorded events to a fresh core and compare what it does with what was recorded.
+"""Replay: run a new core on the recorded events and compare its effects with the recorded effects.
 
-The core is deterministic, so any difference means that the tape was made by other code, or that something leaked into
-the core that is not on the tape. Both are worth stopping for.
+The core is deterministic. A difference means that other code wrote the tape, or that the core used an input that is not
+on the tape.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from atoll.core.types import SYNCER
 from atoll.tape.format import Actor, Entry, Header, TapeError, canonical
 
 
-class Core(Protocol):
-    """What both roles offer."""
+class ReplayableCore(Protocol):
+    """Interface of the learner core and the syncer core."""
 
     def handle(self, now: float, event: Any) -> Sequence[Effect]: ...
 
 
-class ReplayDifference(Exception):  # noqa: N818 - nothing failed: this is the answer
-    """The first entry whose effects come out otherwise. `derived` is None where the core raised; `raised` says what."""
+class ReplayMismatchError(Exception):
+    """Difference at the first entry whose effects differ. `derived` is None if the core raised `raised`."""
 
     def __init__(self, entry: Entry, derived: tuple[Effect, ...] | None, raised: str = "") -> None:
         self.actor: Actor = entry.actor
@@ -36,41 +36,42 @@ class ReplayDifference(Exception):  # noqa: N818 - nothing failed: this is the a
         super().__init__(self._sentence())
 
     def _sentence(self) -> str:
-        where = f"{self.actor}, tick {self.tick} at {self.at:.3f} s, {canonical(self.event)}"
+        prefix = f"{self.actor}, tick {self.tick} at {self.at:.3f} s, {canonical(self.event)}"
         if self.derived is None:
-            return f"{where}: {len(self.recorded)} effects are recorded, the replay raised {self.raised}"
-        place = self.first_place()
-        recorded, derived = _shown(self.recorded, place), _shown(self.derived, place)
-        return f"{where}: effect {place + 1} is recorded as {recorded}, derived as {derived}"
+            return f"{prefix}: {len(self.recorded)} effects are recorded, the replay raised {self.raised}"
+        index = self.first_difference()
+        recorded, derived = _format_effect(self.recorded, index), _format_effect(self.derived, index)
+        return f"{prefix}: effect {index + 1} is recorded as {recorded}, derived as {derived}"
 
-    def first_place(self) -> int:
-        """Index of the first effect that differs."""
+    def first_difference(self) -> int:
+        """Return the index of the first effect that differs."""
         both = zip(self.recorded, self.derived or (), strict=False)
-        for place, (recorded, derived) in enumerate(both):
+        for index, (recorded, derived) in enumerate(both):
             if canonical(recorded) != canonical(derived):
-                return place
+                return index
         return min(len(self.recorded), len(self.derived or ()))
 
 
-def _shown(effects: Sequence[Effect], place: int) -> str:
-    return canonical(effects[place]) if place < len(effects) else "nothing"
+def _format_effect(effects: Sequence[Effect], index: int) -> str:
+    return canonical(effects[index]) if index < len(effects) else "nothing"
 
 
-def core_of(header: Header) -> Core:
-    """The core as it was when its tape began."""
+def create_core(header: Header) -> ReplayableCore:
+    """Create a core in its state at the start of the tape."""
     actor = header.actor
     try:
         if actor.learner == SYNCER:
-            return SyncerCore(header.config, actor.start, header.restored)
-        return LearnerCore(header.config, actor.learner, actor.start)
+            return SyncerCore(header.config, actor.generation, header.restored)
+        return LearnerCore(header.config, actor.learner, actor.generation)
     except (AssertionError, LookupError, ValueError) as error:
-        raise TapeError(f"no core of {actor} can be made from this header: {error!r}") from error
+        raise TapeError(f"cannot create the core of {actor} from this header: {error!r}") from error
 
 
-def replay(header: Header, entries: Iterable[Entry], make: Callable[[Header], Core] = core_of) -> int:
-    """Derive every effect anew; the number of entries, or ReplayDifference at the first difference.
+def replay(header: Header, entries: Iterable[Entry], make: Callable[[Header], ReplayableCore] = create_core) -> int:
+    """Replay all entries and return their number. Raise ReplayMismatchError at the first difference.
 
-    `make` is for cores that were made otherwise, such as those with a planted bug.
+    Args:
+        make: creates the core; a test may pass a core with a planted bug.
     """
     core = make(header)
     count = 0
@@ -78,8 +79,8 @@ def replay(header: Header, entries: Iterable[Entry], make: Callable[[Header], Co
         count += 1
         try:
             derived = tuple(core.handle(entry.at, entry.event))
-        except Exception as raised:  # whatever it is, the recorded core did not raise it
-            raise ReplayDifference(entry, None, repr(raised)) from raised
+        except Exception as error:  # the recorded core did not raise any exception
+            raise ReplayMismatchError(entry, None, repr(error)) from error
         if canonical(derived) != canonical(entry.effects):
-            raise ReplayDifference(entry, derived)
+            raise ReplayMismatchError(entry, derived)
     return count

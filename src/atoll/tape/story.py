@@ -1,8 +1,8 @@
-"""The story of one learner, one fragment or the whole run, in plain sentences.
+"""Stories: the history of one learner, one fragment or the whole run, in sentences.
 
-Built from what cores say (`Say`), from the reasons inside effects, and from a few sentences of our own for what needs
-no decision: copies, contributions, versions, adoptions, starts and ends. It reads any entries in a causal order: the
-tapes of a run, or the memory of a test that has just failed.
+The sentences come from the `LogReason` effects of cores and from the reasons in other effects. This module adds
+sentences for copies, contributions, versions, adoptions, starts and ends. It reads any entries in causal order, from
+the tapes of a run or from the memory of a failed test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import asdict
 
-from atoll.core import protocol as said
+from atoll.core import protocol
 from atoll.core.reasons import REASONS, Reason
 from atoll.core.types import SYNCER, FragmentId, LearnerId, RoundId, RunConfig
 from atoll.tape.format import Actor, Entry
@@ -25,7 +25,7 @@ RUN: Subject = ("run", 0)
 
 
 class StoryLine(NamedTuple):
-    """One sentence: when, from whose tape, about whom."""
+    """Sentence of a story, with its time, tape entry and subject."""
 
     at: float
     actor: Actor
@@ -34,43 +34,49 @@ class StoryLine(NamedTuple):
     sentence: str
 
     def __str__(self) -> str:
-        return f"{self.at:.3f} s  {shown(self.subject)}: {self.sentence}"
+        return f"{self.at:.3f} s  {format_subject(self.subject)}: {self.sentence}"
 
 
-def shown(subject: Subject) -> str:
-    """
-    >>> shown(("fragment", 7)), shown(("run", 0))
+def format_subject(subject: Subject) -> str:
+    """Return a subject as text.
+
+    >>> format_subject(("fragment", 7)), format_subject(("run", 0))
     ('fragment 7', 'the run')
     """
     return "the run" if subject == RUN else f"{subject[0]} {subject[1]}"
 
 
-def story(entries: Iterable[Entry], subject: Subject, config: RunConfig | None = None) -> Iterator[StoryLine]:
-    """The lines about one subject. With `config`, the opening of a round names its quorum."""
-    teller = _Teller(config)
+def build_story(entries: Iterable[Entry], subject: Subject, config: RunConfig | None = None) -> Iterator[StoryLine]:
+    """Yield the lines about one subject.
+
+    Args:
+        entries: entries in causal order.
+        config: adds the quorum to the opening of a round.
+    """
+    builder = _StoryBuilder(config)
     for entry in entries:
-        for told in teller.tell(entry):
-            if told.about == subject or told.concerns is None or subject in told.concerns:
-                yield StoryLine(entry.at, entry.actor, entry.tick, told.about, told.sentence)
+        for statement in builder.describe(entry):
+            if statement.subject == subject or statement.concerns is None or subject in statement.concerns:
+                yield StoryLine(entry.at, entry.actor, entry.tick, statement.subject, statement.sentence)
 
 
-def sentence_of(reason: Reason) -> str:
-    """The sentence, or code and arguments where this Atoll does not know it: a story must not end in a traceback."""
+def format_reason(reason: Reason) -> str:
+    """Return the sentence of a reason, or its code and arguments if the code is unknown to this version."""
     try:
         return str(reason)
     except (LookupError, TypeError, ValueError):
         return " ".join([reason.code, *map(str, reason.args)])
 
 
-class _Told(NamedTuple):
-    """A sentence about one subject. `concerns`: in whose story it stands too; None: in every one."""
+class _Statement(NamedTuple):
+    """Sentence about one subject. It is also in the stories of the subjects in `concerns`; None: in all stories."""
 
-    about: Subject
+    subject: Subject
     sentence: str
     concerns: tuple[Subject, ...] | None = ()
 
 
-_Tell: TypeAlias = Callable[[Entry, Any], _Told | None]
+_Describe: TypeAlias = Callable[[Entry, Any], _Statement | None]
 
 
 def _learner(learner: LearnerId) -> Subject:
@@ -87,102 +93,103 @@ def _count(number: int, noun: str) -> str:
 
 @dataclass
 class _Process:
-    """What is remembered of one process, to tell how it ended."""
+    """State of one process, to describe how it ended."""
 
     last_at: float = 0.0
-    over: bool = False  # it has said that it stops, or its end was told
+    is_over: bool = False  # it has stopped, or the story already describes its end
 
 
-class _Teller:
+class _StoryBuilder:
     def __init__(self, config: RunConfig | None) -> None:
         self.config = config
-        self.quorum = config.quorum if config is not None else 0  # in force
+        self.quorum = config.quorum if config is not None else 0  # effective quorum
         self.processes: dict[Actor, _Process] = {}
-        self.opened: dict[FragmentId, RoundId] = {}  # newest round whose opening was told
+        self.opened: dict[FragmentId, RoundId] = {}  # newest round whose opening was described
 
-    def tell(self, entry: Entry) -> Iterator[_Told]:
-        if type(entry.event) is said.Started:
-            yield self._started(entry)
+    def describe(self, entry: Entry) -> Iterator[_Statement]:
+        if type(entry.event) is protocol.Started:
+            yield self._describe_start(entry)
         process = self.processes.setdefault(entry.actor, _Process())
         process.last_at = entry.at
         if entry.actor.learner == SYNCER:
-            yield from self._syncer(entry)
+            yield from self._describe_syncer_entry(entry)
         else:
-            yield from _learner_lines(entry)
-        if any(type(effect) in (said.Stop, said.Halt) for effect in entry.effects):
-            process.over = True
+            yield from _describe_learner_entry(entry)
+        if any(type(effect) in (protocol.Stop, protocol.Halt) for effect in entry.effects):
+            process.is_over = True
 
-    def _started(self, entry: Entry) -> _Told:
-        """A process that was killed cannot say so: the start of its successor does."""
+    def _describe_start(self, entry: Entry) -> _Statement:
+        """Describe a start, and the end of an earlier process that was killed."""
         learner, start = entry.actor
-        word = "epoch" if learner == SYNCER else "incarnation"
-        sentence = f"{word} {start} started"
+        noun = "epoch" if learner == SYNCER else "incarnation"
+        sentence = f"{noun} {start} started"
         for actor, process in sorted(self.processes.items()):
-            if actor.learner == learner and not process.over:
-                process.over = True
-                sentence += f"; {word} {actor.start}, last heard at {process.last_at:.3f} s, never said that it stops"
+            if actor.learner == learner and not process.is_over:
+                process.is_over = True
+                sentence += f"; {noun} {actor.generation} ended without a stop, last entry at {process.last_at:.3f} s"
         if learner == SYNCER:
-            self.quorum = self.config.quorum if self.config is not None else 0  # it is told again of what is changed
-            return _Told(RUN, f"syncer {sentence}", None)
-        return _Told(_learner(learner), sentence, (RUN,))
+            # A new syncer receives the changed settings again.
+            self.quorum = self.config.quorum if self.config is not None else 0
+            return _Statement(RUN, f"syncer {sentence}", None)
+        return _Statement(_learner(learner), sentence, (RUN,))
 
-    def _syncer(self, entry: Entry) -> Iterator[_Told]:
-        if type(entry.event) is said.ControlRequested and entry.event.what == "quorum":
+    def _describe_syncer_entry(self, entry: Entry) -> Iterator[_Statement]:
+        if type(entry.event) is protocol.ControlRequested and entry.event.kind == "quorum":
             assert entry.event.value is not None
             self.quorum = int(entry.event.value)
-        ignored = _ignored(entry)
+        ignored = _describe_ignored(entry)
         if ignored is not None:
             yield ignored
-        yield from _shard_lines(entry)
+        yield from _describe_shard_entry(entry)
         sent: dict[tuple[FragmentId, int], list[LearnerId]] = {}
-        asked: dict[RoundId, list[LearnerId]] = {}
+        pulled: dict[RoundId, list[LearnerId]] = {}
         for effect in entry.effects:
-            body = effect.envelope.body if type(effect) is said.Send else None
-            if type(effect) is said.Send and type(body) is said.Published:
+            body = effect.envelope.body if type(effect) is protocol.Send else None
+            if type(effect) is protocol.Send and type(body) is protocol.Published:
                 sent.setdefault((body.fragment, body.version), []).append(effect.envelope.learner)
-            elif type(effect) is said.Send and type(body) is said.Pull:
-                asked.setdefault(body.round, []).append(effect.envelope.learner)
+            elif type(effect) is protocol.Send and type(body) is protocol.Pull:
+                pulled.setdefault(body.round, []).append(effect.envelope.learner)
         durable = _durable(entry)
         if durable is not None:
             to = _count(len(sent.pop(durable, ())), "learner")
-            yield _Told(_fragment(durable[0]), f"version {durable[1]} is durable and sent to {to}")
-        yield from _from_table(_SYNCER_SAID, entry)
+            yield _Statement(_fragment(durable[0]), f"version {durable[1]} is durable and sent to {to}")
+        yield from _from_table(_SYNCER_DESCRIPTIONS, entry)
         for (fragment, version), learners in sent.items():
             concerns = tuple(map(_learner, learners))
-            yield _Told(_fragment(fragment), f"version {version} sent to {_names(learners)}", concerns)
-        for round_id, learners in asked.items():
-            yield self._asked(round_id, learners)
+            yield _Statement(_fragment(fragment), f"version {version} sent to {_join_names(learners)}", concerns)
+        for round_id, learners in pulled.items():
+            yield self._describe_pull(round_id, learners)
 
-    def _asked(self, round_id: RoundId, learners: list[LearnerId]) -> _Told:
-        about, concerns = _fragment(round_id.fragment), tuple(map(_learner, learners))
+    def _describe_pull(self, round_id: RoundId, learners: list[LearnerId]) -> _Statement:
+        subject, concerns = _fragment(round_id.fragment), tuple(map(_learner, learners))
         if self.opened.get(round_id.fragment) == round_id:
-            return _Told(about, f"version {round_id.base}: asked again {_names(learners)}", concerns)
+            return _Statement(subject, f"version {round_id.base}: pulled again from {_join_names(learners)}", concerns)
         self.opened[round_id.fragment] = round_id
         if self.config is None:
-            sentence = f"opened on version {round_id.base}: {_count(len(learners), 'learner')} asked"
+            sentence = f"opened on version {round_id.base}: {_count(len(learners), 'learner')} pulled"
         else:
             sentence = REASONS["round-opened"].format(round_id.base, len(learners), self.quorum)
-        return _Told(about, sentence, concerns)
+        return _Statement(subject, sentence, concerns)
 
 
-def _names(learners: list[LearnerId]) -> str:
+def _join_names(learners: list[LearnerId]) -> str:
     return f"{'learner' if len(learners) == 1 else 'learners'} {', '.join(map(str, learners))}"
 
 
 def _durable(entry: Entry) -> tuple[FragmentId, int] | None:
     event = entry.event
-    if type(event) is said.Persisted and event.key.kind == "version":
+    if type(event) is protocol.Persisted and event.key.kind == "version":
         return event.key.number, event.key.version
     return None
 
 
-def _shard_lines(entry: Entry) -> Iterator[_Told]:
-    """Of the run; its fragments are told of one by one."""
+def _describe_shard_entry(entry: Entry) -> Iterator[_Statement]:
+    """Describe the loss or the reconnection of a shard, for the story of the run."""
     event = entry.event
-    if type(event) is said.ShardLost:
-        yield _Told(RUN, f"the shard of {_fragments(event.fragments)} is away: {event.why}")
-    elif type(event) is said.ShardBack:
-        yield _Told(RUN, f"the shard of {_fragments(p for p, _ in event.held)} is back")
+    if type(event) is protocol.ShardLost:
+        yield _Statement(RUN, f"the shard of {_fragments(event.fragments)} is unavailable: {event.cause}")
+    elif type(event) is protocol.ShardReconnected:
+        yield _Statement(RUN, f"the shard of {_fragments(p for p, _ in event.versions)} is back")
 
 
 def _fragments(fragments: Iterable[FragmentId]) -> str:
@@ -190,26 +197,26 @@ def _fragments(fragments: Iterable[FragmentId]) -> str:
     return f"{'fragment' if len(each) == 1 else 'fragments'} {', '.join(each)}"
 
 
-def _ignored(entry: Entry) -> _Told | None:
-    """What arrived and got no answer is worth a line: it is where things go wrong."""
-    if type(entry.event) is not said.MessageArrived:
+def _describe_ignored(entry: Entry) -> _Statement | None:
+    """Describe a contribution or a hello that got no reply, which may be the start of a problem."""
+    if type(entry.event) is not protocol.MessageArrived:
         return None
     envelope = entry.event.envelope
     body, learner = envelope.body, envelope.learner
-    if type(body) is said.Contribution and not _is_answered(entry, body):
+    if type(body) is protocol.Contribution and not _is_answered(entry, body):
         sentence = f"a contribution of learner {learner} to {_attempt(body.round)} was ignored"
-        return _Told(_fragment(body.round.fragment), sentence, (_learner(learner),))
-    if type(body) is said.Hello and not entry.effects:
-        sentence = f"a hello of incarnation {envelope.incarnation} on link {envelope.session} was not answered"
-        return _Told(_learner(learner), sentence)
+        return _Statement(_fragment(body.round.fragment), sentence, (_learner(learner),))
+    if type(body) is protocol.Hello and not entry.effects:
+        sentence = f"a hello of incarnation {envelope.incarnation} on connection {envelope.session} got no reply"
+        return _Statement(_learner(learner), sentence)
     return None
 
 
-def _is_answered(entry: Entry, body: said.Contribution) -> bool:
+def _is_answered(entry: Entry, body: protocol.Contribution) -> bool:
     for effect in entry.effects:
-        if type(effect) is said.Accumulate and effect.round == body.round:
+        if type(effect) is protocol.Accumulate and effect.round == body.round:
             return True
-        if type(effect) is said.Send and type(effect.envelope.body) is said.RefuseContribution:
+        if type(effect) is protocol.Send and type(effect.envelope.body) is protocol.RefuseContribution:
             return True
     return False
 
@@ -218,181 +225,189 @@ def _attempt(round_id: RoundId) -> str:
     return f"attempt {round_id.attempt} on version {round_id.base}"
 
 
-def _from_table(table: dict[type, _Tell], entry: Entry) -> Iterator[_Told]:
-    """The lines of an entry's effects and of the bodies that they send, in order.
+def _from_table(table: dict[type, _Describe], entry: Entry) -> Iterator[_Statement]:
+    """Describe the effects of an entry and the messages that they send, in order.
 
-    Whoever hangs up has said why in the same breath; it is told once.
+    A closed connection has the same reason as a log effect of the entry, so the reason appears once.
     """
-    hung_up = {(e.learner, e.reason) for e in entry.effects if type(e) is said.Hangup}
+    closed = {(e.learner, e.reason) for e in entry.effects if type(e) is protocol.CloseConnection}
     for effect in entry.effects:
         if (
-            type(effect) is said.Say
+            type(effect) is protocol.LogReason
             and effect.subject[0] == "learner"
-            and (effect.subject[1], effect.reason) in hung_up
+            and (effect.subject[1], effect.reason) in closed
         ):
             continue
-        what = effect.envelope.body if type(effect) is said.Send else effect
-        tell = table.get(type(what))
-        told = tell(entry, effect) if tell is not None else None
-        if told is not None:
-            yield told
+        described = effect.envelope.body if type(effect) is protocol.Send else effect
+        describe = table.get(type(described))
+        statement = describe(entry, effect) if describe is not None else None
+        if statement is not None:
+            yield statement
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Sentences from the syncer's tape
 
 
-def _says(entry: Entry, effect: said.Say) -> _Told:
-    # Whoever comes and goes concerns the run; what a learner says of its own links does not.
-    told_by_syncer = entry.actor.learner == SYNCER
-    concerns = (RUN,) if told_by_syncer and effect.subject[0] == "learner" else ()
-    return _Told(effect.subject, sentence_of(effect.reason), concerns)
+def _describe_say(entry: Entry, effect: protocol.LogReason) -> _Statement:
+    # A change of a learner at the syncer concerns the run; a log line of the learner does not.
+    is_from_syncer = entry.actor.learner == SYNCER
+    concerns = (RUN,) if is_from_syncer and effect.subject[0] == "learner" else ()
+    return _Statement(effect.subject, format_reason(effect.reason), concerns)
 
 
-def _hangs_up(entry: Entry, effect: said.Hangup) -> _Told:
-    sentence = f"{_who(entry)} drops link {effect.session}: {sentence_of(effect.reason)}"
-    return _Told(_learner(effect.learner), sentence, (RUN,) if entry.actor.learner == SYNCER else ())
+def _describe_hangup(entry: Entry, effect: protocol.CloseConnection) -> _Statement:
+    sentence = f"{_subject_name(entry)} closes connection {effect.session}: {format_reason(effect.reason)}"
+    return _Statement(_learner(effect.learner), sentence, (RUN,) if entry.actor.learner == SYNCER else ())
 
 
-def _who(entry: Entry) -> str:
+def _subject_name(entry: Entry) -> str:
     return "the syncer" if entry.actor.learner == SYNCER else "it"
 
 
-def _accepts(entry: Entry, effect: said.Accumulate) -> _Told:
-    a = effect.accepted
+def _describe_accumulate(entry: Entry, effect: protocol.Accumulate) -> _Statement:
+    a = effect.contribution
     sentence = f"contribution of learner {a.learner} accepted: {_count(a.steps, 'step')}, {_count(a.tokens, 'token')}"
-    return _Told(_fragment(effect.round.fragment), sentence, (_learner(a.learner),))
+    return _Statement(_fragment(effect.round.fragment), sentence, (_learner(a.learner),))
 
 
-def _refuses(entry: Entry, effect: said.Send) -> _Told:
+def _describe_refusal(entry: Entry, effect: protocol.Send) -> _Statement:
     learner, body = effect.envelope.learner, effect.envelope.body
-    assert type(body) is said.RefuseContribution
-    sentence = f"contribution of learner {learner} refused: {sentence_of(body.reason)}"
-    return _Told(_fragment(body.round.fragment), sentence, (_learner(learner),))
+    assert type(body) is protocol.RefuseContribution
+    sentence = f"contribution of learner {learner} refused: {format_reason(body.reason)}"
+    return _Statement(_fragment(body.round.fragment), sentence, (_learner(learner),))
 
 
-def _decides(entry: Entry, effect: said.OpenGrace | said.MergeRound | said.DiscardRound) -> _Told:
-    return _Told(_fragment(effect.round.fragment), sentence_of(effect.reason))
+def _describe_decision(
+    entry: Entry, effect: protocol.OpenGrace | protocol.MergeRound | protocol.DiscardRound
+) -> _Statement:
+    return _Statement(_fragment(effect.round.fragment), format_reason(effect.reason))
 
 
-def _persists(entry: Entry, effect: said.Persist) -> _Told | None:
-    """Other records are made durable in the same breath in which it is said why."""
+def _describe_persist(entry: Entry, effect: protocol.Persist) -> _Statement | None:
+    """Describe the write of a version. Other records have a log effect in the same entry."""
     record = effect.record
-    if type(record) is not said.VersionRecord:
+    if type(record) is not protocol.VersionRecord:
         return None
-    return _Told(_fragment(record.fragment), REASONS["persisting"].format(record.version))
+    return _Statement(_fragment(record.fragment), REASONS["persisting"].format(record.version))
 
 
-def _keeps_in_flight(entry: Entry, effect: said.RecordInFlight) -> _Told:
-    sentence = f"the contribution of learner {effect.learner} was in flight at snapshot {effect.snapshot} and is kept"
-    return _Told(_fragment(effect.round.fragment), sentence, (_learner(effect.learner), RUN))
+def _describe_in_flight(entry: Entry, effect: protocol.RecordInFlight) -> _Statement:
+    sentence = f"the contribution of learner {effect.learner} was in flight at snapshot {effect.snapshot} and is stored"
+    return _Statement(_fragment(effect.round.fragment), sentence, (_learner(effect.learner), RUN))
 
 
-def _halts(entry: Entry, effect: said.Halt) -> _Told:
-    return _Told(RUN, f"syncer epoch {entry.actor.start} halts: {sentence_of(effect.reason)}", None)
+def _describe_halt(entry: Entry, effect: protocol.Halt) -> _Statement:
+    return _Statement(RUN, f"syncer epoch {entry.actor.generation} halts: {format_reason(effect.reason)}", None)
 
 
-def _tells(sentence: str, *concerns: tuple[str, str | int]) -> _Tell:
-    """Return a line about the learner of an effect, or of a body that is sent, with the fields of it in the braces.
+def _describe_with(sentence: str, *concerns: tuple[str, str | int]) -> _Describe:
+    """Return a function that describes an effect, or a message that it sends, for the learner concerned.
 
-    `concerns`: in whose story it stands too, by kind and number, or the field that has the number.
+    Args:
+        sentence: format with the fields of the effect or message.
+        concerns: kind and number, or the field with the number, of other subjects whose stories include the sentence.
     """
 
-    def tell(entry: Entry, effect: said.Effect) -> _Told:
-        learner = effect.envelope.learner if type(effect) is said.Send else entry.actor.learner
-        fields = asdict(effect.envelope.body if type(effect) is said.Send else effect)
-        words = {name: sentence_of(each) if type(each) is Reason else each for name, each in fields.items()}
+    def describe(entry: Entry, effect: protocol.Effect) -> _Statement:
+        learner = effect.envelope.learner if type(effect) is protocol.Send else entry.actor.learner
+        fields = asdict(effect.envelope.body if type(effect) is protocol.Send else effect)
+        values = {name: format_reason(each) if type(each) is Reason else each for name, each in fields.items()}
         others = tuple((kind, fields[of] if isinstance(of, str) else of) for kind, of in concerns)
-        return _Told(_learner(learner), sentence.format(**words), others)
+        return _Statement(_learner(learner), sentence.format(**values), others)
 
-    return tell
+    return describe
 
 
-_SYNCER_SAID: dict[type, _Tell] = {
-    said.Say: _says,
-    said.Hangup: _hangs_up,
-    said.Accumulate: _accepts,
-    said.RefuseContribution: _refuses,
-    said.OpenGrace: _decides,
-    said.MergeRound: _decides,
-    said.DiscardRound: _decides,
-    said.Persist: _persists,
-    said.RecordInFlight: _keeps_in_flight,
-    said.Halt: _halts,
-    said.Welcome: _tells("welcomed at {progress:.1%} of the budget"),
-    said.Refuse: _tells("refused: {reason}"),
-    said.StateWanted: _tells("asked for its inner state, for learner {to}", ("learner", "to")),
-    said.InnerState: _tells("gets the inner state of learner {giver} passed on"),
-    said.NoPeer: _tells("gets no inner state: {reason}"),
-    said.Lease: _tells("lease {number}: samples from {begin} to before {end}"),
-    said.Finish: _tells("told that the run is finished at {merges} merges"),
+_SYNCER_DESCRIPTIONS: dict[type, _Describe] = {
+    protocol.LogReason: _describe_say,
+    protocol.CloseConnection: _describe_hangup,
+    protocol.Accumulate: _describe_accumulate,
+    protocol.RefuseContribution: _describe_refusal,
+    protocol.OpenGrace: _describe_decision,
+    protocol.MergeRound: _describe_decision,
+    protocol.DiscardRound: _describe_decision,
+    protocol.Persist: _describe_persist,
+    protocol.RecordInFlight: _describe_in_flight,
+    protocol.Halt: _describe_halt,
+    protocol.Welcome: _describe_with("welcomed at {progress:.1%} of the budget"),
+    protocol.Refuse: _describe_with("refused: {reason}"),
+    protocol.ProvideState: _describe_with(
+        "its optimizer state is requested for learner {target}", ("learner", "target")
+    ),
+    protocol.OptimizerState: _describe_with("the optimizer state of learner {source} is forwarded to it"),
+    protocol.NoPeer: _describe_with("receives no optimizer state: {reason}"),
+    protocol.Lease: _describe_with("lease {number}: samples from {begin} to before {end}"),
+    protocol.Finish: _describe_with("is notified that the run is finished at {merges} merges"),
 }
 
 # --------------------------------------------------------------------------------------------------------------------
 # Sentences from a learner's tape
 
 
-def _learner_lines(entry: Entry) -> Iterator[_Told]:
-    about, event = _learner(entry.actor.learner), entry.event
-    if type(event) is said.LinkOpened:
-        yield _Told(about, f"link {event.session} is open")
-    elif type(event) is said.DialFailed:
-        yield _Told(about, f"dialing failed: {event.why}")
-    elif type(event) is said.SnapshotSaved:
-        yield _Told(about, f"its part of snapshot {event.snapshot} is saved")
-    yield from _from_table(_LEARNER_SAID, entry)
+def _describe_learner_entry(entry: Entry) -> Iterator[_Statement]:
+    subject, event = _learner(entry.actor.learner), entry.event
+    if type(event) is protocol.ConnectionOpened:
+        yield _Statement(subject, f"connection {event.session} is open")
+    elif type(event) is protocol.DialFailed:
+        yield _Statement(subject, f"cannot connect: {event.cause}")
+    elif type(event) is protocol.SnapshotSaved:
+        yield _Statement(subject, f"its part of snapshot {event.snapshot} is saved")
+    yield from _from_table(_LEARNER_DESCRIPTIONS, entry)
 
 
-def _dials(entry: Entry, effect: said.Dial) -> _Told:
-    return _Told(_learner(entry.actor.learner), REASONS["link-dialing"].format(effect.after_s, effect.attempt))
+def _describe_dial(entry: Entry, effect: protocol.Dial) -> _Statement:
+    return _Statement(
+        _learner(entry.actor.learner), REASONS["connection-dialing"].format(effect.delay_s, effect.attempt)
+    )
 
 
-def _copies(entry: Entry, effect: said.CopyFragment) -> _Told:
+def _describe_copy(entry: Entry, effect: protocol.CopyFragment) -> _Statement:
     round_id = effect.round
     sentence = f"copied fragment {round_id.fragment} at step {effect.copied_at} for {_attempt(round_id)}"
     for other in entry.effects:
-        body = other.envelope.body if type(other) is said.Send else None
-        if type(body) is said.Contribution and body.round == round_id:
+        body = other.envelope.body if type(other) is protocol.Send else None
+        if type(body) is protocol.Contribution and body.round == round_id:
             sentence += f" and sent {_count(body.steps, 'step')}, {_count(body.tokens, 'token')}"
             break
     else:
-        sentence += "; there is no link to send it"
-    return _Told(_learner(entry.actor.learner), sentence, (_fragment(round_id.fragment),))
+        sentence += "; not sent, without a connection"
+    return _Statement(_learner(entry.actor.learner), sentence, (_fragment(round_id.fragment),))
 
 
-def _contributes(entry: Entry, effect: said.Send) -> _Told | None:
-    """A contribution whose copy was made earlier; one that was made just now is told with its copy."""
+def _describe_contribution(entry: Entry, effect: protocol.Send) -> _Statement | None:
+    """Describe a contribution that is sent again. The description of its copy includes the first transmission."""
     body = effect.envelope.body
-    assert type(body) is said.Contribution
-    if any(type(other) is said.CopyFragment and other.round == body.round for other in entry.effects):
+    assert type(body) is protocol.Contribution
+    if any(type(other) is protocol.CopyFragment and other.round == body.round for other in entry.effects):
         return None
     sentence = f"sent its copy of fragment {body.round.fragment} for {_attempt(body.round)} again"
-    return _Told(_learner(entry.actor.learner), sentence, (_fragment(body.round.fragment),))
+    return _Statement(_learner(entry.actor.learner), sentence, (_fragment(body.round.fragment),))
 
 
-def _adopts(entry: Entry, effect: said.AdoptFragment) -> _Told:
-    sentence = f"adopted version {effect.version} of fragment {effect.fragment} ({effect.how}): "
+def _describe_adoption(entry: Entry, effect: protocol.AdoptFragment) -> _Statement:
+    sentence = f"adopted version {effect.version} of fragment {effect.fragment} ({effect.mode}): "
     sentence += f"{_count(effect.merged_tokens, 'token')} merged, {effect.pending_tokens} pending"
     if effect.dropped_tokens:
         sentence += f", {effect.dropped_tokens} dropped"
-    return _Told(_learner(entry.actor.learner), sentence, (_fragment(effect.fragment),))
+    return _Statement(_learner(entry.actor.learner), sentence, (_fragment(effect.fragment),))
 
 
-_LEARNER_SAID: dict[type, _Tell] = {
-    said.Say: _says,
-    said.Hangup: _hangs_up,
-    said.Dial: _dials,
-    said.CopyFragment: _copies,
-    said.AdoptFragment: _adopts,
-    said.SaveSnapshot: _tells("saves its part of snapshot {snapshot} at step {step}"),
-    said.StartTraining: _tells("starts to train: {moments}", RUN),
-    said.Stop: _tells("stops: {reason}", RUN),
-    said.Contribution: _contributes,
-    said.Delivered: _tells("version {version} of fragment {fragment} is here"),
-    said.Resync: _tells(
-        "got an update of fragment {fragment} that does not fit its version {have}; asks for the value",
+_LEARNER_DESCRIPTIONS: dict[type, _Describe] = {
+    protocol.LogReason: _describe_say,
+    protocol.CloseConnection: _describe_hangup,
+    protocol.Dial: _describe_dial,
+    protocol.CopyFragment: _describe_copy,
+    protocol.AdoptFragment: _describe_adoption,
+    protocol.SaveSnapshot: _describe_with("saves its part of snapshot {snapshot} at step {step}"),
+    protocol.StartTraining: _describe_with("starts to train: {state_source}", RUN),
+    protocol.Stop: _describe_with("stops: {reason}", RUN),
+    protocol.Contribution: _describe_contribution,
+    protocol.PublishAck: _describe_with("version {version} of fragment {fragment} has arrived"),
+    protocol.Resync: _describe_with(
+        "received an update of fragment {fragment} that does not fit version {received_version}; requests the value",
         ("fragment", "fragment"),
     ),
-    said.StateRequest: _tells("asks for the inner state of a peer"),
-    said.InnerState: _tells("gives its inner state to learner {to}", ("learner", "to")),
+    protocol.StateRequest: _describe_with("requests the optimizer state of a peer"),
+    protocol.OptimizerState: _describe_with("sends its optimizer state to learner {target}", ("learner", "target")),
 }

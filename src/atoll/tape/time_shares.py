@@ -1,4 +1,4 @@
-"""Where the time of a learner went: every second is in exactly one part. docs/accounting.md defines the parts."""
+"""Division of the time of a learner into parts, without overlap. docs/accounting.md defines the parts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from atoll.tape.learner_processes import LearnerProcess
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Where the time of one island went, in seconds; the parts add up to `allocated_s`."""
+    """Parts of the time of one learner, in seconds. They add up to `allocated_s`."""
 
     learner: int
     allocated_s: float
     stepping_s: float
-    stopped_s: float  # within steps, beyond what they usually take; and by SIGSTOP, where that is known
-    away_s: float  # no process, or one that is only starting
-    joining_s: float  # fetching the model and a peer's inner state
-    between_s: float  # the rest: between steps, for instance waiting for a core
-    paused_s: float = 0.0  # somebody asked the run to stand still
-    waiting_s: float = 0.0  # within steps, for data, where the island told of it
-    copying_s: float = 0.0  # within steps, for Atoll at their ends, where the island told of it
+    stopped_s: float  # stalls within steps, and time stopped by SIGSTOP if known
+    away_s: float  # no process, or a starting process
+    joining_s: float  # download of the model and the optimizer state
+    between_s: float  # the rest: between steps, for example waiting for a processor core
+    paused_s: float = 0.0  # pause of the run by an operator
+    waiting_s: float = 0.0  # part of steps, waiting for data, if reported
+    copying_s: float = 0.0  # part of steps, in Atoll at step boundaries, if reported
 
     @property
     def in_steps_s(self) -> float:
-        """Whatever went on within them."""
+        """Total time in steps, in seconds."""
         return self.stepping_s + self.waiting_s + self.copying_s
 
     @property
@@ -35,7 +35,7 @@ class TimeShares:
 
     @property
     def up_s(self) -> float:
-        """There was a process that could do something."""
+        """Time with a process that was not stopped."""
         return self.allocated_s - self.away_s - self.stopped_s
 
 
@@ -44,7 +44,7 @@ def stepping_s(processes: Iterable[LearnerProcess], span: Span, allocated_s: flo
     return min(allocated_s, sum(process.in_steps_s(*span) for process in processes))
 
 
-def shares_of(
+def compute_time_shares(
     learner: int,
     processes: Sequence[LearnerProcess],
     span: Span,
@@ -54,27 +54,38 @@ def shares_of(
     copied_s: float = 0.0,
     allocated_s: float | None = None,
 ) -> TimeShares:
-    """`span`: in which the learner should have trained. `stops`: in which its process stood by SIGSTOP. `pauses`: in
-    which the run was paused. `waited_s`, `copied_s`: of its steps, for data and for Atoll. `allocated_s`: of the span,
-    where some of it does not count."""
+    """Divide the allocated time of a learner into parts.
+
+    Args:
+        span: span in which the learner should train.
+        stops: spans in which its process was stopped by SIGSTOP.
+        pauses: spans in which the run was paused.
+        waited_s: part of its steps that waited for data.
+        copied_s: part of its steps in Atoll.
+        allocated_s: time of the span that counts; None: all of it.
+    """
     allocated_s = max(0.0, span[1] - span[0]) if allocated_s is None else allocated_s
     in_steps_s = stepping_s(processes, span, allocated_s)
     rest_s = allocated_s - in_steps_s
 
     def part(seconds: float) -> float:
-        """Of what is left; so that the parts add up, whatever clocks say."""
+        """Take a part of the remaining time, so that the parts add up even if clocks disagree."""
         nonlocal rest_s
-        taken_s = min(max(0.0, seconds), rest_s)
-        rest_s -= taken_s
-        return taken_s
+        part_s = min(max(0.0, seconds), rest_s)
+        rest_s -= part_s
+        return part_s
 
-    there = [here for here in (clip((process.first, process.until), span) for process in processes) if here is not None]
-    away_s = part(allocated_s - covered_s(there))
-    joining_s = part(covered_s([(process.first, process.joined) for process in processes], span))
+    present = [
+        each
+        for each in (clip((process.first_entry_at, process.present_until), span) for process in processes)
+        if each is not None
+    ]
+    away_s = part(allocated_s - union_length_s(present))
+    joining_s = part(union_length_s([(process.first_entry_at, process.joined_at) for process in processes], span))
     stopped_s = part(
-        sum(process.stood_s(*span) for process in processes) + sum(_standing_s(processes, stop, span) for stop in stops)
+        sum(process.stalled_s(*span) for process in processes) + sum(_idle_s(processes, stop, span) for stop in stops)
     )
-    paused_s = part(sum(_standing_s(processes, pause, span) for pause in pauses))
+    paused_s = part(sum(_idle_s(processes, pause, span) for pause in pauses))
     waiting_s = min(waited_s, in_steps_s)
     copying_s = min(copied_s, in_steps_s - waiting_s)
     return TimeShares(
@@ -91,20 +102,20 @@ def shares_of(
     )
 
 
-def _standing_s(processes: Sequence[LearnerProcess], within: Span, span: Span) -> float:
-    """Of a time in which processes were not to step: they were there, and were not in steps."""
-    found = 0.0
+def _idle_s(processes: Sequence[LearnerProcess], within: Span, span: Span) -> float:
+    """Return the time within a stop or pause in which the processes were present but not in steps."""
+    total_s = 0.0
     for process in processes:
-        here = clip(within, (max(span[0], process.joined), min(span[1], process.until)))
-        if here is not None:
-            found += max(0.0, here[1] - here[0] - process.in_steps_s(*here) - process.stood_s(*here))
-    return found
+        part = clip(within, (max(span[0], process.joined_at), min(span[1], process.present_until)))
+        if part is not None:
+            total_s += max(0.0, part[1] - part[0] - process.in_steps_s(*part) - process.stalled_s(*part))
+    return total_s
 
 
-def covered_s(spans: Iterable[Span], within: Span = (float("-inf"), float("inf"))) -> float:
-    """Length of the union of spans.
+def union_length_s(spans: Iterable[Span], within: Span = (float("-inf"), float("inf"))) -> float:
+    """Return the length of the union of spans.
 
-    >>> covered_s([(0.0, 2.0), (1.0, 3.0), (10.0, 11.0)])
+    >>> union_length_s([(0.0, 2.0), (1.0, 3.0), (10.0, 11.0)])
     4.0
     """
     total, reached = 0.0, within[0]
@@ -116,10 +127,10 @@ def covered_s(spans: Iterable[Span], within: Span = (float("-inf"), float("inf")
     return total
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
-    """In order, without those that touch.
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
+    """Return the spans in order, with overlapping and adjacent spans merged.
 
-    >>> union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
+    >>> merge_spans([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
     [(0.0, 3.0), (5.0, 6.0)]
     """
     found: list[Span] = []

@@ -1,7 +1,8 @@
-"""The one place that computes facts about a run from its tapes: states, steps, merges, goodput, at any moment.
+"""Timeline of a run, computed from its tapes: states, steps, merges and goodput at any time.
 
-`RunTimeline` takes entries (`take_learner`, `take_syncer`) and answers after `settle`; `read_timeline` reads a run.
-docs/accounting.md defines goodput, uptime and the parts of a learner's time.
+No other module computes these figures. `RunTimeline` handles entries (`handle_learner_entry`, `handle_syncer_entry`).
+Call `refresh` before queries. `read_timeline` reads a complete run. docs/accounting.md defines goodput, uptime and the
+parts of the time of a learner.
 """
 
 from __future__ import annotations
@@ -16,230 +17,260 @@ from typing import NamedTuple
 
 from atoll.core.protocol import LearnerDisconnected, MessageArrived, Report
 from atoll.core.types import SYNCER
-from atoll.tape.bounded_logs import KEEP, Merge, Span
+from atoll.tape.bounded_logs import EXACT_ROWS, MergeRow, Span
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Entry, Header
 from atoll.tape.learner_processes import LearnerProcess
-from atoll.tape.syncer_tenures import StandingChange, SyncerTenure
-from atoll.tape.time_shares import TimeShares, clip, covered_s, overlap_s, shares_of, stepping_s, union
+from atoll.tape.syncer_tenures import MemberStateChange, SyncerTenure
+from atoll.tape.time_shares import (
+    TimeShares,
+    clip,
+    compute_time_shares,
+    merge_spans,
+    overlap_s,
+    stepping_s,
+    union_length_s,
+)
 
-LINGERS_S = 1.0
-"""A process without a link may still be there for this long after its last entry."""
+LINGER_TIMEOUT_S = 1.0
+"""A process without a connection counts as present for this long after its last entry."""
 
-CLOCKS_S = 10.0
-"""Clocks of two hosts that differ by less are not corrected: messages take time, too."""
+MAX_CLOCK_SKEW_S = 10.0
+"""Smaller differences between two clocks are not corrected, because messages also take time."""
 
-COMPARED = 8
-"""Messages of a process whose times are compared: this many of its first, and of its newest."""
+CLOCK_SAMPLES = 8
+"""Number of the first, and of the newest, messages of a process that are used to compare clocks."""
 
 MAX_ROWS = 64 * 1024
-"""Steps, or several as one, that are kept of a learner with many processes."""
+"""Limit on step rows of a learner with many processes."""
 
 NEVER = (0.0, 0.0)
 
-STATES = {
+STATE_LABELS = {
     "live": "training",
     "suspect": "suspected",
     "joining": "recovering",
     "admitting": "recovering",
-    "away": "gone",
+    "disconnected": "gone",
     "left": "left",
     "lost": "gone",
     "quarantined": "quarantined",
 }
-"""By the standing that a learner has with the syncer."""
+"""State labels by member state at the syncer."""
 
 
-class Band(NamedTuple):
-    """A learner was in this state from `begin` to `end`: a value of STATES, or alone, stopped or paused."""
+class StateSpan(NamedTuple):
+    """State of a learner from `begin` to `end`: a value of STATE_LABELS, "alone", "stopped" or "paused"."""
 
     begin: float
     end: float
     state: str
 
 
-class Gap(NamedTuple):
+class StepGap(NamedTuple):
     """The time between the ends of two consecutive steps of one process."""
 
     learner: int
-    at: float  # where it began
+    at: float  # start of the gap
     gap_s: float
-    usual_s: float
+    typical_s: float
 
 
 class RunTimeline:
-    def __init__(self, keep: int | None = KEEP) -> None:
-        """`keep`: number of newest entries of every log that stay exact; None: all."""
+    """Timeline of a run, from entries of its tapes.
+
+    Args:
+        keep: number of newest entries of every log that stay exact; None: all.
+    """
+
+    def __init__(self, keep: int | None = EXACT_ROWS) -> None:
         self.keep = keep
-        self.processes: dict[int, list[LearnerProcess]] = {}  # by learner, in order, from their own tapes
-        self.here: set[int] = set()  # learners whose tapes are here
-        self.seen: dict[int, list[LearnerProcess]] = {}  # of all other learners, from the syncer's tapes
+        self.processes: dict[int, list[LearnerProcess]] = {}  # by learner, in order, from the tapes of learners
+        self.taped_learners: set[int] = set()  # learners with tapes
+        self.untaped_processes: dict[int, list[LearnerProcess]] = {}  # other learners, from the tapes of syncers
         self.tenures: list[SyncerTenure] = []
-        self.to = 0.0  # the newest entry, as of the last `settle`
-        self.asked_for = 0  # learners 1 to this one should be there from the start
-        self._heard: dict[tuple[int, int], dict[int, float]] = {}  # by process: ticks of messages, and their arrival
-        self._said: dict[tuple[int, int], dict[int, float]] = {}  # the same of tapes that are ahead of the syncer's
+        self.newest_at = 0.0  # time of the newest entry at the last `refresh`
+        self.expected_learners = 0  # learners 1 to this one are expected from the start
+        # Times of messages by process and tick: arrival at the syncer, and sending if the learner tape was read first.
+        self._arrival_times: dict[tuple[int, int], dict[int, float]] = {}
+        self._send_times: dict[tuple[int, int], dict[int, float]] = {}
         self._sections: list[Span] = []
-        self.trains_since: float | None = None  # when the first learner may train
-        self.ended = 0.0  # the last step of any learner if the run is over, else the newest entry
-        self.pauses: list[Span] = []  # when an operator had paused the run
+        self.training_started_at: float | None = None  # start of training of the first learner
+        self.ended_at = 0.0  # last step of a finished run, else the newest entry
+        self.pauses: list[Span] = []  # pauses by operators
         self._learners: list[int] = []
 
-    # ---------------------------------------------------------------------------------------------------- taking
+    # ---------------------------------------------------------------------------------------------------- input
 
     def add_tenure(self, header: Header) -> SyncerTenure:
         tenure = SyncerTenure(header, self.keep)
         self.tenures.append(tenure)
         return tenure
 
-    def take_syncer(self, tenure: SyncerTenure, entry: Entry) -> None:
+    def handle_syncer_entry(self, tenure: SyncerTenure, entry: Entry) -> None:
         if tenure.is_over:
             return
-        if tenure.first is None:
-            before = next((r for r in reversed(self.tenures) if r.epoch < tenure.epoch and r.first is not None), None)
+        if tenure.first_entry_at is None:
+            before = next(
+                (r for r in reversed(self.tenures) if r.epoch < tenure.epoch and r.first_entry_at is not None), None
+            )
             tenure.merged_with = dict(before.merged_with) if before is not None else {}
-        tenure.take(entry)
+        tenure.handle_entry(entry)
         event = entry.event
         if type(event) is MessageArrived:
             envelope = event.envelope
             key = envelope.learner, envelope.incarnation
-            _note(self._heard, key, envelope.tick, entry.at)
-            if envelope.learner not in self.here:
+            _record_time(self._arrival_times, key, envelope.tick, entry.at)
+            if envelope.learner not in self.taped_learners:
                 body = envelope.body
                 member = tenure.core.state.members.get(envelope.learner)
-                is_live = member is not None and member.standing.value == "live"
-                process = self._process(self.seen, *key, entry.at)
+                is_live = member is not None and member.state.value == "live"
+                process = self._process(self.untaped_processes, *key, entry.at)
                 process.is_clock_known = True
-                process.see(entry.at, body if type(body) is Report else None, is_live)
-        elif type(event) is LearnerDisconnected and event.learner in self.seen:
-            for process in self.seen[event.learner]:
+                process.handle_message(entry.at, body if type(body) is Report else None, is_live)
+        elif type(event) is LearnerDisconnected and event.learner in self.untaped_processes:
+            for process in self.untaped_processes[event.learner]:
                 if process.incarnation == event.incarnation:
-                    process.see_gone(entry.at)
+                    process.handle_disconnect(entry.at)
 
-    def take_learner(self, learner: int, incarnation: int, entry: Entry) -> None:
-        if learner not in self.here:
-            self.here.add(learner)
-            self.seen.pop(learner, None)
+    def handle_learner_entry(self, learner: int, incarnation: int, entry: Entry) -> None:
+        if learner not in self.taped_learners:
+            self.taped_learners.add(learner)
+            self.untaped_processes.pop(learner, None)
         process = self._process(self.processes, learner, incarnation, entry.at)
-        heard = self._heard.get((learner, incarnation))
-        if heard and entry.tick in heard:
-            self._compare(process, entry.at - heard.pop(entry.tick))
+        arrivals = self._arrival_times.get((learner, incarnation))
+        if arrivals and entry.tick in arrivals:
+            self._update_clock_offset(process, entry.at - arrivals.pop(entry.tick))
         elif not process.is_clock_known:
-            _note(self._said, (learner, incarnation), entry.tick, entry.at)
-        process.take(entry)
+            _record_time(self._send_times, (learner, incarnation), entry.tick, entry.at)
+        process.handle_entry(entry)
 
     def _process(
         self, processes: dict[int, list[LearnerProcess]], learner: int, incarnation: int, at: float
     ) -> LearnerProcess:
-        """Find a process by its number: an old process may go on writing beside its successor."""
-        them = processes.setdefault(learner, [])
-        process = next((each for each in reversed(them) if each.incarnation == incarnation), None)
+        """Find or create a process by its incarnation. An old process may continue together with its successor."""
+        incarnations = processes.setdefault(learner, [])
+        process = next((each for each in reversed(incarnations) if each.incarnation == incarnation), None)
         if process is None:
             process = LearnerProcess(incarnation, at, at, None, self.keep)
-            them.append(process)
-            them.sort(key=lambda each: each.incarnation)
-            if self.keep is not None and sum(len(each.log) for each in them) > MAX_ROWS:
-                for each in them[:-1]:
+            incarnations.append(process)
+            incarnations.sort(key=lambda each: each.incarnation)
+            if self.keep is not None and sum(len(each.log) for each in incarnations) > MAX_ROWS:
+                for each in incarnations[:-1]:
                     each.log.halve()
         return process
 
-    def _compare(self, process: LearnerProcess, lead_s: float) -> None:
-        """`lead_s`: time of sending less time of arrival of a message, each by its own clock. The largest counts."""
+    def _update_clock_offset(self, process: LearnerProcess, offset_s: float) -> None:
+        """Update the clock offset by one message. `offset_s` is the sending time minus the arrival time."""
         known = process.is_clock_known
         process.is_clock_known = True
-        if abs(lead_s) < CLOCKS_S:
-            lead_s = 0.0
-        if lead_s != process.lead_s and (lead_s > process.lead_s or not known):
-            process.set_lead(lead_s)
+        if abs(offset_s) < MAX_CLOCK_SKEW_S:
+            offset_s = 0.0
+        if offset_s != process.clock_offset_s and (offset_s > process.clock_offset_s or not known):
+            process.set_clock_offset(offset_s)
 
-    def _compare_late(self) -> None:
-        """Compare clocks of processes whose tapes were read before the syncer's had their messages."""
-        for (learner, incarnation), said in list(self._said.items()):
+    def _update_late_clock_offsets(self) -> None:
+        """Compare clocks of processes whose tapes were read before the tape of the syncer."""
+        for (learner, incarnation), sent in list(self._send_times.items()):
             process = self._process(self.processes, learner, incarnation, 0.0)
-            heard = self._heard.get((learner, incarnation), {})
-            for tick in said.keys() & heard.keys():
-                self._compare(process, said[tick] - heard.pop(tick))
+            arrivals = self._arrival_times.get((learner, incarnation), {})
+            for tick in sent.keys() & arrivals.keys():
+                self._update_clock_offset(process, sent[tick] - arrivals.pop(tick))
             if process.is_clock_known:
-                del self._said[learner, incarnation]
+                del self._send_times[learner, incarnation]
 
     def end_tenures(self) -> None:
-        """End all tenures but the newest that has begun. Call it when their tapes are read to the end."""
-        begun = [tenure for tenure in self.tenures if tenure.first is not None]
-        for tenure in begun[:-1]:
-            tenure.end()
+        """End all started tenures except the newest. Call it after reading their tapes to the end."""
+        started = [tenure for tenure in self.tenures if tenure.first_entry_at is not None]
+        for tenure in started[:-1]:
+            tenure.close()
 
-    def settle(self) -> None:
-        """Compute what depends on more than one tape, after new entries were taken."""
-        self._compare_late()
+    def refresh(self) -> None:
+        """Compute the values that depend on several tapes. Call it after new entries and before queries."""
+        self._update_late_clock_offsets()
         own = [process for processes in self.processes.values() for process in processes]
-        processes = [*own, *(process for processes in self.seen.values() for process in processes)]
-        tenures = [tenure for tenure in self.tenures if tenure.first is not None]
-        ends = [process.last for process in processes if process.is_clock_known or not tenures]
-        self.to = max([*ends, *(tenure.last for tenure in tenures)], default=0.0)
-        self.trains_since = min((process.began for process in processes if process.began is not None), default=None)
+        processes = [*own, *(process for processes in self.untaped_processes.values() for process in processes)]
+        tenures = [tenure for tenure in self.tenures if tenure.first_entry_at is not None]
+        ends = [process.last_entry_at for process in processes if process.is_clock_known or not tenures]
+        self.newest_at = max([*ends, *(tenure.last_entry_at for tenure in tenures)], default=0.0)
+        self.training_started_at = min(
+            (process.training_started_at for process in processes if process.training_started_at is not None),
+            default=None,
+        )
         self.pauses = list(self._find_pauses())
-        known = {learner for tenure in tenures for learner in tenure.standings}
-        self._learners = sorted(known | set(self.processes) | set(self.seen))
+        known = {learner for tenure in tenures for learner in tenure.member_states}
+        self._learners = sorted(known | set(self.processes) | set(self.untaped_processes))
         for learner in self._learners:
-            self._leave_open(learner)
-        self.ended = self.to
+            self._extend_open_process(learner)
+        self.ended_at = self.newest_at
         if self.is_finished:
-            self.ended = max((process.log.ends[-1] for process in processes if process.log.ends), default=self.to)
-        there = [(process.first, process.until) for process in processes]
-        self._sections = union([*there, *((r.first, r.last) for r in tenures if r.first is not None)])
+            self.ended_at = max(
+                (process.log.ends[-1] for process in processes if process.log.ends), default=self.newest_at
+            )
+        present = [(process.first_entry_at, process.present_until) for process in processes]
+        self._sections = merge_spans(
+            [*present, *((r.first_entry_at, r.last_entry_at) for r in tenures if r.first_entry_at is not None)]
+        )
 
-    def _leave_open(self, learner: int) -> None:
-        """A learner that is there after its newest entry is in a step, unless the run is paused."""
+    def _extend_open_process(self, learner: int) -> None:
+        """Presume that a present learner is in a step after its newest entry, unless the run is paused."""
         processes = self.processes_of(learner)
         for process in processes:
-            process.open_until = process.works_until = None
-        if processes and self.is_on(learner, processes[-1]):
+            process.presumed_until = process.stepping_until = None
+        if processes and self.is_present(learner, processes[-1]):
             process = processes[-1]
-            process.open_until = self.to
-            paused = self.pauses[-1] if self.pauses and self.pauses[-1][1] >= self.to else None
-            process.works_until = self.to if paused is None else paused[0]
+            process.presumed_until = self.newest_at
+            paused = self.pauses[-1] if self.pauses and self.pauses[-1][1] >= self.newest_at else None
+            process.stepping_until = self.newest_at if paused is None else paused[0]
 
     # ---------------------------------------------------------------------------------------------------- the run
 
     @property
-    def tenure(self) -> SyncerTenure | None:
-        """The newest syncer process that has begun."""
-        return next((tenure for tenure in reversed(self.tenures) if tenure.first is not None), None)
+    def current_tenure(self) -> SyncerTenure | None:
+        """Newest syncer process that has started."""
+        return next((tenure for tenure in reversed(self.tenures) if tenure.first_entry_at is not None), None)
 
     @property
-    def begin(self) -> float:
-        """The first entry of a syncer, on the run's clock."""
-        return min((tenure.first for tenure in self.tenures if tenure.first is not None), default=0.0)
+    def started_at(self) -> float:
+        """Time of the first entry of a syncer, on the clock of the run."""
+        return min((tenure.first_entry_at for tenure in self.tenures if tenure.first_entry_at is not None), default=0.0)
 
     @property
     def is_finished(self) -> bool:
-        tenure = self.tenure
+        tenure = self.current_tenure
         return tenure is not None and tenure.stage == "finished"
 
     def learners(self) -> list[int]:
         return self._learners
 
     def processes_of(self, learner: int) -> list[LearnerProcess]:
-        """The processes of a learner, from its own tapes if they are here, else as the syncer saw them."""
-        return self.processes.get(learner) or self.seen.get(learner, [])
+        """Return the processes of a learner, from its own tapes if they exist, else from the tapes of syncers."""
+        return self.processes.get(learner) or self.untaped_processes.get(learner, [])
 
     def is_derived(self, learner: int) -> bool:
-        """Whether its time is derived from its messages to the syncer."""
+        """Return whether the times of a learner are derived from its messages to the syncer."""
         return learner not in self.processes
 
     def wall_s(self, at: float = float("inf")) -> float:
-        """Since the first learner may train, without the time in which no process of the run was there."""
-        return self._counted_s((self.trains_since, min(at, self.ended))) if self.trains_since is not None else 0.0
+        """Return the time since the start of training, without times in which no process of the run was present."""
+        return (
+            self._counted_s((self.training_started_at, min(at, self.ended_at)))
+            if self.training_started_at is not None
+            else 0.0
+        )
 
     def _counted_s(self, span: Span) -> float:
         return sum(overlap_s(section, span) for section in self._sections)
 
     def _find_pauses(self) -> Iterator[Span]:
-        """A pause goes on while the syncer is down."""
+        """Yield the pauses by operators. A pause continues while the syncer is down."""
         for number, tenure in enumerate(self.tenures):
             for begin, end in tenure.pauses:
-                if end == tenure.last and tenure.is_paused:
-                    later = next((r.first for r in self.tenures[number + 1 :] if r.first is not None), self.to)
+                if end == tenure.last_entry_at and tenure.is_paused:
+                    later = next(
+                        (r.first_entry_at for r in self.tenures[number + 1 :] if r.first_entry_at is not None),
+                        self.newest_at,
+                    )
                     end = max(end, later)
                 yield begin, end
 
@@ -247,110 +278,116 @@ class RunTimeline:
         return any(begin <= at <= end for begin, end in self.pauses)
 
     def goodput(self, at: float = float("inf")) -> float | None:
-        """Goodput: the share of learners' allocated time that was spent in steps. This is its only definition."""
-        whole = in_steps = 0.0
-        for learner in self._asked():
-            span = self.span_of(learner, at)
+        """Return the goodput: the share of allocated time in steps. This is its only definition."""
+        total_s = in_steps_s = 0.0
+        for learner in self._expected_ids():
+            span = self.allocated_span(learner, at)
             if span is not None:
                 allocated_s = self._counted_s(span)
-                whole += allocated_s
-                in_steps += stepping_s(self.processes_of(learner), span, allocated_s)
-        return in_steps / whole if whole > 0 else None
+                total_s += allocated_s
+                in_steps_s += stepping_s(self.processes_of(learner), span, allocated_s)
+        return in_steps_s / total_s if total_s > 0 else None
 
     def uptime(self, at: float = float("inf")) -> float | None:
-        """Uptime: the share of the run's time in which at least one learner was in a step."""
-        whole_s = self.wall_s(at)
-        if self.trains_since is None or whole_s <= 0.0:
+        """Return the uptime: the share of the run time in which at least one learner was in a step."""
+        wall_s = self.wall_s(at)
+        if self.training_started_at is None or wall_s <= 0.0:
             return None
-        end = min(at, self.ended)
+        end = min(at, self.ended_at)
         processes = (process for learner in self.learners() for process in self.processes_of(learner))
-        spells = (spell for process in processes for spell in process.all_spells(end))
-        return min(1.0, covered_s(spells, (self.trains_since, end)) / whole_s)
+        spans = (span for process in processes for span in process.all_stepping_spans(end))
+        return min(1.0, union_length_s(spans, (self.training_started_at, end)) / wall_s)
 
-    def _asked(self) -> Iterable[int]:
-        return sorted({*self.learners(), *range(1, self.asked_for + 1)})
+    def _expected_ids(self) -> Iterable[int]:
+        return sorted({*self.learners(), *range(1, self.expected_learners + 1)})
 
-    def merges(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[Merge]:
-        """After `begin`, up to `end`; ordered by time within the tenure of each syncer."""
+    def merges(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[MergeRow]:
+        """Yield the merges after `begin`, up to `end`, in order of time within each tenure."""
         for tenure in self.tenures:
             yield from tenure.merges.between(begin, end)
 
     def merges_until(self, at: float) -> int:
         return sum(tenure.merges.until(at) for tenure in self.tenures)
 
-    def newest_merges(self, at: float, count: int) -> list[Merge]:
-        """Return the last `count` merges before this moment, newest first."""
-        found: list[Merge] = []
+    def newest_merges(self, at: float, count: int) -> list[MergeRow]:
+        """Return the last `count` merges before this time, newest first."""
+        found: list[MergeRow] = []
         for tenure in reversed(self.tenures):
             if count > 0:
                 newest = tenure.merges.newest(at, count)
-                count -= sum(each.stands_for for each in newest)
+                count -= sum(each.merge_count for each in newest)
                 found += newest
         return found
 
-    # ---------------------------------------------------------------------------------------------------- islands
+    # ---------------------------------------------------------------------------------------------------- learners
 
-    def standing(self, learner: int, at: float) -> StandingChange | None:
-        """The standing of a learner with the syncer of that moment."""
+    def member_state(self, learner: int, at: float) -> MemberStateChange | None:
+        """Return the last change of the member state of a learner, at the syncer of that time."""
         for tenure in reversed(self.tenures):
-            if tenure.first is None or tenure.first > at:
+            if tenure.first_entry_at is None or tenure.first_entry_at > at:
                 continue
-            track = tenure.standings.get(learner, [])
-            index = bisect_right(track, at, key=lambda each: each.at)
+            changes = tenure.member_states.get(learner, [])
+            index = bisect_right(changes, at, key=lambda each: each.at)
             if index:
-                return track[index - 1]
+                return changes[index - 1]
         return None
 
-    def is_on(self, learner: int, process: LearnerProcess) -> bool:
-        """Whether its process is still there: between two steps its tape says nothing.
+    def is_present(self, learner: int, process: LearnerProcess) -> bool:
+        """Return whether a process is still present, although its tape has no entries during a step.
 
-        For the syncer a learner whose link is cut is away; then its own tape goes on. What a syncer knows from before
-        its restart says nothing.
+        A learner that is disconnected from the syncer is present while its own tape continues. A member state from
+        before a restart of the syncer is no evidence.
         """
-        last = self.standing(learner, self.to)
+        last = self.member_state(learner, self.newest_at)
         if last is None or last.incarnation != process.incarnation:
             return False
-        if last.standing in ("live", "suspect", "joining"):
+        if last.state in ("live", "suspect", "joining"):
             return True
-        if self.to - process.last > max(LINGERS_S, 3 * (self.usual_step_s(learner, self.to) or 0.0)):
+        if self.newest_at - process.last_entry_at > max(
+            LINGER_TIMEOUT_S, 3 * (self.typical_step_s(learner, self.newest_at) or 0.0)
+        ):
             return False
         restored = any(
-            last is tenure.standings[learner][0] for tenure in self.tenures[1:] if learner in tenure.standings
+            last is tenure.member_states[learner][0] for tenure in self.tenures[1:] if learner in tenure.member_states
         )
-        return last.standing == "away" and (restored or process.last >= last.at)
+        return last.state == "disconnected" and (restored or process.last_entry_at >= last.at)
 
-    def span_of(self, learner: int, at: float = float("inf")) -> Span | None:
-        """The span in which it should have trained, until `at`; None if it had not come and should not have.
+    def allocated_span(self, learner: int, at: float = float("inf")) -> Span | None:
+        """Return the span in which a learner should train, until `at`; None if it had not joined and was not expected.
 
-        It begins when the first learner may train, or when this one came if it was added later. It ends with the
-        run, or when this learner left for good. docs/accounting.md explains it.
+        The span starts with the training of the first learner, or when this learner joins if it was added later. It
+        ends with the run, or when this learner leaves for good. docs/accounting.md has the details.
         """
-        processes, since = self.processes_of(learner), self.trains_since
-        if since is None or (not processes and learner > self.asked_for):
+        processes, since = self.processes_of(learner), self.training_started_at
+        if since is None or (not processes and learner > self.expected_learners):
             return None
-        end = min(at, self.ended)
+        end = min(at, self.ended_at)
         if not processes:
-            return max(since, self._section(self.ended)[0]), end
-        first = processes[0].first
-        if learner <= self.asked_for:
-            begin = max(since, self._section(first)[0])
+            return max(since, self._active_section(self.ended_at)[0]), end
+        first = processes[0].first_entry_at
+        if learner <= self.expected_learners:
+            begin = max(since, self._active_section(first)[0])
         elif first > at:
             return None
         else:
             begin = max(since, first)
-            if self.asked_for:  # a job that was resumed with fewer does not ask for it any more
-                end = min(end, self._section(max(process.until for process in processes))[1])
-        last = self.standing(learner, at)
-        if last is not None and last.standing == "left":
-            end = min(end, last.at, max((process.last for process in processes if process.first <= at), default=end))
+            if self.expected_learners:  # a job that resumed with fewer learners does not expect it
+                end = min(end, self._active_section(max(process.present_until for process in processes))[1])
+        last = self.member_state(learner, at)
+        if last is not None and last.state == "left":
+            end = min(
+                end,
+                last.at,
+                max((process.last_entry_at for process in processes if process.first_entry_at <= at), default=end),
+            )
         return begin, max(begin, end)
 
-    def _section(self, at: float) -> Span:
-        """The time around this moment in which some process of the run was there."""
+    def _active_section(self, at: float) -> Span:
+        """Return the time span around `at` in which at least one process of the run was present."""
         sections = self._sections or [NEVER]
         return next((each for each in sections if at <= each[1]), sections[-1])
 
-    def split(
+    def time_shares(
         self,
         learner: int,
         at: float = float("inf"),
@@ -358,29 +395,32 @@ class RunTimeline:
         waited_s: float = 0.0,
         copied_s: float = 0.0,
     ) -> TimeShares | None:
-        """Return where its time went until then."""
-        span = self.span_of(learner, at)
+        """Return the parts of the time of a learner until `at`; see `compute_time_shares`."""
+        span = self.allocated_span(learner, at)
         if span is None:
             return None
-        pauses = [found for found in (clip(pause, span) for pause in self.pauses) if found is not None]
+        pauses = [part for part in (clip(pause, span) for pause in self.pauses) if part is not None]
         processes, counted_s = self.processes_of(learner), self._counted_s(span)
-        return shares_of(learner, processes, span, list(stops), pauses, waited_s, copied_s, counted_s)
+        return compute_time_shares(learner, processes, span, list(stops), pauses, waited_s, copied_s, counted_s)
 
-    def bands(self, learner: int, begin: float, end: float, stops: Iterable[Span] = ()) -> list[Band]:
-        """What a learner did when, without gaps: by its own tapes if they are here, else as the syncer saw it.
+    def state_spans(self, learner: int, begin: float, end: float, stops: Iterable[Span] = ()) -> list[StateSpan]:
+        """Return the states of a learner without gaps, from its own tapes if they exist, else from the syncers' tapes.
 
-        `stops`: when its process was stopped by SIGSTOP, which no tape says.
+        Args:
+            stops: spans in which its process was stopped by SIGSTOP, which tapes do not show.
         """
-        changes = self._standings(learner)
-        states: Iterable[Band] = (Band(*span, STATES.get(change.standing, change.standing)) for change, span in changes)
+        changes = self._member_states(learner)
+        states: Iterable[StateSpan] = (
+            StateSpan(*span, STATE_LABELS.get(change.state, change.state)) for change, span in changes
+        )
         if self.processes.get(learner):
-            suspicions = [(span, STATES[c.standing]) for c, span in changes if c.standing in ("suspect", "quarantined")]
-            covers = sorted([*((span, "alone") for span in self._alone(learner)), *suspicions])
+            suspicions = [(span, STATE_LABELS[c.state]) for c, span in changes if c.state in ("suspect", "quarantined")]
+            covers = sorted([*((span, "alone") for span in self._disconnected_spans(learner)), *suspicions])
             states = _cover(self._own_bands(learner), [(stop, "stopped") for stop in sorted(stops)])
             states = _cover(states, covers)
-        found: list[Band] = []
+        found: list[StateSpan] = []
         for band in _cover(states, [(pause, "paused") for pause in self.pauses]):
-            clipped = Band(max(band.begin, begin), min(band.end, end), band.state)
+            clipped = StateSpan(max(band.begin, begin), min(band.end, end), band.state)
             if clipped.end <= clipped.begin:
                 continue
             if found and found[-1].state == clipped.state and clipped.begin - found[-1].end < 1e-9:
@@ -389,113 +429,119 @@ class RunTimeline:
                 found.append(clipped)
         return found
 
-    def state(self, learner: int, at: float) -> Band:
-        """What a learner does at this moment, and since when."""
-        bands = self.bands(learner, self.begin, max(at, self.begin) + 1e-6)
-        return next((band for band in reversed(bands) if band.begin <= at), Band(at, at, "gone"))
+    def current_state(self, learner: int, at: float) -> StateSpan:
+        """Return the state of a learner at this time, and since when."""
+        bands = self.state_spans(learner, self.started_at, max(at, self.started_at) + 1e-6)
+        return next((band for band in reversed(bands) if band.begin <= at), StateSpan(at, at, "gone"))
 
-    def _standings(self, learner: int) -> list[tuple[StandingChange, Span]]:
-        """The standings of a learner, each with the span in which it had it."""
-        changes = [each for tenure in self.tenures for each in tenure.standings.get(learner, ())]
-        ends = [*(each.at for each in changes[1:]), self.to]
+    def _member_states(self, learner: int) -> list[tuple[MemberStateChange, Span]]:
+        """Return the member states of a learner, each with its span."""
+        changes = [each for tenure in self.tenures for each in tenure.member_states.get(learner, ())]
+        ends = [*(each.at for each in changes[1:]), self.newest_at]
         return [(change, (change.at, end)) for change, end in zip(changes, ends, strict=False)]
 
-    def _alone(self, learner: int) -> list[Span]:
+    def _disconnected_spans(self, learner: int) -> list[Span]:
         processes = self.processes[learner]
-        alone = [span for process in processes for span in process.all_alone()]
-        if processes[-1].alone_since is not None:
-            alone[-1] = processes[-1].alone_since, self.to  # still alone after its newest entry
+        alone = [span for process in processes for span in process.all_disconnected()]
+        if processes[-1].disconnected_since is not None:
+            alone[-1] = processes[-1].disconnected_since, self.newest_at  # still disconnected after its newest entry
         return alone
 
-    def _own_bands(self, learner: int) -> Iterator[Band]:
-        """Joining, training and being away, from its tapes."""
+    def _own_bands(self, learner: int) -> Iterator[StateSpan]:
+        """Yield the states of joining, training and absence, from the tapes of a learner."""
         processes = self.processes[learner]
-        at = processes[0].first
+        at = processes[0].first_entry_at
         for process in processes:
-            if process.first > at:
-                yield Band(at, process.first, "gone")
-            yield Band(process.first, process.joined, "recovering")
-            yield Band(process.joined, process.until, "training")
-            at = max(at, process.until)
-        if at < self.to:
-            last = self.standing(learner, self.to)
-            state = last.standing if last is not None and last.standing in ("left", "quarantined") else "gone"
-            yield Band(at, self.to, state)
+            if process.first_entry_at > at:
+                yield StateSpan(at, process.first_entry_at, "gone")
+            yield StateSpan(process.first_entry_at, process.joined_at, "recovering")
+            yield StateSpan(process.joined_at, process.present_until, "training")
+            at = max(at, process.present_until)
+        if at < self.newest_at:
+            last = self.member_state(learner, self.newest_at)
+            state = last.state if last is not None and last.state in ("left", "quarantined") else "gone"
+            yield StateSpan(at, self.newest_at, state)
 
-    def longest_gap(self, excused: Mapping[int, Sequence[Span]]) -> Gap | None:
-        """The longest gap between steps of any learner, without gaps that touch an excused span of that learner."""
-        worst: Gap | None = None
+    def longest_gap(self, excused: Mapping[int, Sequence[Span]]) -> StepGap | None:
+        """Return the longest gap between steps of any learner, except gaps that overlap an excused span."""
+        longest: StepGap | None = None
         for learner, processes in self.processes.items():
             times = [end - begin for process in processes for begin, end in process.step_spans()]
             for process in processes:
                 for before, after in pairwise(process.log.ends):
-                    if worst is not None and after - before <= worst.gap_s:
+                    if longest is not None and after - before <= longest.gap_s:
                         continue
                     if not any(overlap_s((before, after), span) > 0.0 for span in excused.get(learner, ())):
-                        worst = Gap(learner, before, after - before, median(times))
-        return worst
+                        longest = StepGap(learner, before, after - before, median(times))
+        return longest
 
     def effective_h(self) -> float | None:
-        """Steps of a learner between two merges of a fragment, if it is there all the time."""
+        """Return the effective H: steps between two merges of a fragment, for a learner that is always present."""
         processes = [process for each in self.processes.values() for process in each]
         present_s = sum(process.present_s for process in processes)
         merges = self.merges_until(float("inf"))
-        if not merges or not present_s or self.tenure is None:
+        if not merges or not present_s or self.current_tenure is None:
             return None
         steps = sum(process.steps for process in processes) * self.wall_s() / present_s
-        return steps * len(self.tenure.core.state.config.fragment_ids()) / merges
+        return steps * len(self.current_tenure.core.state.config.fragment_ids()) / merges
 
-    def progress_of(self, learner: int, at: float) -> tuple[int, float]:
-        """Return the steps of its newest process and the tokens of all its processes, by then."""
+    def progress(self, learner: int, at: float) -> tuple[int, float]:
+        """Return the steps of the newest process and the tokens of all processes of a learner, up to this time."""
         steps, tokens = 0, 0.0
         for process in self.processes_of(learner):
-            if process.first > at:
+            if process.first_entry_at > at:
                 break
             steps = process.log.steps_until(at)
             tokens += process.log.tokens_until(at)
         return steps, tokens
 
     def tokens_until(self, at: float) -> float:
-        found = 0.0
+        tokens = 0.0
         for learner in self._learners:
             for process in self.processes_of(learner):
-                if process.first <= at:
-                    found += process.log.tokens_until(at)
-        return found
+                if process.first_entry_at <= at:
+                    tokens += process.log.tokens_until(at)
+        return tokens
 
-    def usual_step_s(self, learner: int, at: float) -> float | None:
-        """Return the median of its last steps."""
+    def typical_step_s(self, learner: int, at: float) -> float | None:
+        """Return the median of the last step times of a learner."""
         for process in reversed(self.processes_of(learner)):
-            usual_s = process.log.usual_s(at)
-            if usual_s is not None:
-                return usual_s
+            typical_s = process.log.typical_s(at)
+            if typical_s is not None:
+                return typical_s
         return None
 
-    def moment_of(self, learner: int, incarnation: int, step: int | None, at: float) -> float:
-        """Return when a process wrote a line at `at` of its own clock, which may be wrong and may have jumped.
+    def to_run_time(self, learner: int, incarnation: int, step: int | None, at: float) -> float:
+        """Return the time, on the clock of the run, of a line that a process wrote at `at` on its own clock.
 
-        `step`: the steps it had taken by then; its tape has their times.
+        Args:
+            step: steps of the process at that time. The times on its tape correct a clock that has jumped.
         """
         process = next((each for each in self.processes.get(learner, ()) if each.incarnation == incarnation), None)
         if process is None:
             return at
-        at -= process.lead_s
+        at -= process.clock_offset_s
         row = bisect_left(process.log.steps, step) if step is not None else len(process.log)
-        if row == len(process.log):  # its tape is not as far
-            begin, end = process.last, max(process.until, self.to)
+        if row == len(process.log):  # its tape ends earlier
+            begin, end = process.last_entry_at, max(process.present_until, self.newest_at)
         else:
             begin, end = process.log.begins[row], process.log.ends[row]
-        return at if begin - CLOCKS_S <= at <= end + CLOCKS_S else end
+        return at if begin - MAX_CLOCK_SKEW_S <= at <= end + MAX_CLOCK_SKEW_S else end
 
-    def lead_of(self, learner: int, incarnation: int) -> float:
-        """Return by how much the clock of a process is ahead."""
+    def clock_offset_s(self, learner: int, incarnation: int) -> float:
+        """Return the offset of a process's clock from the syncer's (positive: ahead)."""
         return next(
-            (process.lead_s for process in self.processes.get(learner, ()) if process.incarnation == incarnation), 0.0
+            (
+                process.clock_offset_s
+                for process in self.processes.get(learner, ())
+                if process.incarnation == incarnation
+            ),
+            0.0,
         )
 
 
-def _cover(bands: Iterable[Band], covers: Sequence[tuple[Span, str]]) -> Iterator[Band]:
-    """Replace training by the states that lie over it; of two that overlap, the first one counts."""
+def _cover(bands: Iterable[StateSpan], covers: Sequence[tuple[Span, str]]) -> Iterator[StateSpan]:
+    """Replace the training state where a cover overlaps it. If two covers overlap, the first one counts."""
     for band in bands:
         at = band.begin
         for (begin, end), state in covers if band.state == "training" else ():
@@ -503,48 +549,55 @@ def _cover(bands: Iterable[Band], covers: Sequence[tuple[Span, str]]) -> Iterato
             if end <= begin:
                 continue
             if begin > at:
-                yield Band(at, begin, band.state)
-            yield Band(begin, end, state)
+                yield StateSpan(at, begin, band.state)
+            yield StateSpan(begin, end, state)
             at = end
         if at < band.end:
-            yield Band(at, band.end, band.state)
+            yield StateSpan(at, band.end, band.state)
 
 
-def _note(times: dict[tuple[int, int], dict[int, float]], process: tuple[int, int], tick: int, at: float) -> None:
-    """Keep some of the first ticks of a process, and some of the newest."""
+def _record_time(
+    times: dict[tuple[int, int], dict[int, float]], process: tuple[int, int], tick: int, at: float
+) -> None:
+    """Store the time of a tick. Only some of the first and of the newest ticks are kept."""
     known = times.get(process)
     if known is None:
         known = times[process] = {}
     known[tick] = at
-    if len(known) > 2 * COMPARED:
-        del known[next(islice(known, COMPARED, None))]
+    if len(known) > 2 * CLOCK_SAMPLES:
+        del known[next(islice(known, CLOCK_SAMPLES, None))]
 
 
-def asked_for(run: Path) -> int:
-    """Return the number of learners that the job on this machine should start; 0 if unknown."""
+def read_expected_learners(run: Path) -> int:
+    """Return the number of learners that the job on this machine starts; 0 if unknown."""
     try:
-        told = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0
-    learners = told.get("learners") if isinstance(told, dict) else None
+    learners = config.get("learners") if isinstance(config, dict) else None
     return learners if type(learners) is int else 0
 
 
-def read_timeline(run: Path, keep: int | None = KEEP, learners: int | None = None) -> RunTimeline:
-    """Read all tapes of a run; they may be cut short. `learners`: that the job should start; None: by its config."""
+def read_timeline(run: Path, keep: int | None = EXACT_ROWS, learners: int | None = None) -> RunTimeline:
+    """Read all tapes of a run, which may be incomplete.
+
+    Args:
+        keep: number of exact entries in every log; None: all.
+        learners: number of expected learners; None: from the config of the job.
+    """
     timeline, tapes = RunTimeline(keep), RunTapes(run)
-    timeline.here = set(tapes.learners())
+    timeline.taped_learners = set(tapes.learners())
     for actor, reader in tapes.readers.items():  # syncers first
         if actor.learner == SYNCER:
             tenure = timeline.add_tenure(reader.header)
             for entry in reader:
-                timeline.take_syncer(tenure, entry)
+                timeline.handle_syncer_entry(tenure, entry)
             timeline.end_tenures()
         else:
             for entry in reader:
-                timeline.take_learner(actor.learner, actor.start, entry)
-    timeline.asked_for = asked_for(run) if timeline.processes else 0
-    timeline.settle()
+                timeline.handle_learner_entry(actor.learner, actor.generation, entry)
+    timeline.expected_learners = read_expected_learners(run) if timeline.processes else 0
+    timeline.refresh()
     if learners is not None:
-        timeline.asked_for = learners
+        timeline.expected_learners = learners
     return timeline

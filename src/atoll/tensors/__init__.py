@@ -1,1 +1,4 @@
-"""Fragments, codecs, merging, optimizer state. Knows torch, but no sockets, no threads and no clock."""
+"""Arithmetic on tensors: fragments, codecs, merging, outer optimizer, optimizer state.
+
+This package uses torch, but no sockets, no threads and no clock.
+"""

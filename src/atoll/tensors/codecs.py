@@ -1,7 +1,7 @@
-"""How numbers travel: flat f32 tensors to bytes and back, and the error feedback of a sender.
+"""Quantization: encode flat f32 tensors as bytes, decode them, and carry rounding errors over (error feedback).
 
-All numbers are little endian. `n` is the number of values; a block is a run of values that share one scale, counted
-from the first value, the last one may be short.
+All numbers are little endian. `n` is the number of values. A block is a run of values that share one scale. Blocks are
+counted from the first value, and the last one may be short.
 
 | name | number | bytes, in this order |
 |---|---|---|
@@ -10,12 +10,12 @@ from the first value, the last one may be short.
 | int8 | 2 | one f32 scale per block of 256, then n signed bytes q; value = q * scale, scale = absmax / 127 |
 | int4 | 3 | one bf16 scale per block of 64, then 32 bytes per block; value = (q - 8) * scale, scale = absmax / 7 |
 
-int4 packs two values per byte, the earlier one in the low half, and fills the last block up with zeros. Its scales are
-bf16: they have the whole range of f32, save two bytes per block, and a scale that is off by 0.4 % only moves the
-levels. Scales are made a little smaller than the quotient (by 2**-22 and 2**-8), so that no level overflows, and are at
-least the smallest normal f32, so that zeros and denormals need no case of their own.
+int4 packs two values per byte, the earlier one in the low half, and pads the last block with zeros. Its scales are
+bf16: they have the range of f32, save two bytes per block, and an error of 0.4 % in a scale only moves the levels.
+Scales are slightly smaller than the quotient (by 2**-22 and 2**-8), so that no level overflows. They are at least the
+smallest normal f32, so that zeros and denormals need no special case.
 
-Everything works through chunks that stay in the cache. Codecs keep no memory between calls: one serves many threads.
+All functions work in chunks that fit into the cache. Codecs are stateless, so threads may share one.
 """
 
 from __future__ import annotations
@@ -28,130 +28,133 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18
-"""Values per chunk; a multiple of every block. 1 MiB of f32: it stays in the cache and hides what calls cost."""
+CHUNK_NUMEL = 1 << 18
+"""Values per chunk, a multiple of every block size. 1 MiB of f32 fits into the cache and hides the cost of calls."""
 
 _TINY = 2.0**-126  # the smallest normal f32
 
 
-Told: TypeAlias = Callable[[int, int], None]
-"""Hears from which value to which the bytes are written for good, chunk by chunk."""
+ProgressCallback: TypeAlias = Callable[[int, int], None]
+"""Called after each chunk with the range [begin, end) of values whose bytes are final."""
 
 
 class Scratch:
-    """Room for one chunk in work, and for the blocks that it cuts at either end. Not shared between threads."""
+    """Temporary memory for one chunk and the partial blocks at its ends. Not thread-safe."""
 
-    def __init__(self, numel: int = CHUNK) -> None:
-        numel = min(CHUNK, -(-numel // 256) * 256) + 2 * 256
-        self.values = torch.empty(numel)  # of the user of a codec: a chunk before encoding or after decoding
-        self.work = torch.empty(numel)  # of the codec itself
+    def __init__(self, numel: int = CHUNK_NUMEL) -> None:
+        numel = min(CHUNK_NUMEL, -(-numel // 256) * 256) + 2 * 256
+        self.values = torch.empty(numel)  # memory of the caller: a chunk before encoding or after decoding
+        self.work = torch.empty(numel)  # memory of the codec
         self.bytes = torch.empty(numel, dtype=torch.uint8)
         self.shorts = torch.empty(numel // 2, dtype=torch.int16)
 
 
-def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cuts [begin, end) at the multiples of CHUNK, counted from `begin`."""
-    for at in range(begin, end, CHUNK):
-        yield at, min(at + CHUNK, end)
+def chunk_ranges(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut [begin, end) into ranges of CHUNK_NUMEL values; the last one may be shorter."""
+    for at in range(begin, end, CHUNK_NUMEL):
+        yield at, min(at + CHUNK_NUMEL, end)
 
 
 def square_sum(x: Tensor) -> float:
-    """Sum of the squares of a flat f32 tensor: f32 within a chunk, f64 over chunks. NaN and inf show in it."""
-    return sum(float(torch.dot(x[begin:end], x[begin:end])) for begin, end in chunks(0, x.numel()))
+    """Return the sum of squares of a flat f32 tensor: f32 within a chunk, f64 over chunks. NaN and inf propagate."""
+    return sum(float(torch.dot(x[begin:end], x[begin:end])) for begin, end in chunk_ranges(0, x.numel()))
 
 
 class Codec(ABC):
-    """Bytes for flat contiguous f32 tensors on the CPU.
+    """Encoding of flat contiguous f32 tensors on the CPU as bytes.
 
-    `write` and `read` work on a part that begins at a multiple of `block`, ends at one or at the last value, and is not
-    longer than the scratch. `encode` and `decode` are those in a loop.
+    `encode_chunk` and `decode_chunk` take a range that begins at a multiple of `block_size` and ends at one or at the
+    last value. It must fit into the scratch memory. `encode` and `decode` call them in a loop.
     """
 
     name: str
-    number: int  # on the wire
-    block: int = 1  # values that share a scale
-    is_exact = False  # nothing is rounded: the values themselves travel
-    tells_norm = False  # `examine` finds the norm itself, not a bound of it
+    wire_id: int  # number of the codec in frames
+    block_size: int = 1  # values that share a scale
+    is_lossless = False  # values are not rounded
+    has_exact_norm = False  # `examine` returns the exact norm, not an upper bound
 
     @abstractmethod
-    def size(self, numel: int) -> int:
-        """Bytes of `numel` values."""
+    def encoded_size(self, numel: int) -> int:
+        """Return the number of bytes of `numel` encoded values."""
 
     @abstractmethod
-    def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
-        """Encodes `x` as the values from `begin` on of the `numel` values in `data`. `x` stays as it is."""
+    def encode_chunk(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+        """Encode `x` into `data`, which holds `numel` values, from value `begin` on. `x` is not changed."""
 
     @abstractmethod
-    def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
-        """Decodes into `out` the values from `begin` on, as many as `out` holds."""
+    def decode_chunk(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+        """Decode the `out.numel()` values from `begin` on into `out`."""
 
     @abstractmethod
-    def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
-        """Which bytes hold these values; they begin and end as those of `write`."""
+    def byte_ranges(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the byte ranges that encode values [begin, end), a range that `encode_chunk` would accept."""
 
     @abstractmethod
-    def values_in(self, numel: int, first_bytes: int) -> int:
-        """How many values can be read of the first so many bytes: whole blocks, or all."""
+    def decodable_values(self, numel: int, first_bytes: int) -> int:
+        """Return how many values can be decoded from the first `first_bytes` bytes: full blocks, or all values."""
 
     @abstractmethod
     def _square_sum(self, data: Tensor, numel: int) -> float:
-        """At least the sum of the squares of the decoded values, or not finite where one of them is not."""
+        """Return an upper bound of the sum of squares of the decoded values; not finite if a value is not finite."""
 
-    def encode(self, x: Tensor, out: Tensor | None = None, told: Told | None = None) -> Tensor:
-        """Bytes of `x`, in `out` if it is given."""
+    def encode(self, x: Tensor, out: Tensor | None = None, on_progress: ProgressCallback | None = None) -> Tensor:
+        """Encode `x`, into `out` if it is given, and return the bytes."""
         numel = _flat(x)
-        out = self.room(numel, out)
+        out = self.allocate(numel, out)
         scratch = Scratch(numel)
-        target = aligned(out)
-        for begin, end in chunks(0, numel):
-            self.write(x[begin:end], target, numel, begin, scratch)
-            if told is not None and target is out:
-                told(begin, end)
-        return finished(out, target, numel, told)
+        target = ensure_aligned(out)
+        for begin, end in chunk_ranges(0, numel):
+            self.encode_chunk(x[begin:end], target, numel, begin, scratch)
+            if on_progress is not None and target is out:
+                on_progress(begin, end)
+        return copy_back(out, target, numel, on_progress)
 
     def decode(self, data: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """The values, in `out` if it is given. `data` must be without a problem."""
+        """Decode `numel` values, into `out` if it is given. Does not check values: call `examine` first."""
         self.check_size(data, numel)
         out = torch.empty(numel) if out is None else out
         if _flat(out) != numel:
             raise ValueError(f"{numel} values do not fit into a tensor of {out.numel()}")
-        data = aligned(data)
+        data = ensure_aligned(data)
         scratch = Scratch(numel)
-        for begin, end in chunks(0, numel):
-            self.read(data, numel, begin, out[begin:end], scratch)
+        for begin, end in chunk_ranges(0, numel):
+            self.decode_chunk(data, numel, begin, out[begin:end], scratch)
         return out
 
     def examine(self, data: Tensor, numel: int) -> tuple[str | None, float]:
-        """Return why these bytes must not be merged, or None, and a bound of their norm, a few times it at most.
+        """Return the reason why these bytes must not be merged, or None, and an upper bound of their norm.
 
-        Found are a wrong size, and values whose squares do not add up to a finite f32: NaN, inf, and numbers from about
-        1e19 on. The latter are finite, but neither a norm nor a weighted sum of them would be.
+        The bound is at most a few times the norm. Problems are a bad size, and values whose sum of squares is not a
+        finite f32: NaN, inf, and numbers from about 1e19 on. Such numbers are finite, but their norm and weighted sums
+        are not.
         """
         if data.dtype != torch.uint8 or data.dim() != 1:
             return f"flat bytes are needed, this is {data.dtype} of shape {tuple(data.shape)}", 0.0
-        if data.numel() != self.size(numel):
-            return f"{numel} values are {self.size(numel)} bytes in {self.name}, these are {data.numel()}", 0.0
-        squares = self._square_sum(aligned(data), numel)
-        if not squares <= _MOST_SQUARE_SUM:
-            found = f"not finite: {numel} values in {self.name} hold NaN, inf or numbers too large to sum their squares"
-            return found, 0.0
+        if data.numel() != self.encoded_size(numel):
+            return f"{numel} values are {self.encoded_size(numel)} bytes in {self.name}, these are {data.numel()}", 0.0
+        squares = self._square_sum(ensure_aligned(data), numel)
+        if not squares <= _MAX_SQUARE_SUM:
+            problem = (
+                f"not finite: {numel} values in {self.name} hold NaN, inf or numbers too large to sum their squares"
+            )
+            return problem, 0.0
         return None, math.sqrt(squares)
 
     def check_size(self, data: Tensor, numel: int) -> None:
-        if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != self.size(numel):
+        if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != self.encoded_size(numel):
             raise ValueError(
-                f"{numel} values are {self.size(numel)} flat bytes in {self.name}, "
+                f"{numel} values are {self.encoded_size(numel)} flat bytes in {self.name}, "
                 f"this is {data.dtype} of shape {tuple(data.shape)}"
             )
 
-    def room(self, numel: int, out: Tensor | None) -> Tensor:
+    def allocate(self, numel: int, out: Tensor | None) -> Tensor:
         if out is None:
-            return torch.empty(self.size(numel), dtype=torch.uint8)
+            return torch.empty(self.encoded_size(numel), dtype=torch.uint8)
         self.check_size(out, numel)
         return out
 
 
-_MOST_SQUARE_SUM = 3.4e38
+_MAX_SQUARE_SUM = 3.4e38
 
 
 def _flat(x: Tensor) -> int:
@@ -163,73 +166,73 @@ def _flat(x: Tensor) -> int:
     return x.numel()
 
 
-def aligned(data: Tensor) -> Tensor:
-    """Bytes that can be viewed as numbers: the same, or a copy where they begin at an odd place of their storage."""
+def ensure_aligned(data: Tensor) -> Tensor:
+    """Return bytes that can be viewed as numbers: `data` itself, or a copy if it is not aligned or not contiguous."""
     return data.clone() if data.storage_offset() % 4 or not data.is_contiguous() else data
 
 
-def finished(out: Tensor, target: Tensor, numel: int, told: Told | None) -> Tensor:
-    """`out`, which has the bytes that were written into `target`: itself, or what stood in for it."""
+def copy_back(out: Tensor, target: Tensor, numel: int, on_progress: ProgressCallback | None) -> Tensor:
+    """Copy `target` into `out` if they are different tensors; return `out`."""
     if target is not out:
         out.copy_(target)
-        if told is not None:
-            told(0, numel)
+        if on_progress is not None:
+            on_progress(0, numel)
     return out
 
 
-class Floats(Codec):
-    """The values in a floating-point dtype. In bf16 values beyond 3.39e38 become inf, which `examine` finds."""
+class FloatCodec(Codec):
+    """Cast to a floating-point dtype. In bf16, values beyond 3.39e38 become inf, which `examine` reports."""
 
-    tells_norm = True
+    has_exact_norm = True
 
     def __init__(self, name: str, number: int, dtype: torch.dtype) -> None:
         self.name = name
-        self.number = number
+        self.wire_id = number
         self.dtype = dtype
-        self.is_exact = dtype == torch.float32
+        self.is_lossless = dtype == torch.float32
 
-    def size(self, numel: int) -> int:
+    def encoded_size(self, numel: int) -> int:
         return self.dtype.itemsize * numel
 
-    def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+    def encode_chunk(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
         data.view(self.dtype)[begin : begin + x.numel()].copy_(x)
 
-    def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+    def decode_chunk(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
         out.copy_(data.view(self.dtype)[begin : begin + out.numel()])
 
-    def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
-        return [(self.size(begin), self.size(end))]
+    def byte_ranges(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+        return [(self.encoded_size(begin), self.encoded_size(end))]
 
-    def values_in(self, numel: int, first_bytes: int) -> int:
+    def decodable_values(self, numel: int, first_bytes: int) -> int:
         return first_bytes // self.dtype.itemsize
 
     def _square_sum(self, data: Tensor, numel: int) -> float:
-        held = data.view(self.dtype)
-        if self.is_exact:
-            return square_sum(held)
-        values, total = torch.empty(min(CHUNK, numel)), 0.0
-        for begin, end in chunks(0, numel):
-            part = values[: end - begin].copy_(held[begin:end])
+        typed = data.view(self.dtype)
+        if self.is_lossless:
+            return square_sum(typed)
+        values, total = torch.empty(min(CHUNK_NUMEL, numel)), 0.0
+        for begin, end in chunk_ranges(0, numel):
+            part = values[: end - begin].copy_(typed[begin:end])
             total += float(torch.dot(part, part))
         return total
 
 
-class Integers(Protocol):
-    """How the levels of whole blocks are laid out in bytes."""
+class IntegerPacking(Protocol):
+    """Byte layout of the quantized integers of full blocks."""
 
     def size(self, count: int) -> int:
-        """Bytes of so many values."""
+        """Return the number of bytes of `count` values."""
         ...
 
     def store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
-        """Write rounded levels, f32, a whole number of blocks, as the integers from value `begin` on; may change q."""
+        """Write full blocks of rounded f32 levels `q` as integers, from value `begin` on. May change `q`."""
 
     def load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
-        """Read whole blocks of levels as f32."""
+        """Read full blocks of levels as f32."""
 
 
-class SignedBytes:
-    """One byte per value."""
+class Int8Packing:
+    """Packing of one value in one byte."""
 
     def size(self, count: int) -> int:
         return count
@@ -243,7 +246,7 @@ class SignedBytes:
         out[: source.numel()].copy_(source)
 
 
-class HalfBytes:
+class Int4Packing:
     """Two values per byte."""
 
     def size(self, count: int) -> int:
@@ -264,8 +267,8 @@ class HalfBytes:
         out.copy_(halves.view(torch.int8).sub_(8))
 
 
-class Blocks(Codec):
-    """Integers with one scale per block: all scales come first, then all integers."""
+class BlockCodec(Codec):
+    """Integers with one scale per block: first all scales, then all integers."""
 
     def __init__(
         self,
@@ -275,151 +278,167 @@ class Blocks(Codec):
         scale_dtype: torch.dtype,
         levels: int,
         margin: float,
-        integers: Integers,
+        integers: IntegerPacking,
         block_may_be_short: bool,
     ) -> None:
-        """`levels`: the integers are -levels .. levels. `margin`: by which a scale is smaller than absmax / levels, so
-        that levels * scale is finite. `block_may_be_short`: the last one is not padded."""
+        """Initialize the codec.
+
+        Args:
+            levels: Integers are in -levels .. levels.
+            margin: Relative amount by which a scale is smaller than absmax / levels, so that levels * scale is finite.
+            block_may_be_short: The last block is not padded.
+        """
         self.name = name
-        self.number = number
-        self.block = block
+        self.wire_id = number
+        self.block_size = block
         self.scale_dtype = scale_dtype
         self.levels = levels
         self.margin = margin
-        self.integers = integers
+        self.packing = integers
         self.block_may_be_short = block_may_be_short
 
     def scale_bytes(self, numel: int) -> int:
-        return -(-numel // self.block) * self.scale_dtype.itemsize
+        return -(-numel // self.block_size) * self.scale_dtype.itemsize
 
     def scales(self, data: Tensor, numel: int) -> Tensor:
         return data[: self.scale_bytes(numel)].view(self.scale_dtype)
 
-    def size(self, numel: int) -> int:
-        padded = numel if self.block_may_be_short else -(-numel // self.block) * self.block
-        return self.scale_bytes(numel) + self.integers.size(padded)
+    def encoded_size(self, numel: int) -> int:
+        padded = numel if self.block_may_be_short else -(-numel // self.block_size) * self.block_size
+        return self.scale_bytes(numel) + self.packing.size(padded)
 
-    def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
-        whole = x.numel() // self.block * self.block
-        if whole:
-            self._write_blocks(x[:whole], data, numel, begin, scratch)
-        if whole < x.numel():
-            rest = torch.zeros(self.block)
-            rest[: x.numel() - whole] = x[whole:]
-            self._write_blocks(rest, data, numel, begin + whole, scratch)
+    def encode_chunk(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+        full = x.numel() // self.block_size * self.block_size
+        if full:
+            self._encode_blocks(x[:full], data, numel, begin, scratch)
+        if full < x.numel():
+            tail = torch.zeros(self.block_size)
+            tail[: x.numel() - full] = x[full:]
+            self._encode_blocks(tail, data, numel, begin + full, scratch)
 
-    def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
-        whole = out.numel() // self.block * self.block
-        if whole:
-            self._read_blocks(data, numel, begin, out[:whole], scratch)
-        if whole < out.numel():
-            rest = torch.empty(self.block)
-            self._read_blocks(data, numel, begin + whole, rest, scratch)
-            out[whole:] = rest[: out.numel() - whole]
+    def decode_chunk(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+        full = out.numel() // self.block_size * self.block_size
+        if full:
+            self._decode_blocks(data, numel, begin, out[:full], scratch)
+        if full < out.numel():
+            tail = torch.empty(self.block_size)
+            self._decode_blocks(data, numel, begin + full, tail, scratch)
+            out[full:] = tail[: out.numel() - full]
 
-    def _write_blocks(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
-        rows = x.view(-1, self.block)
+    def _encode_blocks(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+        rows = x.view(-1, self.block_size)
         work = scratch.work[: x.numel()]
-        q = work.view(-1, self.block)
-        first = begin // self.block
+        q = work.view(-1, self.block_size)
+        first = begin // self.block_size
         scales = self.scales(data, numel)[first : first + rows.shape[0]]
-        scales.copy_(self._scales_of(torch.abs(rows, out=q).amax(1)))
+        scales.copy_(self._compute_scales(torch.abs(rows, out=q).amax(1)))
         torch.mul(rows, scales.float().reciprocal().unsqueeze_(1), out=q)
-        self.integers.store(work.round_(), data[self.scale_bytes(numel) :], begin, scratch)
+        self.packing.store(work.round_(), data[self.scale_bytes(numel) :], begin, scratch)
 
-    def _read_blocks(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
-        rows = out.view(-1, self.block)
-        first = begin // self.block
+    def _decode_blocks(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+        rows = out.view(-1, self.block_size)
+        first = begin // self.block_size
         scales = self.scales(data, numel)[first : first + rows.shape[0]].float()
-        self.integers.load(data[self.scale_bytes(numel) :], begin, out, scratch)
+        self.packing.load(data[self.scale_bytes(numel) :], begin, out, scratch)
         rows.mul_(scales.unsqueeze(1))
 
-    def _scales_of(self, absmax: Tensor) -> Tensor:
-        # A NaN stays a NaN and an inf an inf: the scale is where the receiver looks for them.
+    def _compute_scales(self, absmax: Tensor) -> Tensor:
+        # NaN and inf must survive: the receiver detects them in the scales.
         return absmax.mul_((1.0 - self.margin) / self.levels).clamp_(min=_TINY)
 
-    def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
-        first, last, each = begin // self.block, -(-end // self.block), self.scale_dtype.itemsize
-        scales, integers = self.scale_bytes(numel), self.integers.size
-        to = self.size(numel) if end == numel else scales + integers(end)
+    def byte_ranges(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+        first, last, each = begin // self.block_size, -(-end // self.block_size), self.scale_dtype.itemsize
+        scales, integers = self.scale_bytes(numel), self.packing.size
+        to = self.encoded_size(numel) if end == numel else scales + integers(end)
         return [(first * each, last * each), (scales + integers(begin), to)]
 
-    def values_in(self, numel: int, first_bytes: int) -> int:
-        if first_bytes >= self.size(numel):
+    def decodable_values(self, numel: int, first_bytes: int) -> int:
+        if first_bytes >= self.encoded_size(numel):
             return numel
-        of_integers = max(0, first_bytes - self.scale_bytes(numel))
-        return of_integers // self.integers.size(self.block) * self.block
+        integer_bytes = max(0, first_bytes - self.scale_bytes(numel))
+        return integer_bytes // self.packing.size(self.block_size) * self.block_size
 
     def _square_sum(self, data: Tensor, numel: int) -> float:
-        return square_sum(self.scales(data, numel).float()) * float(self.levels + 1) ** 2 * self.block
+        return square_sum(self.scales(data, numel).float()) * float(self.levels + 1) ** 2 * self.block_size
 
 
 CODECS: tuple[Codec, ...] = (
-    Floats("f32", 0, torch.float32),
-    Floats("bf16", 1, torch.bfloat16),
-    Blocks("int8", 2, 256, torch.float32, 127, 2.0**-22, SignedBytes(), block_may_be_short=True),  # 8.125 bits each
-    Blocks("int4", 3, 64, torch.bfloat16, 7, 2.0**-8, HalfBytes(), block_may_be_short=False),  # 4.25 bits each
+    FloatCodec("f32", 0, torch.float32),
+    FloatCodec("bf16", 1, torch.bfloat16),
+    BlockCodec("int8", 2, 256, torch.float32, 127, 2.0**-22, Int8Packing(), block_may_be_short=True),  # 8.125 bits each
+    BlockCodec("int4", 3, 64, torch.bfloat16, 7, 2.0**-8, Int4Packing(), block_may_be_short=False),  # 4.25 bits each
 )
-"""Each at the place of its number."""
+"""All codecs; the index is `wire_id`."""
 
 
-def codec(name: str) -> Codec:
-    """The codec of this name."""
+def get_codec(name: str) -> Codec:
+    """Return the codec with this name. Raise ValueError if the name is unknown."""
     for candidate in CODECS:
         if candidate.name == name:
             return candidate
-    raise ValueError(f"no codec is called {name!r}; there are {', '.join(c.name for c in CODECS)}")
+    raise ValueError(f"unknown codec {name!r}; give one of {', '.join(c.name for c in CODECS)}")
 
 
-class Feedback:
-    """Error feedback of one fragment at a sender: what rounding leaves out goes along with the next send.
+class ErrorFeedback:
+    """Error feedback of one fragment at a sender: the rounding error of one send is added to the next one.
 
-    What is encoded is x + residual; what of that the receiver will not see is the pending residual. It counts only when
-    the receiver has taken the bytes: `settle(True)`. Over any number of settled sends the sum of what was decoded is
-    the sum of what was given, up to the last residual, which is at most one quantum.
+    `encode` encodes x + residual. The rounding error of that is the pending residual. It becomes the residual when the
+    receiver has accepted the bytes: `settle(True)`. Over any number of settled sends, the sum of the decoded values
+    equals the sum of the inputs, up to the last residual, which is at most one quantization step.
 
-    Two f32 per value for a codec that rounds, nothing for f32. A residual is a plain value, so the next send may be in
-    another codec that rounds.
+    A lossy codec needs two f32 per value, f32 needs none. A residual does not depend on the codec, so the next send may
+    use another lossy codec.
     """
 
     def __init__(self, codec: Codec, numel: int) -> None:
         self.codec = codec
         self.numel = numel
-        self.rounds = not codec.is_exact
-        self.residual = torch.zeros(numel if self.rounds else 0)
+        self.is_lossy = not codec.is_lossless
+        self.residual = torch.zeros(numel if self.is_lossy else 0)
         self._next = torch.zeros_like(self.residual)
         self._pending = False
 
-    def encode(self, x: Tensor, out: Tensor | None = None, by: Codec | None = None, told: Told | None = None) -> Tensor:
-        """Bytes of x + residual, in `out` if it is given, and by another codec if one is given. Replaces a pending
-        residual that was never settled."""
+    def encode(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        codec: Codec | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> Tensor:
+        """Encode x + residual and return the bytes. Replace a pending residual that was not settled.
+
+        Args:
+            out: Memory for the bytes.
+            codec: Codec for this send; None for the codec of this object.
+            on_progress: Called after each chunk.
+        """
         if _flat(x) != self.numel:
-            raise ValueError(f"the fragment has {self.numel} values, {x.numel()} were given")
-        by = self.codec if by is None else by
-        if self.rounds is by.is_exact:
+            raise ValueError(f"the fragment has {self.numel} values, got {x.numel()}")
+        codec = self.codec if codec is None else codec
+        if self.is_lossy is codec.is_lossless:
             raise ValueError(
-                f"a feedback of {self.codec.name} cannot send in {by.name}: one of them leaves nothing out"
+                f"error feedback for {self.codec.name} cannot encode in {codec.name}: one of the two is lossless"
             )
         self._pending = True
-        if not self.rounds:
-            return by.encode(x, out, told)
-        out = by.room(self.numel, out)
-        target = aligned(out)
+        if not self.is_lossy:
+            return codec.encode(x, out, on_progress)
+        out = codec.allocate(self.numel, out)
+        target = ensure_aligned(out)
         scratch = Scratch(self.numel)
-        for begin, end in chunks(0, self.numel):
-            wanted = torch.add(x[begin:end], self.residual[begin:end], out=self._next[begin:end])
-            by.write(wanted, target, self.numel, begin, scratch)
-            got = scratch.values[: end - begin]
-            by.read(target, self.numel, begin, got, scratch)
-            wanted.sub_(got)
-            if told is not None and target is out:
-                told(begin, end)
-        return finished(out, target, self.numel, told)
+        for begin, end in chunk_ranges(0, self.numel):
+            compensated = torch.add(x[begin:end], self.residual[begin:end], out=self._next[begin:end])
+            codec.encode_chunk(compensated, target, self.numel, begin, scratch)
+            decoded = scratch.values[: end - begin]
+            codec.decode_chunk(target, self.numel, begin, decoded, scratch)
+            compensated.sub_(decoded)
+            if on_progress is not None and target is out:
+                on_progress(begin, end)
+        return copy_back(out, target, self.numel, on_progress)
 
     def settle(self, sent: bool) -> None:
-        """The receiver has taken the last encoded bytes, or never will: then the residual stays what it was."""
+        """Record whether the receiver accepted the last encoded bytes. If not, keep the old residual."""
         if sent and not self._pending:
             raise ValueError("nothing was encoded since the last settle; call encode before settle(True)")
-        if sent and self.rounds:
+        if sent and self.is_lossy:
             self.residual, self._next = self._next, self.residual
         self._pending = False

@@ -1,10 +1,10 @@
-"""A model cut by a plan: fragments are read from its parameters and adopted into them.
+"""Read the fragments of a plan from a model's parameters, and adopt published values into them.
 
-Flat fragments are f32 tensors in host memory. Parameters may have any dtype, any strides and any device. Arithmetic is
-done in f32 (in f64 for f64 parameters, whose tails f32 would cut off) and rounded once.
+Flat fragments are f32 tensors in host memory. Parameters may have any dtype, strides and device. Arithmetic is in f32
+(in f64 for f64 parameters) and rounded once.
 
-On CUDA nothing waits for a copy at a step boundary. Reading takes a snapshot on the device, in the order of the
-training stream, and a side stream brings it to the host; `stage` brings values to the device beforehand.
+On CUDA no step boundary waits for a copy. Reading makes a copy on the device, in the order of the training stream, and
+a side stream copies that to the host. `stage` copies values to the device in advance.
 """
 
 from __future__ import annotations
@@ -17,133 +17,138 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from atoll.tensors.plan import FragmentPlan, TensorInfo, named_tensors, tensors_of
-from atoll.tensors.sharding import Window, boxes_of, local_of, windows
+from atoll.tensors.plan import FragmentPlan, TensorInfo, describe_tensors, named_tensors
+from atoll.tensors.sharding import ShardWindow, local_boxes, local_tensor, shard_windows
 
-ADOPTIONS = ("carry", "overwrite", "blend")
+ADOPT_METHODS = ("carry", "overwrite", "blend")
 
-CHUNK = 1 << 17
-"""Elements that are adopted at a time where there are temporaries: these stay in the cache."""
-
-
-class Staged(NamedTuple):
-    """A flat fragment that is where its parameters are, piece by piece."""
-
-    pieces: tuple[Tensor, ...]  # f32, shaped as the pieces of the model
+ADOPT_CHUNK_NUMEL = 1 << 17
+"""Elements per adoption step that needs temporaries, so that these fit into the cache."""
 
 
-class _Place(NamedTuple):
-    """One piece of a fragment in the model. `held` shares the memory of the parameter.
+class StagedFragment(NamedTuple):
+    """A flat fragment on the devices of its parameters, piece by piece."""
 
-    Where a parameter is sharded, `held` is what this rank has of the piece, which may be nothing.
+    pieces: tuple[Tensor, ...]  # f32, in the shapes of the model's pieces
+
+
+class _BoundPiece(NamedTuple):
+    """Piece of a fragment in the model.
+
+    `local` shares the memory of the parameter. For a sharded parameter it is this rank's shard of the piece, which may
+    be empty.
     """
 
-    held: Tensor
-    begin: int  # of the piece in the flat fragment
+    local: Tensor
+    begin: int  # range of the piece in the flat fragment
     end: int
-    window: Window | None  # of what is held, in a whole flat fragment; None: it is all between begin and end
+    window: ShardWindow | None  # position of `local` in a whole flat fragment; None if `local` is all of [begin, end)
 
-    def of(self, flat: Tensor) -> Tensor:
-        """What of a flat fragment belongs here; it shares its memory."""
-        return flat[self.begin : self.end].view(self.held.shape) if self.window is None else self.window.of(flat)
+    def select(self, flat: Tensor) -> Tensor:
+        """Return the view of a flat fragment that belongs to `local`."""
+        return flat[self.begin : self.end].view(self.local.shape) if self.window is None else self.window.view(flat)
 
 
 class ModelView:
-    """The parameters and buffers of a model, by fragment.
+    """Parameters and buffers of a model, by fragment.
 
     >>> model = nn.Linear(2, 1)
-    >>> view = ModelView(model, make_plan(tensors_of(model), 1, "balanced"))
+    >>> view = ModelView(model, make_plan(describe_tensors(model), 1, "balanced"))
     >>> view.write(0, torch.tensor([0.5, 1.0, 2.0]))  # the bias comes first: pieces are sorted by name
     >>> model.weight.tolist()
     [[1.0, 2.0]]
 
-    Parameters may be sharded (DTensor). Flat fragments are whole all the same, and only what this rank holds is read
-    and written; or, `packed`, they are what this rank holds and nothing else.
+    Parameters may be sharded (DTensor). Flat fragments are whole nevertheless, and only this rank's part is read and
+    written. With `packed`, flat fragments contain only this rank's part.
     """
 
     def __init__(self, model: nn.Module, plan: FragmentPlan, packed: bool = False) -> None:
-        _check_fit(tensors_of(model), plan)
+        _check_matches_plan(describe_tensors(model), plan)
         self.plan = plan
         self.packed = packed
-        self.boxes = boxes_of(model)
-        self._sources = _sources(model)
+        self.boxes = local_boxes(model)
+        self._tensor_getters = _tensor_getters(model)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._windows = [windows(plan, p, self.boxes) for p in range(len(plan.fragments))] if self.boxes else []
-        # Of everything that travels, what this rank holds.
-        self.local_numel = sum(each[-1].last for each in self._windows) if self.boxes else plan.total_numel
+        self._windows = [shard_windows(plan, p, self.boxes) for p in range(len(plan.fragments))] if self.boxes else []
+        # Number of synchronized values that this rank holds.
+        self.local_numel = sum(each[-1].packed_end for each in self._windows) if self.boxes else plan.total_numel
 
-    def _places(self, fragment: int) -> list[_Place]:
-        """Looked up at each use: a module may have been moved, or have put a new tensor in the place of a buffer."""
+    def _bound_pieces(self, fragment: int) -> list[_BoundPiece]:
+        """Look up the tensors again at each use, because modules may move to another device or replace a buffer."""
         if self.boxes:
-            return self._sharded_places(fragment)
-        places = []
+            return self._bound_sharded_pieces(fragment)
+        bound = []
         for piece, begin, end in self.plan.spans(fragment):
-            rows = self._held(piece.tensor)[piece.start : piece.stop]
-            places.append(_Place(rows, begin, end, None))
-        return places
+            rows = self._local_tensor(piece.tensor)[piece.start : piece.stop]
+            bound.append(_BoundPiece(rows, begin, end, None))
+        return bound
 
-    def _held(self, name: str) -> Tensor:
-        tensor = local_of(self._sources[name]()).detach()  # in this order: to detach a DTensor is dispatched, at 20 us
+    def _local_tensor(self, name: str) -> Tensor:
+        # to_local before detach: detaching a DTensor costs 20 us of dispatch.
+        tensor = local_tensor(self._tensor_getters[name]()).detach()
         return tensor if tensor.dim() else tensor.unsqueeze(0)
 
-    def _sharded_places(self, fragment: int) -> list[_Place]:
-        places = []
+    def _bound_sharded_pieces(self, fragment: int) -> list[_BoundPiece]:
+        bound = []
         for window in self._windows[fragment]:
-            held = self._held(window.piece.tensor)[window.rows]
+            local = self._local_tensor(window.piece.tensor)[window.local_rows]
             if self.packed:
-                places.append(_Place(held, window.first, window.last, None))
+                bound.append(_BoundPiece(local, window.packed_begin, window.packed_end, None))
             else:
-                held = held if held.numel() else held.reshape(window.part_shape)
-                places.append(_Place(held, window.begin, window.end, window))
-        return places
+                local = local if local.numel() else local.reshape(window.part_shape)
+                bound.append(_BoundPiece(local, window.begin, window.end, window))
+        return bound
 
     def numel(self, fragment: int) -> int:
-        """Of the flat fragment."""
+        """Return the number of values of the flat fragment."""
         if self.packed and self.boxes:
-            return self._windows[fragment][-1].last
+            return self._windows[fragment][-1].packed_end
         return self.plan.numel(fragment)
 
     def device_bytes(self, fragment: int) -> int:
-        """What reading and adopting takes on a device: a snapshot, a value and a reference. Nothing on the host."""
-        return sum(3 * 4 * place.held.numel() for place in self._places(fragment) if place.held.is_cuda)
+        """Return the device memory for reading and adopting: a copy, a value and a reference. 0 on the CPU."""
+        return sum(
+            3 * 4 * piece_view.local.numel() for piece_view in self._bound_pieces(fragment) if piece_view.local.is_cuda
+        )
 
     def buffer(self, fragment: int) -> Tensor:
-        """A flat fragment in host memory, pinned where that makes copies faster. Not filled."""
-        pinned = any(place.held.is_cuda for place in self._places(fragment))
+        """Allocate an uninitialized flat fragment in host memory, pinned if parameters are on CUDA."""
+        pinned = any(piece_view.local.is_cuda for piece_view in self._bound_pieces(fragment))
         return torch.empty(self.numel(fragment), dtype=torch.float32, pin_memory=pinned)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
     @torch.no_grad()
     def read(self, fragment: int, out: Tensor) -> None:
-        """The fragment as it stands, into `out`. Done when this returns."""
+        """Copy the current values of the fragment into `out`, synchronously."""
         self.begin_read(fragment, out)()
 
     @torch.no_grad()
     def begin_read(self, fragment: int, out: Tensor) -> Callable[[], None]:
-        """Take the fragment as it stands now. `out` holds it after the returned function, from any thread, has run.
+        """Start a copy of the current values into `out`. Call the returned function to wait for its completion.
 
-        The next step may begin at once: it does not change what was taken.
+        The returned function may be called from any thread. The next training step may start at once: it does not
+        change the copy.
         """
         self._check_flat(fragment, out)
         on_cuda: set[torch.device] = set()
-        for place in self._places(fragment):
-            held, target = place.held, place.of(out)
-            if held.is_cuda:
-                snapshot = held.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-                stream = self._stream(held.device)
-                stream.wait_stream(torch.cuda.current_stream(held.device))
+        for piece_view in self._bound_pieces(fragment):
+            local, target = piece_view.local, piece_view.select(out)
+            if local.is_cuda:
+                snapshot = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+                stream = self._stream(local.device)
+                stream.wait_stream(torch.cuda.current_stream(local.device))
                 with torch.cuda.stream(stream):
                     target.copy_(snapshot, non_blocking=True)
                 snapshot.record_stream(stream)
-                on_cuda.add(held.device)
+                on_cuda.add(local.device)
             else:
-                target.copy_(held)
+                target.copy_(local)
         events = [self._stream(device).record_event() for device in on_cuda]
         return lambda: _wait(events)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """One side stream per device. Two threads may ask for it at the same moment: both get the one that is kept."""
+        """Return the side stream of a device. Thread-safe: concurrent calls return the same stream."""
         if device not in self._streams:
             self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         return self._streams[device]
@@ -151,81 +156,88 @@ class ModelView:
     # -------------------------------------------------------------------------------------------------------- writing
 
     @torch.no_grad()
-    def stage(self, fragment: int, flat: Tensor) -> Staged:
-        """Bring a flat fragment to where its parameters are, before the step boundary and from any thread.
+    def stage(self, fragment: int, flat: Tensor) -> StagedFragment:
+        """Copy a flat fragment to the devices of its parameters, before the step boundary and from any thread.
 
-        On the CPU these are views: `flat` must not change before it was adopted.
+        On the CPU the result is a view: `flat` must not change before it is adopted.
         """
         self._check_flat(fragment, flat)
         pieces, on_cuda = [], set()
-        for place in self._places(fragment):
-            held, source = place.held, place.of(flat)
-            if held.is_cuda:
-                with torch.cuda.stream(self._stream(held.device)):
-                    pieces.append(source.to(held.device, non_blocking=True))
-                on_cuda.add(held.device)
+        for piece_view in self._bound_pieces(fragment):
+            local, source = piece_view.local, piece_view.select(flat)
+            if local.is_cuda:
+                with torch.cuda.stream(self._stream(local.device)):
+                    pieces.append(source.to(local.device, non_blocking=True))
+                on_cuda.add(local.device)
             else:
-                pieces.append(source.to(held.device))
+                pieces.append(source.to(local.device))
         _wait([self._stream(device).record_event() for device in on_cuda])
-        return Staged(tuple(pieces))
+        return StagedFragment(tuple(pieces))
 
-    def write(self, fragment: int, flat: Tensor | Staged) -> None:
-        """The parameters become these values, rounded to their dtype."""
+    def write(self, fragment: int, flat: Tensor | StagedFragment) -> None:
+        """Set the parameters to these values, rounded to their dtype."""
         self.adopt(fragment, "overwrite", flat, None, 0.0)
 
     @torch.no_grad()
     def adopt(
-        self, fragment: int, how: str, value: Tensor | Staged, reference: Tensor | Staged | None, alpha: float = 0.0
+        self,
+        fragment: int,
+        method: str,
+        value: Tensor | StagedFragment,
+        reference: Tensor | StagedFragment | None,
+        alpha: float = 0.0,
     ) -> None:
-        """Take a published value into the parameters theta. Buffers are overwritten, however parameters are adopted.
+        """Adopt a published value into the parameters theta. Buffers are always overwritten.
 
         overwrite: theta = value
         blend: theta = alpha theta + (1 - alpha) value
-        carry: theta = value + (theta - reference), which is exactly value where theta is the reference
+        carry: theta = value + (theta - reference), which is exactly value if theta equals the reference
         """
-        if how not in ADOPTIONS:
-            raise ValueError(f"there is no way {how!r} to adopt a fragment; give one of {', '.join(ADOPTIONS)}")
-        if how == "carry" and reference is None:
-            raise ValueError("carry needs the reference: what the steps since are measured against")
+        if method not in ADOPT_METHODS:
+            raise ValueError(f"unknown method {method!r} to adopt a fragment; use one of {', '.join(ADOPT_METHODS)}")
+        if method == "carry" and reference is None:
+            raise ValueError("carry needs the reference: the value that the unmerged steps started from")
         if self.plan.holds_buffers(fragment):
-            how = "overwrite"
-        values = self._staged(fragment, value)
-        references = itertools.repeat(None) if reference is None else self._staged(fragment, reference)
-        for place, new, old in zip(self._places(fragment), values, references, strict=False):
-            held = place.held
-            if how == "overwrite":
-                held.copy_(new)
-            elif how == "blend":
-                for theta, part in _chunks(held, new):
-                    theta.copy_(alpha * _wide(theta) + (1.0 - alpha) * part)
+            method = "overwrite"
+        values = self._get_staged_pieces(fragment, value)
+        references = itertools.repeat(None) if reference is None else self._get_staged_pieces(fragment, reference)
+        for piece_view, new, old in zip(self._bound_pieces(fragment), values, references, strict=False):
+            local = piece_view.local
+            if method == "overwrite":
+                local.copy_(new)
+            elif method == "blend":
+                for theta, part in _chunks(local, new):
+                    theta.copy_(alpha * _upcast(theta) + (1.0 - alpha) * part)
             else:
                 assert old is not None
-                _carry(held, new, old)
+                _carry(local, new, old)
 
-    def _staged(self, fragment: int, flat: Tensor | Staged) -> tuple[Tensor, ...]:
-        staged = flat if isinstance(flat, Staged) else self.stage(fragment, flat)
-        for place, piece in zip(self._places(fragment), staged.pieces, strict=True):
-            if piece.is_cuda:  # it was made on another stream; its memory must not be given away before ours is done
-                piece.record_stream(torch.cuda.current_stream(place.held.device))
+    def _get_staged_pieces(self, fragment: int, flat: Tensor | StagedFragment) -> tuple[Tensor, ...]:
+        staged = flat if isinstance(flat, StagedFragment) else self.stage(fragment, flat)
+        for piece_view, piece in zip(self._bound_pieces(fragment), staged.pieces, strict=True):
+            if piece.is_cuda:  # allocated on another stream: keep its memory until the current stream is done with it
+                piece.record_stream(torch.cuda.current_stream(piece_view.local.device))
         return staged.pieces
 
     # ------------------------------------------------------------------------------------------------------- rounding
 
-    def is_exact(self, fragment: int) -> bool:
-        """Whether the parameters hold any f32 value as it is, so that `as_held` changes nothing."""
-        return all(place.held.dtype in (torch.float32, torch.float64) for place in self._places(fragment))
+    def is_f32_exact(self, fragment: int) -> bool:
+        """Return whether the parameters represent every f32 value exactly, so that `round_to_dtype` changes nothing."""
+        return all(
+            piece_view.local.dtype in (torch.float32, torch.float64) for piece_view in self._bound_pieces(fragment)
+        )
 
     @torch.no_grad()
-    def as_held(self, fragment: int, flat: Tensor, out: Tensor) -> None:
-        """What the parameters hold after `write`, into `out` (which may be `flat`).
+    def round_to_dtype(self, fragment: int, flat: Tensor, out: Tensor) -> None:
+        """Copy the values that the parameters would hold after `write` into `out`, which may be `flat`.
 
-        Deltas are taken against this: the rounding of a published value to bf16 weights is nobody's training.
+        Deltas are computed against these values: the rounding of a published value to bf16 weights is not training.
         """
         self._check_flat(fragment, flat)
         self._check_flat(fragment, out)
-        for held, begin, end, _ in self._places(fragment):
-            exact = held.dtype in (torch.float32, torch.float64)
-            out[begin:end].copy_(flat[begin:end] if exact else flat[begin:end].to(held.dtype))
+        for local, begin, end, _ in self._bound_pieces(fragment):
+            exact = local.dtype in (torch.float32, torch.float64)
+            out[begin:end].copy_(flat[begin:end] if exact else flat[begin:end].to(local.dtype))
 
     def _check_flat(self, fragment: int, flat: Tensor) -> None:
         if flat.shape != (self.numel(fragment),) or flat.dtype != torch.float32 or not flat.is_contiguous():
@@ -236,25 +248,25 @@ class ModelView:
 
 
 def _carry(theta: Tensor, value: Tensor, reference: Tensor) -> None:
-    """Written as value - (reference - theta): subtracting +0 leaves every value as it is, also -0."""
+    """Compute value - (reference - theta). This form is exact for theta = reference: x - (+0) is x, also for x = -0."""
     if theta.dtype == torch.float32:
         torch.sub(reference, theta, out=theta)
         torch.sub(value, theta, out=theta)
         return
-    for held, new, old in _chunks(theta, value, reference):
-        held.copy_(new - (old - _wide(held)))
+    for chunk, new, old in _chunks(theta, value, reference):
+        chunk.copy_(new - (old - _upcast(chunk)))
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _upcast(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 
 def _chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The same elements of tensors of one shape, a chunk at a time where they lie in a row."""
+    """Split tensors of one shape into chunks of the same elements, if they are contiguous and large."""
     first = tensors[0]
-    if first.numel() <= CHUNK or first.is_cuda or not all(each.is_contiguous() for each in tensors):
+    if first.numel() <= ADOPT_CHUNK_NUMEL or first.is_cuda or not all(each.is_contiguous() for each in tensors):
         return [tensors]
-    return zip(*(torch.split(each.view(-1), CHUNK) for each in tensors), strict=True)
+    return zip(*(torch.split(each.view(-1), ADOPT_CHUNK_NUMEL) for each in tensors), strict=True)
 
 
 def _wait(events: Iterable[torch.cuda.Event]) -> None:
@@ -262,29 +274,29 @@ def _wait(events: Iterable[torch.cuda.Event]) -> None:
         event.synchronize()
 
 
-def _sources(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """How to get at the tensors of a model: parameters stay the same objects, buffers are asked of their module."""
+def _tensor_getters(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """Return a getter for each tensor of a model. Buffers are looked up in their module, which may replace them."""
     owners = {
         id(buffer): (module, name)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     }
-    made: dict[str, Callable[[], Tensor]] = {}
+    getters: dict[str, Callable[[], Tensor]] = {}
     for name, tensor in named_tensors(model).items():
-        made[name] = partial(getattr, *owners[id(tensor)]) if id(tensor) in owners else partial(_same, tensor)
-    return made
+        getters[name] = partial(getattr, *owners[id(tensor)]) if id(tensor) in owners else partial(_same, tensor)
+    return getters
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check_fit(tensors: tuple[TensorInfo, ...], plan: FragmentPlan) -> None:
-    """Raise at the first difference. Which weights are embeddings is for the plan to say, so it is not compared."""
+def _check_matches_plan(tensors: tuple[TensorInfo, ...], plan: FragmentPlan) -> None:
+    """Raise ValueError at the first difference. The plan decides which weights are embeddings, so ignore that."""
     mine, theirs = {tensor.name: tensor for tensor in tensors}, plan.by_name
     for name in sorted({*mine, *theirs}):
         if name not in theirs:
-            raise ValueError(f"the model has {mine[name]}, which the plan does not know; build the model of the run")
+            raise ValueError(f"the model has {mine[name]}, which the plan lacks; build the model of the run")
         if name not in mine:
             raise ValueError(f"the plan has {theirs[name]}, which the model lacks; build the model of the run")
         if _without_embedding(mine[name]) != _without_embedding(theirs[name]):

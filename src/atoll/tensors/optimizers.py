@@ -1,6 +1,6 @@
-"""What frameworks put around an optimizer, taken off again: islands with and without them train one run.
+"""Unwrap optimizers that frameworks have wrapped, so that learners with and without a framework train in one run.
 
-Nothing of a framework is imported: what is wrapped is seen from its attributes.
+No framework is imported: wrappers are recognized by their attributes.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ from typing import Any, TypeAlias
 from torch.optim import Optimizer
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
-"""One optimizer, or several that each update parameters of their own, such as Muon and AdamW."""
+"""One optimizer, or several that update disjoint parameters, such as Muon and AdamW."""
 
 
-def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
-    return (given,) if isinstance(given, Optimizer) else tuple(given)
+def as_optimizer_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
-def plain_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
+def unwrap_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return the optimizers that hold the state, without the wrappers of frameworks."""
-    found = tuple(plain_optimizer(optimizer) for optimizer in optimizers_of(given))
-    if not found:
+    unwrapped = tuple(unwrap_optimizer(optimizer) for optimizer in as_optimizer_tuple(optimizers))
+    if not unwrapped:
         raise ValueError("the list of optimizers is empty; pass every optimizer that updates the model")
-    return found
+    return unwrapped
 
 
-def plain_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds the state. Its class is compared between islands, so that no wrapper may stand for it.
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds the state: its class is compared between learners, so wrappers must not matter.
 
-    accelerate and Lightning keep theirs as `optimizer`.
+    The wrappers of accelerate and Lightning have it as `optimizer`.
     """
     inner: Any = getattr(optimizer, "optimizer", None)
-    return plain_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
+    return unwrap_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def check_whole_step(given: Optimizers) -> None:
-    """Raise where accelerate is accumulating gradients: this was a micro-batch, and nothing has been learned yet."""
-    gradients: list[Any] = [getattr(optimizer, "gradient_state", None) for optimizer in optimizers_of(given)]
+def check_not_accumulating(optimizers: Optimizers) -> None:
+    """Raise ValueError if accelerate accumulates gradients: after a micro-batch the optimizer has made no step."""
+    gradients: list[Any] = [getattr(optimizer, "gradient_state", None) for optimizer in as_optimizer_tuple(optimizers)]
     if any(getattr(each, "sync_gradients", True) is False for each in gradients):
         raise ValueError(
-            "this was a micro-batch, of which the optimizer makes no step: tell of steps only, where "
-            "accelerator.sync_gradients is True, with the tokens of all their micro-batches; or use "
+            "this was a micro-batch of a gradient accumulation, without an optimizer step: call step only if "
+            "accelerator.sync_gradients is True, with the tokens of all micro-batches; or use "
             "atoll.integrations.accelerate.AcceleratedLearner, which adds them up"
         )
 
 
-def was_skipped(given: Optimizers) -> bool:
-    """Return whether no optimizer made a step: where fp16 gradients overflow, accelerate skips it."""
-    return all(getattr(optimizer, "step_was_skipped", False) for optimizer in optimizers_of(given))
+def was_step_skipped(optimizers: Optimizers) -> bool:
+    """Return whether no optimizer made a step: accelerate skips steps in which fp16 gradients overflow."""
+    return all(getattr(optimizer, "step_was_skipped", False) for optimizer in as_optimizer_tuple(optimizers))
 
 
 __all__ = [
     "Optimizers",
-    "check_whole_step",
-    "optimizers_of",
-    "plain_optimizer",
-    "plain_optimizers",
-    "was_skipped",
+    "check_not_accumulating",
+    "as_optimizer_tuple",
+    "unwrap_optimizer",
+    "unwrap_optimizers",
+    "was_step_skipped",
 ]

@@ -1,11 +1,11 @@
-"""Who may speak to a syncer, and as which learners. Everything that was set up is asked for.
+"""Authentication of peers, and authorization by learner. A syncer requires every credential that it was started with.
 
-| set up | who is let in |
+| credentials | access |
 |---|---|
-| nothing | this machine, in plain text |
-| a token | whoever has it: from this machine in plain text, from others over TLS with the syncer's certificate |
-| keys | whoever shows one that the authority has signed, as the learners that it names |
-| keys and a token | whoever has both |
+| none | processes on this machine, in plain text |
+| token | processes with the token: on this machine in plain text, on others over TLS with the syncer's certificate |
+| keys | keys signed by the authority, for the learners that they name |
+| keys and token | peers with both |
 """
 
 from __future__ import annotations
@@ -25,161 +25,161 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
-from atoll.logs import RepeatLimit
+from atoll.logs import LogRateLimiter
 from atoll.transport.endpoint import is_loopback
 from atoll.transport.tls import ClientTls, ServerTls
 from atoll.transport.websocket import WebSocketConnection
 
-LEARNER = "urn:atoll:learner:"
-ANY = "*"
-OPERATOR = "urn:atoll:operator"
-OF_SYNCER = "urn:atoll:syncer"
-"""What a certificate may name, as a URI among its alternative names."""
+LEARNER_URI_PREFIX = "urn:atoll:learner:"
+ANY_LEARNER = "*"
+OPERATOR_URI = "urn:atoll:operator"
+SYNCER_URI = "urn:atoll:syncer"
+"""URIs in the alternative names of a certificate."""
 
-CLOCKS_S = 300.0
-"""Clocks of two machines may differ by so much before a new key is refused."""
+MAX_CLOCK_SKEW_S = 300.0
+"""Clock difference between two machines that a new key tolerates."""
 
-HEADER = "Atoll-Refused"
-"""Of an answer: the sentence, for those who see only its head. Whoever dials a WebSocket does."""
+REFUSED_HEADER = "Atoll-Refused"
+"""Response header with the refusal message, for clients that read only the head, such as WebSocket clients."""
 
-OPERATORS_ONLY = ("/v1/control", "/v1/snapshot", "/v1/finish", "/v1/head", "/v1/initial", "/metrics")
-LEARNERS_ONLY = ("/v1/model", "/v1/join", "/v1/link", "/v1/slice", "/v1/contribution", "/v1/state", "/v1/fragment")
+OPERATOR_PATHS = ("/v1/control", "/v1/snapshot", "/v1/finish", "/v1/head", "/v1/initial", "/metrics")
+LEARNER_PATHS = ("/v1/model", "/v1/join", "/v1/link", "/v1/slice", "/v1/contribution", "/v1/state", "/v1/fragment")
 
 
 class IdentityMismatchError(ValueError):
-    """Somebody speaks as a learner that the key does not name."""
+    """A peer acts as a learner that its key does not name."""
 
     code = "identity"
 
 
 class Rejection(NamedTuple):
-    """Somebody is turned away: what is counted, what is answered, and what is said."""
+    """A refusal: the code that is counted, the HTTP status, and the message."""
 
     code: str
     status: int
-    sentence: str
+    message: str
 
 
 class Peer(NamedTuple):
-    """One key, as its certificate says."""
+    """The identity in a certificate."""
 
     name: str
     learners: frozenset[int]
     is_any_learner: bool
     is_operator: bool
     fingerprint: str
-    since: float
-    until: float
+    not_before: float
+    not_after: float
 
     @classmethod
-    def of(cls, told: dict[str, Any], raw: bytes) -> Peer:
-        """`told` and `raw`: a certificate that was verified, as `SSLObject.getpeercert` gives it."""
-        names = [value for part in told.get("subject", ()) for kind, value in part if kind == "commonName"]
-        uris = [value for kind, value in told.get("subjectAltName", ()) if kind == "URI"]
-        numbers = [uri.removeprefix(LEARNER) for uri in uris if uri.startswith(LEARNER)]
+    def from_certificate(cls, fields: dict[str, Any], raw: bytes) -> Peer:
+        """Read a verified certificate: `fields` and `raw` are from `SSLObject.getpeercert`."""
+        names = [value for part in fields.get("subject", ()) for kind, value in part if kind == "commonName"]
+        uris = [value for kind, value in fields.get("subjectAltName", ()) if kind == "URI"]
+        numbers = [uri.removeprefix(LEARNER_URI_PREFIX) for uri in uris if uri.startswith(LEARNER_URI_PREFIX)]
         return cls(
             names[0] if names else "a key without a name",
             frozenset(int(number) for number in numbers if number.isdecimal()),
-            ANY in numbers,
-            OPERATOR in uris or OF_SYNCER in uris,
+            ANY_LEARNER in numbers,
+            OPERATOR_URI in uris or SYNCER_URI in uris,
             hashlib.sha256(raw).hexdigest(),
-            ssl.cert_time_to_seconds(told["notBefore"]),
-            ssl.cert_time_to_seconds(told["notAfter"]),
+            ssl.cert_time_to_seconds(fields["notBefore"]),
+            ssl.cert_time_to_seconds(fields["notAfter"]),
         )
 
-    def problem(self, now: float, revoked: Collection[str]) -> Rejection | None:
-        """Why this key is not good any more, or not yet."""
+    def find_problem(self, now: float, revoked: Collection[str]) -> Rejection | None:
+        """Return why this key is not valid now, or None."""
         if self.fingerprint in revoked:
             return Rejection("revoked", 403, f"the key of {self.name} is revoked: ask for a new one")
-        if now > self.until:
-            day = datetime.fromtimestamp(self.until, UTC).date()
+        if now > self.not_after:
+            day = datetime.fromtimestamp(self.not_after, UTC).date()
             return Rejection(
                 "expired", 403, f"the key of {self.name} expired on {day}: atoll keys renew makes a new one"
             )
-        if now < self.since - CLOCKS_S:
+        if now < self.not_before - MAX_CLOCK_SKEW_S:
             return Rejection("expired", 403, f"the key of {self.name} is not valid yet: is a clock wrong?")
         return None
 
-    def off_limits(self, path: str) -> Rejection | None:
-        """Why this key is not for this path."""
-        if path.startswith(OPERATORS_ONLY) and not self.is_operator:
+    def find_path_problem(self, path: str) -> Rejection | None:
+        """Return why this key must not use this path, or None."""
+        if path.startswith(OPERATOR_PATHS) and not self.is_operator:
             return Rejection(
                 "role", 403, f"the key of {self.name} is not one of an operator: atoll keys add --operator"
             )
-        may_fetch = self.is_operator and path.startswith("/v1/fragment")
-        if path.startswith(LEARNERS_ONLY) and not self.learners and not self.is_any_learner and not may_fetch:
+        may_download = self.is_operator and path.startswith("/v1/fragment")
+        if path.startswith(LEARNER_PATHS) and not self.learners and not self.is_any_learner and not may_download:
             return Rejection("role", 403, f"the key of {self.name} names no learner: atoll keys add --learner N")
         return None
 
-    def may_be(self, learner: int) -> bool:
+    def can_act_as(self, learner: int) -> bool:
         return self.is_any_learner or learner in self.learners
 
 
-SPEAKER: ContextVar[Peer | None] = ContextVar("SPEAKER", default=None)
-"""Whose request is being handled; None where keys are not asked for."""
+CURRENT_PEER: ContextVar[Peer | None] = ContextVar("CURRENT_PEER", default=None)
+"""The peer whose request is being handled. None if keys are not required."""
 
 
 def log_key(code: str) -> str:
-    """For the log: one line stands for all refusals of a kind that one key brings about, whatever it sends."""
-    peer = SPEAKER.get()
+    """Return the key for log deduplication: one per rejection code and peer key, independent of the sent data."""
+    peer = CURRENT_PEER.get()
     return f"{code} {peer.name}" if peer is not None else code
 
 
-def peer_of(transport: asyncio.BaseTransport | None) -> Peer | None:
-    """The key that this connection has shown."""
-    told = transport.get_extra_info("ssl_object") if transport is not None else None
-    if told is None:
+def get_peer(transport: asyncio.BaseTransport | None) -> Peer | None:
+    """Return the identity that this connection has authenticated, or None."""
+    ssl_object = transport.get_extra_info("ssl_object") if transport is not None else None
+    if ssl_object is None:
         return None
-    raw = told.getpeercert(True)
-    return Peer.of(told.getpeercert(), raw) if raw else None
+    raw = ssl_object.getpeercert(True)
+    return Peer.from_certificate(ssl_object.getpeercert(), raw) if raw else None
 
 
-def check_speaker(learner: int) -> None:
-    """Whoever speaks may do so as this learner, or `IdentityMismatchError`."""
-    peer = SPEAKER.get()
-    if peer is not None and not peer.may_be(learner):
+def check_identity(learner: int) -> None:
+    """Raise `IdentityMismatchError` unless the current peer may act as this learner."""
+    peer = CURRENT_PEER.get()
+    if peer is not None and not peer.can_act_as(learner):
         named = ", ".join(map(str, sorted(peer.learners))) or "no learner"
-        raise IdentityMismatchError(f"the key of {peer.name} is for {named}, and does not speak as learner {learner}")
+        raise IdentityMismatchError(f"the key of {peer.name} is for {named}, and cannot act as learner {learner}")
 
 
-def own_number(wanted: int | None, taken: Collection[int]) -> int | None:
-    """The learner as which whoever speaks joins: the wanted one, or one that the key names and that is not taken."""
-    peer = SPEAKER.get()
+def choose_learner_id(requested: int | None, taken: Collection[int]) -> int | None:
+    """Choose the learner id for the current peer: the requested one, or a free one that its key names."""
+    peer = CURRENT_PEER.get()
     if peer is None or peer.is_any_learner:
-        return wanted
-    if wanted is None:
+        return requested
+    if requested is None:
         free = sorted(each for each in peer.learners if each not in taken)
         if not free and len(peer.learners) > 1:
             raise IdentityMismatchError(
-                f"all learners that the key of {peer.name} names are here: say which one this is, --learner"
+                f"all learners that the key of {peer.name} names are connected: choose one with --learner"
             )
-        return free[0] if free else min(peer.learners)  # the only one comes back as itself
-    check_speaker(wanted)
-    return wanted
+        return free[0] if free else min(peer.learners)  # the only one reconnects with its own id
+    check_identity(requested)
+    return requested
 
 
-LOOK_EVERY_S = 1.0
-"""At the files of the keys, and for keys that have expired."""
+KEY_POLL_INTERVAL_S = 1.0
+"""Interval for polling the key files and for checking expired keys."""
 
-QUIET_S = 10.0
-"""Between two lines of the log that would say the same: strangers must not fill a disk."""
+REJECTION_LOG_INTERVAL_S = 10.0
+"""Minimum time between two equal log lines: unauthenticated clients must not fill a disk."""
 
-LEAST_TOKEN = 8
+MIN_TOKEN_LENGTH = 8
 
 NO_TOKEN = Rejection(
     "token", 401, "the token is missing or wrong: the learner and the syncer must be given the same one"
 )
 NO_KEY = Rejection(
-    "no-key", 401, "this syncer asks for a key, and none was shown: give --keys DIR, keys=... in a script"
+    "no-key", 401, "this syncer requires a key, and the client sent none: give --keys DIR, or keys=... in a script"
 )
 
 
 def check_access(host: str, token: str | None, tls: ServerTls | None = None, plain_text: bool = False) -> None:
-    """ValueError where strangers could speak, or listen."""
-    if token is not None and len(token) < LEAST_TOKEN:
-        raise ValueError("a token needs at least 8 letters: everybody who can reach the port may try")
+    """Raise ValueError if unauthenticated peers could connect or read the traffic."""
+    if token is not None and len(token) < MIN_TOKEN_LENGTH:
+        raise ValueError("a token needs at least 8 characters: any client that reaches the port can try to guess it")
     if plain_text and tls is not None:
-        raise ValueError("--plain-text means nothing with keys: what they protect is not plain")
+        raise ValueError("--plain-text cannot be used with keys: they require TLS")
     if is_loopback(host):
         return
     if tls is None and not plain_text:
@@ -188,14 +188,14 @@ def check_access(host: str, token: str | None, tls: ServerTls | None = None, pla
             f" with `atoll keys init DIR` and give --keys DIR (docs/several-hosts.md), or --host 127.0.0.1 to serve"
             f" this machine only"
         )
-    if token is None and (tls is None or not tls.asks_for_keys):
+    if token is None and (tls is None or not tls.requires_client_keys):
         raise ValueError(
             f"without a token the syncer listens on this machine only, not on {host}: give --token, or --host 127.0.0.1"
         )
 
 
-class Access:
-    """`refused` counts by code, for status and metrics."""
+class AccessControl:
+    """Authentication of requests. `refused` counts rejections by code, for status and metrics."""
 
     def __init__(
         self, token: str | None, tls: ServerTls | None, refused: Counter[str], log: logging.Logger | None = None
@@ -204,68 +204,72 @@ class Access:
         self.refused = refused
         self.log = log if log is not None else logging.getLogger("atoll.syncer")
         self._bearer = f"Bearer {token}".encode() if token is not None else None
-        self._repeats = RepeatLimit(QUIET_S)
+        self._repeat_limit = LogRateLimiter(REJECTION_LOG_INTERVAL_S)
 
     @property
     def scheme(self) -> str:
         return "https" if self.tls is not None else "http"
 
-    def client(self) -> aiohttp.ClientSession:
-        """To ask another process of the same run: it has the same token, and a key of the same authority."""
+    def client_session(self) -> aiohttp.ClientSession:
+        """Return a session for requests to other processes of the run, with the token and a key of the authority."""
         headers = {"Authorization": self._bearer.decode()} if self._bearer is not None else {}
         files = self.tls.files if self.tls is not None else None
         context: bool | ssl.SSLContext = True
         if files is not None:
-            context = ClientTls(files.certificate.parent).context()
+            context = ClientTls(files.certificate.parent).make_context()
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context), headers=headers)
 
-    def refusal(self, request: web.Request) -> Rejection | None:
-        """Of a request, before anything of it is read. From here on `SPEAKER` is known."""
-        found = self._problem(request)
-        if found is not None:
-            self.reject(found, str(request.remote), f"{request.method} {request.path}")
-        return found
+    def check_request(self, request: web.Request) -> Rejection | None:
+        """Check a request before its body is read, and set `CURRENT_PEER`."""
+        rejection = self._find_problem(request)
+        if rejection is not None:
+            self.reject(rejection, str(request.remote), f"{request.method} {request.path}")
+        return rejection
 
-    def _problem(self, request: web.Request) -> Rejection | None:
-        peer = peer_of(request.transport) if self.tls is not None and self.tls.asks_for_keys else None
-        SPEAKER.set(peer)
-        if self.tls is not None and self.tls.asks_for_keys:
+    def _find_problem(self, request: web.Request) -> Rejection | None:
+        peer = get_peer(request.transport) if self.tls is not None and self.tls.requires_client_keys else None
+        CURRENT_PEER.set(peer)
+        if self.tls is not None and self.tls.requires_client_keys:
             if peer is None:
                 return NO_KEY
-            problem = peer.problem(time.time(), self.tls.revoked) or peer.off_limits(request.path)
+            problem = peer.find_problem(time.time(), self.tls.revoked) or peer.find_path_problem(request.path)
             if problem is not None:
                 return problem
         return None if self._has_token(request.headers.get("Authorization", "")) else NO_TOKEN
 
     def _has_token(self, authorization: str) -> bool:
-        """Compared in constant time, whatever is sent."""
+        """Compare the token in constant time."""
         if self._bearer is None:
             return True
         return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), self._bearer)
 
-    def reject(self, turned: Rejection, who: str, what: str, alike: str = "") -> None:
-        """Counted, and said; the hundredth in a second is counted only. `alike`: stands for all sentences that count as
-        the same line, where a peer could make each of them another one."""
-        self.refused[turned.code] += 1
-        left_out = self._repeats.left_out(alike or turned.sentence)
-        if left_out is None:
-            return
-        also = f" (and {left_out} like it before)" if left_out else ""
-        self.log.warning("%s from %s was refused: %s%s", what, who, turned.sentence, also, extra={"code": turned.code})
+    def reject(self, rejection: Rejection, remote: str, subject: str, dedup_key: str = "") -> None:
+        """Count and log a rejection. Repeated log lines are suppressed.
 
-    async def watch(self, connections: Callable[[], Iterable[WebSocketConnection]]) -> None:
-        """Use keys that are renewed, and close the connections of keys that are no longer good."""
+        `dedup_key` groups messages that differ, so that a peer cannot fill the log by varying them.
+        """
+        self.refused[rejection.code] += 1
+        suppressed = self._repeat_limit.count_suppressed(dedup_key or rejection.message)
+        if suppressed is None:
+            return
+        also = f" (and {suppressed} similar ones before)" if suppressed else ""
+        self.log.warning(
+            "%s from %s was refused: %s%s", subject, remote, rejection.message, also, extra={"code": rejection.code}
+        )
+
+    async def watch_keys(self, connections: Callable[[], Iterable[WebSocketConnection]]) -> None:
+        """Reload renewed keys, and close the connections of keys that are no longer valid."""
         assert self.tls is not None
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            told = self.tls.look()
-            if told is not None:
-                self.log.info("%s", told)
+            await asyncio.sleep(KEY_POLL_INTERVAL_S)
+            change = self.tls.reload_if_changed()
+            if change is not None:
+                self.log.info("%s", change)
             now = time.time()
             for connection in connections():
-                peer = peer_of(connection.transport) if self.tls.asks_for_keys else None
-                problem = peer.problem(now, self.tls.revoked) if peer is not None else None
+                peer = get_peer(connection.transport) if self.tls.requires_client_keys else None
+                problem = peer.find_problem(now, self.tls.revoked) if peer is not None else None
                 if problem is not None:
                     self.reject(problem, peer.name if peer is not None else "", "a link")
-                    connection.discard()
-                    connection.close(problem.sentence)
+                    connection.clear_queue()
+                    connection.close(problem.message)

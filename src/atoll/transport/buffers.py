@@ -1,7 +1,7 @@
-"""Bytes in memory: buffers that are used again, ranges of missing bytes, buffers that grow while they are sent.
+"""Memory buffers: a pool, ranges of missing bytes, and buffers that are sent while they are being written.
 
-Buffers are used again because a fresh one costs a page fault every 4 KiB. For 64 MiB that is 44 ms, where receiving
-them takes 25. The system's allocator keeps small pieces at hand by itself, but gives everything beyond 32 MiB back.
+Buffers are pooled because a new one costs a page fault every 4 KiB. For 64 MiB that is 44 ms, and receiving them takes
+25 ms. The system's allocator reuses small pieces, but returns everything beyond 32 MiB to the system.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**18
-"""Sent at a time, and what the loop reads at a time. In such pieces copies and digests stay in the second cache."""
+"""Bytes per write, and per read of the loop. With this size, copies and digests stay in the L2 cache."""
 
-READ_BYTES = 2**18
-"""That a connection reads ahead; it stops at twice as many. With less it would stop after every piece."""
+READ_AHEAD_BYTES = 2**18
+"""Bytes that a connection reads ahead. It pauses at twice as many. With less it would pause after every chunk."""
 
-SMALL_BYTES = 2**15
-"""Up to here a pass over the bytes is cheaper than handing them to another thread, and a copy than two sends."""
+MAX_INLINE_BYTES = 2**15
+"""Up to this size, processing bytes here is cheaper than in another thread, and one copy cheaper than two sends."""
 
 
-class ByteBuffers:
-    """Flat bytes by size. Used in one thread.
+class ByteBufferPool:
+    """Pool of byte buffers by size. Use it in one thread.
 
-    `most_bytes` are kept for the next one, and a single buffer whatever its size; what was given back first goes first.
-    A buffer that is never given back costs nothing but its place here.
+    Up to `max_bytes` are kept, and at least one buffer of any size. The oldest are dropped first. A buffer that is not
+    released is simply not reused.
     """
 
-    def __init__(self, most_bytes: int = 64 * 2**20, least_bytes: int = 2**20) -> None:
-        self.most_bytes = most_bytes
-        self.least_bytes = least_bytes  # smaller ones are left to the allocator
-        self.kept_bytes = 0
-        self._kept: list[Tensor] = []
+    def __init__(self, max_bytes: int = 64 * 2**20, min_bytes: int = 2**20) -> None:
+        self.max_bytes = max_bytes
+        self.min_bytes = min_bytes  # smaller buffers are not pooled
+        self.pooled_bytes = 0
+        self._pooled: list[Tensor] = []
 
-    def take(self, size: int) -> Tensor:
-        """So many bytes, whatever they hold."""
-        for place in range(len(self._kept) - 1, -1, -1):
-            if self._kept[place].numel() == size:
-                self.kept_bytes -= size
-                return self._kept.pop(place)
+    def acquire(self, size: int) -> Tensor:
+        """Return a buffer of this size with undefined content."""
+        for index in range(len(self._pooled) - 1, -1, -1):
+            if self._pooled[index].numel() == size:
+                self.pooled_bytes -= size
+                return self._pooled.pop(index)
         return torch.empty(size, dtype=torch.uint8)
 
-    def give(self, buffer: Tensor) -> None:
-        """Nobody reads or writes it any more."""
-        if buffer.numel() < self.least_bytes:
+    def release(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool. The caller must no longer use it."""
+        if buffer.numel() < self.min_bytes:
             return
-        assert not any(buffer is kept for kept in self._kept), "a buffer was given back twice"
-        self._kept.append(buffer)
-        self.kept_bytes += buffer.numel()
-        while self.kept_bytes > self.most_bytes and len(self._kept) > 1:
-            self.kept_bytes -= self._kept.pop(0).numel()
+        assert not any(buffer is pooled for pooled in self._pooled), "the buffer is already in the pool"
+        self._pooled.append(buffer)
+        self.pooled_bytes += buffer.numel()
+        while self.pooled_bytes > self.max_bytes and len(self._pooled) > 1:
+            self.pooled_bytes -= self._pooled.pop(0).numel()
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Byte ranges: which bytes of a whole are missing. Half-open, apart from each other and in order
+# Byte ranges, for example the missing bytes of a transfer: half-open, disjoint and sorted
 
 
 Span: TypeAlias = tuple[int, int]
@@ -79,7 +79,7 @@ class Spans:
         return sum(end - begin for begin, end in self._spans)
 
     def add(self, begin: int, end: int) -> None:
-        """Whatever was there of it already stays."""
+        """Add a range. It may overlap existing ones."""
         if begin >= end:
             return
         apart = []
@@ -98,96 +98,97 @@ class Spans:
             left += [(x, y) for x, y in ((b, min(e, begin)), (max(b, end), e)) if x < y]
         self._spans = left
 
-    def first(self) -> int:
-        """How far they reach from 0 on without a gap."""
+    def contiguous_bytes(self) -> int:
+        """Return how many bytes from 0 on are covered without a gap."""
         return self._spans[0][1] if self._spans and self._spans[0][0] == 0 else 0
 
-    def holds(self, begin: int, end: int) -> bool:
-        """All of it."""
+    def contains(self, begin: int, end: int) -> bool:
+        """Return whether the whole range is covered."""
         return any(b <= begin and end <= e for b, e in self._spans)
 
-    def take(self, most: int, least: int = 1) -> Span | None:
-        """At most so many bytes of the first that has at least so many; they are removed."""
+    def take(self, max_bytes: int, min_bytes: int = 1) -> Span | None:
+        """Remove and return up to `max_bytes` of the first range that has at least `min_bytes`."""
         for begin, end in self._spans:
-            if end - begin >= least:
-                end = min(end, begin + most)
+            if end - begin >= min_bytes:
+                end = min(end, begin + max_bytes)
                 self.remove(begin, end)
                 return begin, end
         return None
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Buffers that another thread is still writing, and that the event loop sends meanwhile
+# Buffers that the event loop sends while another thread is still writing them
 
 
 class ByteSink(Protocol):
-    """Whom the thread that writes tells of it."""
+    """Receiver of progress from the writing thread."""
 
     size: int
 
-    def begins(self, data: Tensor) -> None: ...
+    def set_buffer(self, data: Tensor) -> None: ...
 
-    def written(self, spans: list[Span]) -> None: ...
+    def mark_written(self, spans: list[Span]) -> None: ...
 
 
 class StreamingBuffer:
-    """`missing` are the bytes that are written and not sent: whoever takes some of them sends them.
+    """A buffer that is sent while it is being written. `missing` has the bytes that are written but not sent yet.
 
-    Made in the event loop. The thread that writes calls `begins`, `written` and `ended`; everything else is the loop's.
+    Create it in the event loop. The writing thread calls `set_buffer`, `mark_written` and `finish`. Use everything else
+    in the loop.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.missing = Spans()
-        self.data: Tensor | None = None  # from the first bytes on
-        self.is_whole = False
-        self._wrong: BaseException | None = None
-        self._news = asyncio.Event()
+        self.data: Tensor | None = None  # set before the first bytes
+        self.is_complete = False
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    def complete(cls, data: Tensor) -> StreamingBuffer:
-        """All of it is there."""
-        growing = cls(data.numel())
-        growing.begins(data)
-        growing.missing.add(0, growing.size)
-        growing.is_whole = True
-        return growing
+    def from_complete(cls, data: Tensor) -> StreamingBuffer:
+        """Wrap data that is complete."""
+        buffer = cls(data.numel())
+        buffer.set_buffer(data)
+        buffer.missing.add(0, buffer.size)
+        buffer.is_complete = True
+        return buffer
 
-    def begins(self, data: Tensor) -> None:
+    def set_buffer(self, data: Tensor) -> None:
         self.data = data
 
-    def written(self, spans: list[Span]) -> None:
+    def mark_written(self, spans: list[Span]) -> None:
         self._loop.call_soon_threadsafe(self._add, spans)
 
-    def ended(self, wrong: BaseException | None) -> None:
-        self._loop.call_soon_threadsafe(self._end, wrong)
+    def finish(self, error: BaseException | None) -> None:
+        self._loop.call_soon_threadsafe(self._finish, error)
 
     def _add(self, spans: list[Span]) -> None:
         for begin, end in spans:
             self.missing.add(begin, end)
-        self._tell()
+        self._notify()
 
-    def _end(self, wrong: BaseException | None) -> None:
-        self._wrong = wrong
-        self.is_whole = wrong is None
-        self._tell()
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self.is_complete = error is None
+        self._notify()
 
-    def _tell(self) -> None:
-        """Everybody who waits wakes up, and later ones wait for the next news."""
-        self._news.set()
-        self._news = asyncio.Event()
-        if self._wrong is not None:
-            self._news.set()
+    def _notify(self) -> None:
+        """Wake all current waiters. Later waiters wait for the next change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._error is not None:
+            self._changed.set()
 
-    async def more(self) -> None:
-        """Returns when there is news; raises what has gone wrong."""
-        await self._news.wait()
-        if self._wrong is not None:
-            raise self._wrong
+    async def wait_for_more(self) -> None:
+        """Wait for more bytes or the end. Raise the error of the writer."""
+        await self._changed.wait()
+        if self._error is not None:
+            raise self._error
 
-    async def whole(self) -> Tensor:
-        while not self.is_whole:
-            await self.more()
+    async def wait_until_complete(self) -> Tensor:
+        while not self.is_complete:
+            await self.wait_for_more()
         assert self.data is not None
         return self.data

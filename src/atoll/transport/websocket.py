@@ -1,4 +1,4 @@
-"""A WebSocket connection, the same for learners, syncer and shards."""
+"""WebSocket connection for learners, syncer and shards."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from atoll.transport.wire import WireError
 
-MAX_WAITING = 16_384
-"""Messages that wait for one peer. It has stopped reading long before."""
+MAX_QUEUED_MESSAGES = 16_384
+"""Queued messages for one peer. With more, it has stopped reading long ago."""
 
-CLOSING_S = 2.0
-"""For the last messages on a connection that is being closed."""
+CLOSE_TIMEOUT_S = 2.0
+"""Time for the last messages on a connection that is being closed."""
 
-CLOSED = "the connection was closed"
+CLOSED_REASON = "the connection was closed"
 
-Message = bytes | str | Callable[[], bytes]
-"""A function is called when its turn comes: it encodes the message."""
+OutgoingMessage = bytes | str | Callable[[], bytes]
+"""A function is called when the message is sent, and encodes it."""
 
 
 class WebSocketConnection:
-    """Sends messages in order, from a task of its own: a slow peer delays no other, and `post` never waits.
+    """Send messages in order, from a separate task: a slow peer delays no other, and `post` never waits.
 
-    A peer that lets `max_waiting` messages wait has stopped reading, and the connection is closed. If it does not read
+    The connection of a peer with `max_queued` waiting messages is closed: it has stopped reading. If it does not read
     the last messages either, `task` is cancelled and `transport` aborted. The owner of a connection without `transport`
     watches `task` and closes the connection when it ends. One task of the owner reads `messages`.
     """
@@ -35,15 +35,15 @@ class WebSocketConnection:
         self,
         socket: aiohttp.ClientWebSocketResponse | web.WebSocketResponse,
         transport: asyncio.Transport | None = None,
-        max_waiting: int | None = MAX_WAITING,
+        max_queued: int | None = MAX_QUEUED_MESSAGES,
     ) -> None:
         self.is_closing = False
-        self.ended = CLOSED  # why, after `messages`
-        self.error: BaseException | None = None  # with which sending or receiving failed
+        self.end_reason = CLOSED_REASON  # valid after `messages` has ended
+        self.error: BaseException | None = None  # error of sending or receiving
         self.socket = socket
         self.transport = transport
-        self._max_waiting = max_waiting
-        self._waiting: OrderedDict[object, Message] = OrderedDict()
+        self._max_queued = max_queued
+        self._queue: OrderedDict[object, OutgoingMessage] = OrderedDict()
         self._serial = 0
         self._wake = asyncio.Event()
         self._close_frame: tuple[int, bytes] | None = None
@@ -51,18 +51,24 @@ class WebSocketConnection:
 
     @classmethod
     async def accept(
-        cls, request: web.Request, max_bytes: int, heartbeat_s: float | None = None, max_waiting: int = MAX_WAITING
+        cls,
+        request: web.Request,
+        max_bytes: int,
+        heartbeat_s: float | None = None,
+        max_queued: int = MAX_QUEUED_MESSAGES,
     ) -> WebSocketConnection:
-        """Return the connection that a client has asked for. `max_bytes`: of one message."""
-        socket = web.WebSocketResponse(max_msg_size=max_bytes, compress=False, timeout=CLOSING_S, heartbeat=heartbeat_s)
+        """Accept the connection that a client requests. `max_bytes` is the limit of one message."""
+        socket = web.WebSocketResponse(
+            max_msg_size=max_bytes, compress=False, timeout=CLOSE_TIMEOUT_S, heartbeat=heartbeat_s
+        )
         await socket.prepare(request)
-        return cls(socket, request.transport, max_waiting)
+        return cls(socket, request.transport, max_queued)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     async def messages(self) -> AsyncIterator[bytes | str]:
-        """Yield what the peer sends until the connection ends. WireError: it sends what is no message."""
+        """Yield received messages until the connection ends. Raise WireError on an invalid one."""
         while True:
             message = await self.socket.receive()
             if message.type in (WSMsgType.BINARY, WSMsgType.TEXT):
@@ -72,35 +78,35 @@ class WebSocketConnection:
                 raise WireError(str(message.data), "size" if too_big else "type")
             elif message.type is WSMsgType.ERROR:
                 self.error = self.socket.exception()
-                self.ended = f"the connection broke: {self.error}"
+                self.end_reason = f"the connection broke: {self.error}"
                 return
             elif message.type is WSMsgType.CLOSE:
                 if message.extra:
-                    self.ended = f"{CLOSED} ({message.data}): {message.extra}"
+                    self.end_reason = f"{CLOSED_REASON} ({message.data}): {message.extra}"
                 return
             elif message.type in (WSMsgType.CLOSING, WSMsgType.CLOSED):
                 return
 
-    def post(self, message: Message, key: object = None) -> None:
-        """Queue a message. It replaces one that waits with the same key, and goes to the end of the queue."""
+    def post(self, message: OutgoingMessage, key: object = None) -> None:
+        """Queue a message. It replaces a queued one with the same key, and goes to the end of the queue."""
         if self.is_closing:
             return
         if key is None:
             self._serial += 1
             key = self._serial
-        self._waiting.pop(key, None)
-        self._waiting[key] = message
-        if self._max_waiting is not None and len(self._waiting) > self._max_waiting:
-            self.close("it does not read what is sent to it")
+        self._queue.pop(key, None)
+        self._queue[key] = message
+        if self._max_queued is not None and len(self._queue) > self._max_queued:
+            self.close("it does not read its messages")
         self._wake.set()
 
     async def _send(self) -> None:
         try:
-            while self._waiting or not self.is_closing:
+            while self._queue or not self.is_closing:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._waiting:
-                    _, message = self._waiting.popitem(last=False)
+                while self._queue:
+                    _, message = self._queue.popitem(last=False)
                     if isinstance(message, str):
                         await self.socket.send_str(message)
                     else:
@@ -109,48 +115,48 @@ class WebSocketConnection:
                 code, reason = self._close_frame
                 await self.socket.close(code=code, message=reason)
         except (ConnectionError, RuntimeError, aiohttp.ClientError) as error:
-            self.error = error  # the reading side notices the same
+            self.error = error  # the reading task notices it too
 
     def finish(self) -> None:
-        """Send what waits, if the peer reads it in time, and end `task`. The connection stays open."""
+        """Send queued messages, if the peer reads them in time, and end `task`. The connection stays open."""
         if not self.is_closing:
             self.is_closing = True
             self._wake.set()
-            asyncio.get_running_loop().call_later(CLOSING_S, self._cut)
+            asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._abort)
 
     def close(self, reason: str, code: int = WSCloseCode.GOING_AWAY) -> None:
-        """Send what waits, if the peer reads it in time, and close the connection."""
+        """Send queued messages, if the peer reads them in time, and close the connection."""
         if not self.is_closing:
             self._close_frame = code, close_reason(reason)
             self.finish()
 
     async def refuse(self, reason: str) -> None:
-        """Close the connection because of what the peer has sent. Nothing that waits is sent."""
+        """Close the connection because of an invalid message. Queued messages are dropped."""
         self.cancel()
         await self.socket.close(code=WSCloseCode.POLICY_VIOLATION, message=close_reason(reason))
 
-    def discard(self) -> None:
-        """Send nothing that still waits."""
-        self._waiting.clear()
+    def clear_queue(self) -> None:
+        """Drop all queued messages."""
+        self._queue.clear()
 
     def cancel(self) -> None:
-        """Send nothing more. The connection is gone, or its owner closes it."""
+        """Stop sending. The connection is lost, or its owner closes it."""
         self.is_closing = True
         self.task.cancel()
 
-    def _cut(self) -> None:
-        """Without this a peer that stopped reading would never be noticed: nothing arrives and nothing is sent."""
+    def _abort(self) -> None:
+        """Abort a peer that has stopped reading. It would stay unnoticed: no bytes arrive and none are sent."""
         if not self.task.done():
             self.task.cancel()
             if self.transport is not None:
                 self.transport.abort()
 
-    async def closed(self) -> None:
-        await asyncio.wait([self.task], timeout=2 * CLOSING_S)
+    async def wait_closed(self) -> None:
+        await asyncio.wait([self.task], timeout=2 * CLOSE_TIMEOUT_S)
 
 
 def close_reason(reason: str) -> bytes:
-    """Return what fits into the frame that closes a WebSocket.
+    """Cut a reason to the size that fits into the closing frame of a WebSocket.
 
     >>> len(close_reason("ä" * 100))
     120

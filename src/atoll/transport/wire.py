@@ -1,11 +1,11 @@
-"""What travels between a learner and the syncer, as bytes: control messages and bulk frames. No I/O here.
+"""Wire format between a learner and the syncer: control messages and bulk frames. No I/O here.
 
 A control message is one envelope and one binary WebSocket message. A bulk frame is the body of an HTTP request or
-answer: a head of 36 bytes, a header of a few, and a payload that is never copied together with them. The byte tables
+response: a head of 36 bytes, a short header, and a payload that is never copied together with them. The byte tables
 are in docs/wire.md, examples of every kind in tests/transport/vectors.
 
-Reading trusts nothing: a length is checked before memory is taken for it, and whatever does not fit is a `WireError`
-that says what was found and what was expected. It is the peer's fault, and costs the peer its connection.
+Input is not trusted. A length is checked before memory is allocated for it. Invalid input is a `WireError` that says
+what was found and what was expected. It closes the connection of the peer.
 """
 
 from __future__ import annotations
@@ -24,68 +24,68 @@ from atoll.core.codec import parse_float, read, to_text
 from atoll.core.protocol import Envelope, LearnerBody, SyncerBody
 from atoll.core.types import RoundId
 
-WIRE_VERSION = 3
-"""Of both formats. It rises when a reader of the old one would misunderstand the new one."""
+WIRE_VERSION = 4
+"""Version of both formats. It increases when a reader of the old one would misread the new one."""
 
-MOST_MESSAGE_BYTES = 4 * 2**20
-MOST_HEADER_BYTES = 2**20
-MOST_PAYLOAD_BYTES = 2**40
-"""No fragment is this large. What a payload may have here and now is said by `accept` of a `FrameParser`."""
+MAX_MESSAGE_BYTES = 4 * 2**20
+MAX_HEADER_BYTES = 2**20
+MAX_PAYLOAD_BYTES = 2**40
+"""Upper bound for any payload. `accept` of a `FrameParser` applies the limit of the request."""
 
-LEAST_NUMBER, MOST_NUMBER = -(2**63), 2**63 - 1
-"""Whole numbers outside of this are refused: other languages cannot hold them, and floats would become infinite."""
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
+"""Limit of integers: other languages cannot represent larger ones, and as floats they would become infinite."""
 
-Code: TypeAlias = Literal[
+WireErrorCode: TypeAlias = Literal[
     "magic", "version", "size", "json", "type", "digest", "codec", "kind", "truncated", "trailing"
 ]
 
 Buffer: TypeAlias = Any
-"""Whatever has the buffer protocol in one contiguous piece, or a CPU tensor of a type that numpy knows."""
+"""Any contiguous object with the buffer protocol, or a CPU tensor of a type that numpy supports."""
 
 _MESSAGE_MAGIC = b"ATLL"
 _MESSAGE_HEAD = _MESSAGE_MAGIC + bytes([WIRE_VERSION])
 _FRAME_MAGIC = b"ATLF"
 _FIELDS = Struct("<4sBBBBIQ")
 _DIGEST_BYTES = 16
-HEAD_BYTES = _FIELDS.size + _DIGEST_BYTES
+FRAME_HEAD_BYTES = _FIELDS.size + _DIGEST_BYTES
 
 CODEC_NUMBERS: Mapping[str, int] = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3}
-"""The codecs of `atoll.tensors.codecs` as they are called in a frame's head. Bytes that are no tensor travel as 0."""
+"""Codec numbers in a frame's head, by name of `atoll.tensors.codecs`. Bytes that are not a tensor use 0."""
 
 
 class WireError(ValueError):
-    """Bytes that are not what they should be. `code` is one of `CODES`, for counting; the sentence is for people."""
+    """Invalid bytes. `code` is one of `CODES`, for counting. The message is for operators."""
 
-    def __init__(self, what: str, code: Code) -> None:
-        super().__init__(what)
-        self.what = what
-        self.code: Code = code
+    def __init__(self, message: str, code: WireErrorCode) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code: WireErrorCode = code
 
 
-class Kind(IntEnum):
-    """What a frame carries."""
+class FrameKind(IntEnum):
+    """Content of a frame."""
 
     CONTRIBUTION = 1
     FRAGMENT = 2
-    INNER_STATE = 3
+    OPTIMIZER_STATE = 3
     MODEL = 4
     SLICE = 5
 
 
 STATE_BYTES_PER_PARAMETER = 64
-ENCODED_KINDS = frozenset({Kind.CONTRIBUTION, Kind.FRAGMENT})
-"""Kinds whose payload may have a codec. All others say 0."""
+ENCODED_KINDS = frozenset({FrameKind.CONTRIBUTION, FrameKind.FRAGMENT})
+"""Kinds whose payload may have a codec. All others use 0."""
 
 
 def max_state_bytes(parameters: int) -> int:
-    """Return the bound on inner state of a model of so many parameters, in bytes of an `INNER_STATE` payload."""
+    """Return the limit of an `OPTIMIZER_STATE` payload for a model of this many parameters, in bytes."""
     return STATE_BYTES_PER_PARAMETER * parameters + 2**24
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Control messages
 
-Side: TypeAlias = Literal["learner", "syncer"]
+Sender: TypeAlias = Literal["learner", "syncer"]
 _BODIES: dict[str, frozenset[type]] = {
     "learner": frozenset(get_args(LearnerBody)),
     "syncer": frozenset(get_args(SyncerBody)),
@@ -93,28 +93,28 @@ _BODIES: dict[str, frozenset[type]] = {
 
 
 def encode_message(envelope: Envelope) -> bytes:
-    """One envelope as the bytes of a WebSocket message.
+    """Encode one envelope as a WebSocket message.
 
     >>> encode_message(Envelope(1, 1, 1, 0, 7, 3, 0, Ping(5)))
-    b'ATLL\\x03["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
+    b'ATLL\\x04["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
     """
     try:
         text = to_text(envelope)
     except ValidationError as error:
         raise WireError(f"this cannot be sent: {error}", "type") from None
     data = _MESSAGE_HEAD + text.encode("ascii")
-    if len(data) > MOST_MESSAGE_BYTES:
-        raise WireError(_too_large("a message", len(data), MOST_MESSAGE_BYTES), "size")
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(_too_large("a message", len(data), MAX_MESSAGE_BYTES), "size")
     if b"\\u" in data:
-        _refuse_half_characters(json.loads(text))
+        _refuse_lone_surrogates(json.loads(text))
     return data
 
 
-def decode_message(data: Buffer, sender: Side) -> Envelope:
-    """The envelope that this side has sent."""
+def decode_message(data: Buffer, sender: Sender) -> Envelope:
+    """Decode an envelope that this side has sent."""
     view = as_bytes(data)
-    if view.nbytes > MOST_MESSAGE_BYTES:
-        raise WireError(_too_large("a message", view.nbytes, MOST_MESSAGE_BYTES), "size")
+    if view.nbytes > MAX_MESSAGE_BYTES:
+        raise WireError(_too_large("a message", view.nbytes, MAX_MESSAGE_BYTES), "size")
     head = bytes(view[: len(_MESSAGE_HEAD)])
     _check_start(head, _MESSAGE_MAGIC, "a message")
     if len(head) < len(_MESSAGE_HEAD):
@@ -133,60 +133,60 @@ def decode_message(data: Buffer, sender: Side) -> Envelope:
 # JSON
 
 
-def parse_json(data: Buffer, most_bytes: int = MOST_MESSAGE_BYTES, is_value: bool = False) -> Any:
-    """JSON as it is written everywhere: UTF-8, no NaN, whole numbers of 64 bits, no half characters.
+def parse_json(data: Buffer, max_bytes: int = MAX_MESSAGE_BYTES, is_value: bool = False) -> Any:
+    """Parse strict JSON: UTF-8, no NaN, integers of 64 bits, no lone surrogates.
 
     `is_value`: it is to be read by `codec.read`.
     """
     view = as_bytes(data)
-    if view.nbytes > most_bytes:
-        raise WireError(_too_large("a text", view.nbytes, most_bytes), "size")
+    if view.nbytes > max_bytes:
+        raise WireError(_too_large("a text", view.nbytes, max_bytes), "size")
     try:
         text = str(view, "utf-8")
         raw = (_VALUE_JSON if is_value else _PLAIN_JSON).decode(text)
     except WireError:
         raise
-    except (ValueError, RecursionError) as wrong:
-        raise WireError(f"bad JSON: {wrong}", "json") from None
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"bad JSON: {error}", "json") from None
     if "\\u" in text:
-        _refuse_half_characters(raw)
+        _refuse_lone_surrogates(raw)
     return raw
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """The header of a frame whose header is not a message: a JSON object."""
+    """Encode the header of a frame whose header is a JSON object."""
     data = json.dumps(header, separators=(",", ":"), allow_nan=False).encode("ascii")
-    if len(data) > MOST_HEADER_BYTES:
-        raise WireError(_too_large("a header", len(data), MOST_HEADER_BYTES), "size")
+    if len(data) > MAX_HEADER_BYTES:
+        raise WireError(_too_large("a header", len(data), MAX_HEADER_BYTES), "size")
     return data
 
 
 def decode_header(data: Buffer, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """A JSON object with exactly these fields, each of one of these types (`type(None)` where null is allowed).
+    """Decode a JSON object with exactly these fields and their types (`type(None)` where null is allowed).
 
     >>> decode_header(b'{"fragment":7}', {"fragment": int})
     {'fragment': 7}
     """
-    raw = parse_json(data, MOST_HEADER_BYTES)
+    raw = parse_json(data, MAX_HEADER_BYTES)
     if type(raw) is not dict:
-        raise WireError(f"a header is a JSON object, found {_shown(raw)}", "type")
+        raise WireError(f"a header is a JSON object, found {_abbreviate(raw)}", "type")
     for name in raw:
         if name not in fields:
-            raise WireError(f"the header has no field {_shown(name)}, only {', '.join(fields)}", "type")
+            raise WireError(f"the header has no field {_abbreviate(name)}, only {', '.join(fields)}", "type")
     for name, types in fields.items():
         if name not in raw:
             raise WireError(f"the header lacks its field {name!r}", "type")
         allowed = types if isinstance(types, tuple) else (types,)
-        if type(raw[name]) not in allowed:  # not isinstance: True is no number here
+        if type(raw[name]) not in allowed:  # not isinstance: True must not count as an integer
             names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
-            raise WireError(f"the header's {name} is {_shown(raw[name])}, expected {names}", "type")
+            raise WireError(f"the header's {name} is {_abbreviate(raw[name])}, expected {names}", "type")
     return raw
 
 
 class FragmentHeader(NamedTuple):
-    """The header of a `FRAGMENT` frame. `base` None: the payload is of the whole value.
+    """The header of a `FRAGMENT` frame. If `base` is None, the payload is the whole value, otherwise an update.
 
-    The payload is the bytes from `begin` on; the fragment has `of` of them.
+    The payload starts at byte `begin` of the `total_bytes` of the encoded fragment.
     """
 
     fragment: int
@@ -194,7 +194,7 @@ class FragmentHeader(NamedTuple):
     base: int | None
     value_digest: str  # `digest` of the published value as f32, in hex
     begin: int
-    of: int
+    total_bytes: int
 
     def encode(self) -> bytes:
         return encode_header(self._asdict())
@@ -204,20 +204,20 @@ class FragmentHeader(NamedTuple):
         raw = decode_header(data, _FRAGMENT_FIELDS)
         text = raw["value_digest"]
         if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
-            raise WireError(f"value_digest is 32 hexadecimal digits, found {_shown(text)}", "type")
-        _check_place(raw["begin"], raw["of"])
+            raise WireError(f"value_digest is 32 hexadecimal digits, found {_abbreviate(text)}", "type")
+        _check_range(raw["begin"], raw["total_bytes"])
         return cls(**raw)
 
 
 class SliceHeader(NamedTuple):
-    """The header of a `SLICE` frame: bytes from `begin` on of a contribution that has `of` of them."""
+    """The header of a `SLICE` frame: bytes from `begin` on of a contribution of `total_bytes`."""
 
     learner: int
     incarnation: int
     session: int
     round: RoundId
     begin: int
-    of: int
+    total_bytes: int
 
     def encode(self) -> bytes:
         return encode_header(self._asdict() | {"round": astuple(self.round)})
@@ -227,8 +227,8 @@ class SliceHeader(NamedTuple):
         raw = decode_header(data, _SLICE_FIELDS)
         numbers = raw["round"]
         if len(numbers) != 4 or any(type(number) is not int for number in numbers):
-            raise WireError(f"a round is 4 whole numbers, found {_shown(numbers)}", "type")
-        _check_place(raw["begin"], raw["of"])
+            raise WireError(f"a round must be 4 integers, got {_abbreviate(numbers)}", "type")
+        _check_range(raw["begin"], raw["total_bytes"])
         return cls(**(raw | {"round": RoundId(*numbers)}))
 
 
@@ -238,36 +238,36 @@ _FRAGMENT_FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "base": (int, type(None)),
     "value_digest": str,
     "begin": int,
-    "of": int,
+    "total_bytes": int,
 }
-_SLICE_FIELDS = {"learner": int, "incarnation": int, "session": int, "round": list, "begin": int, "of": int}
+_SLICE_FIELDS = {"learner": int, "incarnation": int, "session": int, "round": list, "begin": int, "total_bytes": int}
 
 
-def _check_place(begin: int, of: int) -> None:
-    if not 0 <= begin <= of <= MOST_PAYLOAD_BYTES:
-        raise WireError(f"bytes from {begin} on of {of}: there are none", "size")
+def _check_range(begin: int, total_bytes: int) -> None:
+    if not 0 <= begin <= total_bytes <= MAX_PAYLOAD_BYTES:
+        raise WireError(f"invalid range: it begins at byte {begin} of {total_bytes}", "size")
 
 
-def _no_constant(word: str) -> NoReturn:
-    raise WireError(f"bad JSON: {word} is no number in JSON", "json")
+def _refuse_constant(constant: str) -> NoReturn:
+    raise WireError(f"bad JSON: {constant} is not a JSON number", "json")
 
 
-def _whole_number(digits: str) -> int:
-    if len(digits) > 20 or not LEAST_NUMBER <= (number := int(digits)) <= MOST_NUMBER:
+def _parse_integer(digits: str) -> int:
+    if len(digits) > 20 or not MIN_INTEGER <= (number := int(digits)) <= MAX_INTEGER:
         raise WireError(f"bad JSON: the number {digits[:20]}... has more than 64 bits", "json")
     return number
 
 
-_PLAIN_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_int=_whole_number)
-_VALUE_JSON = json.JSONDecoder(object_hook=parse_float, parse_constant=_no_constant, parse_int=_whole_number)
+_PLAIN_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=_parse_integer)
+_VALUE_JSON = json.JSONDecoder(object_hook=parse_float, parse_constant=_refuse_constant, parse_int=_parse_integer)
 
 
-def _refuse_half_characters(raw: Any) -> None:
-    """Half of a surrogate pair is a string that cannot be printed nor written: it would fail far from here."""
+def _refuse_lone_surrogates(raw: Any) -> None:
+    """Refuse lone surrogates: such a string cannot be printed or written, and would fail far from here."""
     try:
         json.dumps(raw, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise WireError("bad JSON: a string holds half a character (a lone surrogate)", "json") from None
+        raise WireError("bad JSON: a string contains a lone surrogate", "json") from None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def _refuse_half_characters(raw: Any) -> None:
 class FrameHead(NamedTuple):
     """The first 36 bytes of a frame."""
 
-    kind: Kind
+    kind: FrameKind
     codec: int
     header_bytes: int
     payload_bytes: int
@@ -285,7 +285,7 @@ class FrameHead(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A whole frame whose digest is right. `payload` is the memory that `accept` gave."""
+    """A complete frame with a valid digest. `payload` is the memory that `accept` returned."""
 
     head: FrameHead
     header: bytes
@@ -295,23 +295,27 @@ class Frame(NamedTuple):
 Accept: TypeAlias = Callable[[FrameHead, bytes], Buffer]
 
 
-def frame_head(kind: Kind, codec: int, header: bytes, payload: Buffer | list[Buffer] | tuple[Buffer, ...]) -> bytes:
-    """What is sent before header and payload; the payload may be in several pieces, and is only read here."""
+def encode_frame_head(
+    kind: FrameKind, codec: int, header: bytes, payload: Buffer | list[Buffer] | tuple[Buffer, ...]
+) -> bytes:
+    """Encode the head of a frame, sent before header and payload. The payload may be in several pieces."""
     pieces = [as_bytes(piece) for piece in (payload if isinstance(payload, list | tuple) else [payload])]
     size = sum(piece.nbytes for piece in pieces)
     assert codec in CODEC_NUMBERS.values(), f"no codec has the number {codec}"
     assert codec == 0 or kind in ENCODED_KINDS, f"{kind!r} has no codec"
-    if len(header) > MOST_HEADER_BYTES:
-        raise WireError(_too_large("a header", len(header), MOST_HEADER_BYTES), "size")
-    if size > MOST_PAYLOAD_BYTES:
-        raise WireError(_too_large("a payload", size, MOST_PAYLOAD_BYTES), "size")
+    if len(header) > MAX_HEADER_BYTES:
+        raise WireError(_too_large("a header", len(header), MAX_HEADER_BYTES), "size")
+    if size > MAX_PAYLOAD_BYTES:
+        raise WireError(_too_large("a payload", size, MAX_PAYLOAD_BYTES), "size")
     fields = _FIELDS.pack(_FRAME_MAGIC, WIRE_VERSION, kind, codec, 0, len(header), size)
     return fields + digest(fields, header, *pieces)
 
 
-def flowing_head(kind: Kind, header: bytes, size: int, flow: Callable[[Callable[[Buffer], None]], None]) -> bytes:
-    """The same for a payload without a codec that is never in one place: `flow` shows all of it, piece by piece."""
-    assert len(header) <= MOST_HEADER_BYTES and size <= MOST_PAYLOAD_BYTES, "it would not be read"
+def encode_streamed_frame_head(
+    kind: FrameKind, header: bytes, size: int, flow: Callable[[Callable[[Buffer], None]], None]
+) -> bytes:
+    """Encode the head of a frame whose payload is never in memory at once: `flow` produces all of it in pieces."""
+    assert len(header) <= MAX_HEADER_BYTES and size <= MAX_PAYLOAD_BYTES, "it would not be read"
     fields = _FIELDS.pack(_FRAME_MAGIC, WIRE_VERSION, kind, 0, 0, len(header), size)
     state = xxh3_128(fields)
     state.update(header)
@@ -320,7 +324,7 @@ def flowing_head(kind: Kind, header: bytes, size: int, flow: Callable[[Callable[
 
 
 def digest(*buffers: Buffer) -> bytes:
-    """XXH3, 128 bits, of these bytes one after the other, most significant byte first (as `xxhsum -H2` prints it)."""
+    """Return the XXH3 digest, 128 bits, of these buffers in order, most significant byte first (as `xxhsum -H2`)."""
     state = xxh3_128()
     for buffer in buffers:
         state.update(as_bytes(buffer))
@@ -328,8 +332,8 @@ def digest(*buffers: Buffer) -> bytes:
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The memory behind a buffer, as single bytes. Nothing is copied."""
-    if hasattr(buffer, "numpy"):  # a tensor has no buffer protocol, but shares its memory with an array
+    """Return the memory of a buffer as single bytes, without a copy."""
+    if hasattr(buffer, "numpy"):  # a tensor has no buffer protocol, but shares its memory with a numpy array
         buffer = (buffer.detach() if buffer.requires_grad else buffer).numpy()
     view = memoryview(buffer)
     if view.nbytes == 0:
@@ -338,29 +342,29 @@ def as_bytes(buffer: Buffer) -> memoryview:
 
 
 class FrameParser:
-    """Reads one frame from pieces that are cut anywhere.
+    """Parse one frame from chunks of any size.
 
-    When head and header are in and every length in them is within its limit, `accept(head, header)` is called once: it
-    raises `WireError` where it does not want this frame, and otherwise returns writable memory of exactly
-    `head.payload_bytes`. No memory is taken before that except for the header, and that only as it arrives.
+    `accept(head, header)` is called once, after head and header have arrived and their lengths are within the limits.
+    It raises `WireError` to refuse the frame, and otherwise returns writable memory of exactly `head.payload_bytes`.
+    Before that, no memory is allocated except for the header, as it arrives.
 
     A body may hold several frames: then `several=True`, and what the last `feed` had beyond the frame is in `rest`.
     Without it, anything after the frame is an error.
     """
 
-    def __init__(self, kind: Kind, accept: Accept, *, several: bool = False) -> None:
-        self.done = False  # the last byte is in; `finish` says whether all of them are right
+    def __init__(self, kind: FrameKind, accept: Accept, *, several: bool = False) -> None:
+        self.is_done = False  # the last byte has arrived; `finish` verifies the digest
         self._kind = kind
         self._accept = accept
         self._several = several
-        self._gathered = bytearray()  # of the head, then of the header
+        self._gathered = bytearray()  # bytes of the head, then of the header
         self._head: FrameHead | None = None
         self._header: bytes | None = None
         self._payload = memoryview(b"")
-        self._filled = 0  # bytes of the payload that are in
+        self._filled = 0  # bytes of the payload that have arrived
         self._hash = xxh3_128()
         self._rest = b""
-        self._wrong: WireError | None = None
+        self._error: WireError | None = None
 
     @property
     def accepted_bytes(self) -> int:
@@ -369,38 +373,40 @@ class FrameParser:
 
     @property
     def rest(self) -> bytes:
-        """What came after the frame. Who reads it takes care of it: `finish` does not complain any more."""
+        """Bytes after the frame. Reading them is the caller's consent: `finish` does not refuse them any more."""
         self._several = True
         return self._rest
 
     def feed(self, data: Buffer) -> None:
-        if self._wrong is not None:
-            raise self._wrong
+        if self._error is not None:
+            raise self._error
         try:
             view = as_bytes(data)
             if self._header is None:
                 view = self._start(view)
-            if view.nbytes and not self.done:
+            if view.nbytes and not self.is_done:
                 view = self._fill(view)
             if view.nbytes:
-                self._keep(view)
-        except WireError as wrong:
-            self._wrong = wrong
+                self._store_rest(view)
+        except WireError as error:
+            self._error = error
             raise
 
     def finish(self) -> Frame:
-        """The frame. Raises when bytes are missing, when there are too many and when one of them is wrong."""
-        if self._wrong is not None:
-            raise self._wrong
+        """Return the frame. Raise WireError if bytes are missing, invalid or too many."""
+        if self._error is not None:
+            raise self._error
         if self._head is None:
             _check_start(bytes(self._gathered[:5]), _FRAME_MAGIC, "a frame")
-            raise WireError(f"a frame ends in its head, after {len(self._gathered)} of {HEAD_BYTES} bytes", "truncated")
+            raise WireError(
+                f"a frame ends in its head, after {len(self._gathered)} of {FRAME_HEAD_BYTES} bytes", "truncated"
+            )
         head = self._head
         if self._header is None:
             raise WireError(
                 f"a frame ends in its header, after {len(self._gathered)} of {head.header_bytes} bytes", "truncated"
             )
-        if not self.done:
+        if not self.is_done:
             raise WireError(
                 f"a frame ends in its payload, after {self._filled} of {head.payload_bytes} bytes", "truncated"
             )
@@ -412,10 +418,10 @@ class FrameParser:
         return Frame(head, self._header, self._payload)
 
     def _start(self, view: memoryview) -> memoryview:
-        """Head and header; what is left of the view is payload."""
+        """Parse head and header, and return the rest of the view, which is payload."""
         if self._head is None:
-            view = self._gather(view, HEAD_BYTES)
-            if len(self._gathered) < HEAD_BYTES:
+            view = self._gather(view, FRAME_HEAD_BYTES)
+            if len(self._gathered) < FRAME_HEAD_BYTES:
                 return view
             self._head = _read_head(bytes(self._gathered), self._kind)
             self._hash.update(self._gathered[: _FIELDS.size])
@@ -434,11 +440,11 @@ class FrameParser:
             )
         assert not payload.readonly or not payload.nbytes, "accept has to return memory that can be written"
         self._payload = payload
-        self.done = not head.payload_bytes
+        self.is_done = not head.payload_bytes
         return view
 
-    def _gather(self, view: memoryview, wanted: int) -> memoryview:
-        missing = wanted - len(self._gathered)
+    def _gather(self, view: memoryview, size: int) -> memoryview:
+        missing = size - len(self._gathered)
         self._gathered += view[:missing]
         return view[missing:]
 
@@ -448,52 +454,55 @@ class FrameParser:
         self._payload[self._filled : end] = taken
         self._hash.update(taken)
         self._filled = end
-        self.done = end == self._payload.nbytes
+        self.is_done = end == self._payload.nbytes
         return view[taken.nbytes :]
 
-    def _keep(self, view: memoryview) -> None:
+    def _store_rest(self, view: memoryview) -> None:
         if self._rest or not self._several:
             raise WireError(f"{len(self._rest) + view.nbytes} bytes follow after the end of a frame", "trailing")
         self._rest = bytes(view)
 
 
-def _read_head(data: bytes, expected: Kind) -> FrameHead:
+def _read_head(data: bytes, expected: FrameKind) -> FrameHead:
     _check_start(data, _FRAME_MAGIC, "a frame")
     _, _, kind, codec, flags, header_bytes, payload_bytes = _FIELDS.unpack_from(data)
     if flags:
-        raise WireError(f"a frame with the flags {flags:#04x}: this Atoll knows none", "version")
-    if kind not in Kind.__members__.values():
-        raise WireError(f"there is no frame of kind {kind}", "kind")
+        raise WireError(f"a frame has unknown flags {flags:#04x}; this version of Atoll uses none", "version")
+    if kind not in FrameKind.__members__.values():
+        raise WireError(f"unknown frame kind {kind}", "kind")
     if kind != expected:
-        raise WireError(f"a frame of kind {kind} ({Kind(kind).name}), expected {expected} ({expected.name})", "kind")
+        raise WireError(
+            f"a frame of kind {kind} ({FrameKind(kind).name}), expected {expected} ({expected.name})", "kind"
+        )
     if codec not in CODEC_NUMBERS.values():
-        raise WireError(f"there is no codec {codec}", "codec")
+        raise WireError(f"unknown codec number {codec}", "codec")
     if codec and expected not in ENCODED_KINDS:
-        raise WireError(f"a frame of kind {kind} ({expected.name}) has the codec 0, found {codec}", "codec")
-    if header_bytes > MOST_HEADER_BYTES:
-        raise WireError(_too_large("a header", header_bytes, MOST_HEADER_BYTES), "size")
-    if payload_bytes > MOST_PAYLOAD_BYTES:
-        raise WireError(_too_large("a payload", payload_bytes, MOST_PAYLOAD_BYTES), "size")
+        raise WireError(f"a frame of kind {kind} ({expected.name}) must have codec 0, got {codec}", "codec")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise WireError(_too_large("a header", header_bytes, MAX_HEADER_BYTES), "size")
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise WireError(_too_large("a payload", payload_bytes, MAX_PAYLOAD_BYTES), "size")
     return FrameHead(expected, codec, header_bytes, payload_bytes, data[_FIELDS.size :])
 
 
 def _check_start(head: bytes, magic: bytes, what: str) -> None:
-    """The magic and the version, as far as they are there."""
+    """Check the available bytes of the magic and the version."""
     start = head[: len(magic)]
     if start != magic[: len(start)]:
-        raise WireError(f"{what} begins with {magic!r}, found {start!r}: this is not Atoll", "magic")
+        raise WireError(f"{what} begins with {magic!r}, found {start!r}: the peer is not Atoll", "magic")
     if len(head) > len(magic) and head[len(magic)] != WIRE_VERSION:
         raise WireError(
-            f"{what} of wire version {head[len(magic)]}, this Atoll speaks {WIRE_VERSION}: use the same on both sides",
+            f"{what} of wire version {head[len(magic)]}, this Atoll speaks {WIRE_VERSION}:"
+            " install the same version of Atoll on both sides",
             "version",
         )
 
 
-def _too_large(what: str, size: int, most: int) -> str:
-    return f"{what} of {size} bytes, the limit is {most}"
+def _too_large(what: str, size: int, max_bytes: int) -> str:
+    return f"{what} of {size} bytes, the limit is {max_bytes}"
 
 
-def _shown(raw: Any) -> str:
+def _abbreviate(raw: Any) -> str:
     try:
         text = repr(raw)
     except RecursionError:

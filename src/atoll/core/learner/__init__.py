@@ -1,4 +1,4 @@
 """The learner's half of the protocol: connection, rounds, joining, leaving.
 
-Knows neither the syncer's state nor any I/O.
+This package does no I/O and does not import `core.syncer`.
 """

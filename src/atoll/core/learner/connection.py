@@ -1,31 +1,31 @@
-"""The link: dial, greet, notice that nobody answers, dial again. Training does not depend on any of it."""
+"""Connection to the syncer: dial, send a hello, detect a silent syncer and reconnect. Training never waits for it."""
 
 from __future__ import annotations
 
 from atoll.core.learner.state import LearnerState
-from atoll.core.policy import backoff_s, patience
+from atoll.core.policy import backoff_s, retry_timeout
 from atoll.core.protocol import (
+    CloseConnection,
+    ConnectionClosed,
+    ConnectionOpened,
     Dial,
     DialFailed,
     Envelope,
-    Hangup,
-    Held,
     Hello,
-    Hold,
-    LinkClosed,
-    LinkOpened,
+    PausedAck,
     Ping,
     Pong,
     Refuse,
+    SetPaused,
     Started,
     Stop,
 )
 from atoll.core.reasons import Reason
-from atoll.core.states import Link, Mode
+from atoll.core.states import ConnectionState, LearnerMode
 
 
 class Connection:
-    """Keep a link to the syncer."""
+    """Keep a connection to the syncer."""
 
     def __init__(self, state: LearnerState) -> None:
         self._state = state
@@ -35,146 +35,157 @@ class Connection:
 
     def _dial(self, after_s: float) -> None:
         state = self._state
-        state.move_link("dial")
+        state.transition_connection("dial")
         state.dials += 1
-        if state.mode is not Mode.TRAINING:
-            state.reason = Reason("link-dialing", (after_s, state.dials))
-        state.note(Reason("link-dialing", (after_s, state.dials)))
+        if state.mode is not LearnerMode.TRAINING:
+            state.reason = Reason("connection-dialing", (after_s, state.dials))
+        state.count_reason(Reason("connection-dialing", (after_s, state.dials)))
         state.effects.append(Dial(after_s, state.dials))
 
     def _redial(self) -> None:
         state = self._state
-        if state.mode is not Mode.STOPPED:
+        if state.mode is not LearnerMode.STOPPED:
             self._dial(backoff_s(state.dials, state.id, state.limits))
 
-    def on_opened(self, now: float, event: LinkOpened) -> None:
+    def on_opened(self, now: float, event: ConnectionOpened) -> None:
         state = self._state
-        if state.mode is Mode.STOPPED:
+        if state.mode is LearnerMode.STOPPED:
             return
         assert event.session > state.session, f"link {event.session} after {state.session}"
-        state.move_link("opened")
+        state.transition_connection("opened")
         state.session = event.session
-        state.last_heard = now
+        state.last_seen_at = now
         state.hellos = 0
         state.pings = 0
-        state.note(Reason("link-greeting", (state.session,)))
-        self._greet(now)
+        state.count_reason(Reason("connection-handshake", (state.session,)))
+        self._send_hello(now)
 
-    def _greet(self, now: float) -> None:
+    def _send_hello(self, now: float) -> None:
         state = self._state
         state.hellos += 1
         received = tuple(state.received.values())
-        training = state.mode in (Mode.TRAINING, Mode.FINISHING)
+        training = state.mode in (LearnerMode.TRAINING, LearnerMode.FINISHING)
         run, prints = state.config.run_id, state.config.fingerprint
         state.send(Hello(run, prints, received, state.step, state.trained, training))
-        wait = patience(state.round_trip, 4, state.limits) * 2.0 ** (state.hellos - 1)
-        state.arm(now + min(wait, state.limits.most_wait_s), "hello", state.session)
+        wait = retry_timeout(state.round_trip, 4, state.limits) * 2.0 ** (state.hellos - 1)
+        state.arm_timer(now + min(wait, state.limits.max_wait_s), "hello", state.session)
 
     def on_hello_timer(self, now: float, session: int) -> None:
         state = self._state
-        if state.link is not Link.GREETING or session != state.session or state.mode is Mode.STOPPED:
+        if state.link is not ConnectionState.HANDSHAKE or session != state.session or state.mode is LearnerMode.STOPPED:
             return
-        if state.hellos >= state.limits.hello_tries:
-            state.round_trip.add(now - state.last_heard)  # it takes at least as long as we have waited in vain
-            self._hang_up(now, Reason("hello-unanswered", (state.hellos,)))
+        if state.hellos >= state.limits.max_hello_attempts:
+            state.round_trip.add(now - state.last_seen_at)  # lower bound, so that the next timeout is longer
+            self._close_link(now, Reason("hello-unanswered", (state.hellos,)))
         else:
-            self._greet(now)
+            self._send_hello(now)
 
     def on_refuse(self, now: float, envelope: Envelope, body: Refuse) -> None:
         state = self._state
-        if state.mode is Mode.STOPPED:
+        if state.mode is LearnerMode.STOPPED:
             return
-        state.note(body.reason)
+        state.count_reason(body.reason)
         if not body.final:
-            self._hang_up(now, body.reason)
+            self._close_link(now, body.reason)
             return
         if body.reason.code in ("refused-incarnation", "refused-lost"):
-            state.refused_for = body.current
-        state.move_mode("stopped")
-        state.reason = state.note(Reason("learner-refused", (str(body.reason),)))
+            state.refused_incarnation = body.current_incarnation
+        state.transition_mode("stopped")
+        state.reason = state.count_reason(Reason("learner-refused", (str(body.reason),)))
         state.effects.append(Stop(state.reason))
 
     def is_current(self, envelope: Envelope) -> bool:
-        """Is this a message to this incarnation, on its current link, from the current syncer?"""
+        """Return whether a message is for this incarnation, on its current connection, from the current syncer."""
         state = self._state
         if envelope.incarnation != state.incarnation or envelope.session != state.session:
             return False
-        if state.link is Link.UP:
+        if state.link is ConnectionState.UP:
             return envelope.epoch == state.epoch
-        if state.link is not Link.GREETING:
-            return False  # what is still on its way on a link that is closed
-        return envelope.epoch >= state.epoch  # greeting: the answer may come from a newer syncer, never from an older
+        if state.link is not ConnectionState.HANDSHAKE:
+            return False  # late message of a closed connection
+        return envelope.epoch >= state.epoch  # the reply to a hello may come from a newer syncer, never from an older
 
-    def on_hold(self, now: float, envelope: Envelope, body: Hold) -> None:
-        """A word that was delayed or doubled on its way must not undo a newer one."""
+    def on_set_paused(self, now: float, envelope: Envelope, body: SetPaused) -> None:
+        """Pause or resume. A delayed or duplicate request must not undo a newer one."""
         state = self._state
-        if body.serial > state.hold_serial:
-            state.hold_serial = body.serial
-            if body.paused is not state.paused and state.mode in (Mode.JOINING, Mode.TRAINING):
+        if body.serial > state.pause_serial:
+            state.pause_serial = body.serial
+            if body.paused is not state.paused and state.mode in (LearnerMode.JOINING, LearnerMode.TRAINING):
                 state.paused = body.paused
-                state.reason = state.say("learner-paused" if body.paused else "learner-resumed")
-                self.watch_quiet(now)
-        state.send(Held(state.hold_serial, state.paused))
+                state.reason = state.log("learner-paused" if body.paused else "learner-resumed")
+                self.watch_idle(now)
+        state.send(PausedAck(state.pause_serial, state.paused))
 
-    def _quiet_limit(self) -> float:
-        """While everybody stands still nothing is said, and a ping now and then tells both sides that the link is
-        there: often enough for the syncer, which does not count a silence below `first_wait_s` then. Who leaves has
-        little time, and wants to know as soon."""
+    def _idle_limit(self) -> float:
+        """Return how long the syncer may be silent before a ping.
+
+        In a paused run there are no other messages, and the syncer allows `initial_wait_s` of silence, so the learner
+        pings more often than that. A leaving learner has little time and pings as often.
+        """
         state = self._state
-        usual = patience(state.gap, 4, state.limits) if state.gap.count >= 4 else state.limits.first_wait_s
-        return min(usual, state.limits.first_wait_s / 4) if state.paused or state.leaving else usual
+        usual = (
+            retry_timeout(state.message_gap, 4, state.limits)
+            if state.message_gap.count >= 4
+            else state.limits.initial_wait_s
+        )
+        return min(usual, state.limits.initial_wait_s / 4) if state.paused or state.leaving else usual
 
-    def watch_quiet(self, now: float) -> None:
-        """Check for silence of the syncer after the time that is usual for it."""
-        self._watch_quiet_at(now + self._quiet_limit())
+    def watch_idle(self, now: float) -> None:
+        """Start to watch the syncer for silence."""
+        self._arm_idle_timer(now + self._idle_limit())
 
-    def _watch_quiet_at(self, at: float) -> None:
+    def _arm_idle_timer(self, at: float) -> None:
         state = self._state
-        state.quiet_at = at
-        state.arm(at, "quiet", state.session)
+        state.idle_check_at = at
+        state.arm_timer(at, "quiet", state.session)
 
-    def on_quiet_timer(self, now: float, session: int) -> None:
-        """Nothing was heard for long: ask whether the syncer is there, and give the link up when it does not say."""
+    def on_idle_timer(self, now: float, session: int) -> None:
+        """Ping a silent syncer. Close the connection if it does not answer."""
         state = self._state
-        if state.link is not Link.UP or session != state.session or state.mode is Mode.STOPPED or now < state.quiet_at:
+        if (
+            state.link is not ConnectionState.UP
+            or session != state.session
+            or state.mode is LearnerMode.STOPPED
+            or now < state.idle_check_at
+        ):
             return
-        quiet_s = now - state.last_heard
-        limit = self._quiet_limit()
+        quiet_s = now - state.last_seen_at
+        limit = self._idle_limit()
         if quiet_s < limit:
-            # Never at once: a sum that rounds down to now would fire for ever.
-            self._watch_quiet_at(max(state.last_heard + limit, now + state.limits.least_wait_s))
-        elif state.pings >= state.limits.ping_tries:
+            # Never immediately: a sum that rounds down to `now` would fire forever.
+            self._arm_idle_timer(max(state.last_seen_at + limit, now + state.limits.min_wait_s))
+        elif state.pings >= state.limits.max_ping_attempts:
             state.round_trip.add(now - state.ping_sent_at)
-            self._hang_up(now, Reason("ping-unanswered", (state.pings,)))
+            self._close_link(now, Reason("ping-unanswered", (state.pings,)))
         else:
             state.pings += 1
             state.ping_sent_at = now
             state.ping_serial += 1
             state.send(Ping(state.ping_serial))
-            wait = patience(state.round_trip, 4, state.limits) * 2.0 ** (state.pings - 1)
-            self._watch_quiet_at(now + min(wait, state.limits.most_wait_s))
+            wait = retry_timeout(state.round_trip, 4, state.limits) * 2.0 ** (state.pings - 1)
+            self._arm_idle_timer(now + min(wait, state.limits.max_wait_s))
 
     def on_pong(self, now: float, envelope: Envelope, body: Pong) -> None:
         state = self._state
         if body.serial == state.ping_serial:
             state.round_trip.add(now - state.ping_sent_at)
 
-    def _hang_up(self, now: float, reason: Reason) -> None:
+    def _close_link(self, now: float, reason: Reason) -> None:
         state = self._state
-        state.reason = state.say(reason.code, *reason.args)
-        state.effects.append(Hangup(state.id, state.incarnation, state.session, reason))
-        state.move_link("closed")
+        state.reason = state.log(reason.code, *reason.args)
+        state.effects.append(CloseConnection(state.id, state.incarnation, state.session, reason))
+        state.transition_connection("closed")
         self._redial()
 
-    def on_closed(self, now: float, event: LinkClosed) -> None:
+    def on_closed(self, now: float, event: ConnectionClosed) -> None:
         state = self._state
-        if event.session != state.session or state.link not in (Link.GREETING, Link.UP):
-            state.ignore("stale link")
+        if event.session != state.session or state.link not in (ConnectionState.HANDSHAKE, ConnectionState.UP):
+            state.ignore("stale-connection")
             return
-        state.move_link("closed")
-        state.reason = state.say("link-closed", event.why)
+        state.transition_connection("closed")
+        state.reason = state.log("connection-closed", event.cause)
         self._redial()
 
     def on_dial_failed(self, now: float, event: DialFailed) -> None:
-        self._state.move_link("failed")
+        self._state.transition_connection("failed")
         self._redial()

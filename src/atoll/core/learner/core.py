@@ -1,4 +1,4 @@
-"""The learner: trains without ever waiting, answers pulls and adopts at step boundaries, and redials by itself."""
+"""Core of a learner: `handle(now, event) -> effects`. It answers pulls and adopts at step boundaries."""
 
 from __future__ import annotations
 
@@ -8,51 +8,53 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from atoll.core.learner.connection import Connection
-from atoll.core.learner.joining import MOST_GIVING, Joining
+from atoll.core.learner.joining import MAX_STATE_TRANSFERS, Joining
 from atoll.core.learner.leaving import Departure, LearnerShutdown
 from atoll.core.learner.rounds import LearnerLeases, LearnerRounds
 from atoll.core.learner.state import LearnerState
-from atoll.core.ledger import Line
+from atoll.core.ledger import LedgerLine
 from atoll.core.protocol import (
+    ConnectionClosed,
+    ConnectionOpened,
     DialFailed,
     Drain,
     Envelope,
     Finish,
     FragmentDamaged,
-    Hold,
-    InnerState,
     LearnerEffect,
     LearnerEvent,
     Lease,
-    LeaveWanted,
-    LinkClosed,
+    LeaveRequested,
     LinkMeasured,
-    LinkOpened,
     Marker,
     MessageArrived,
-    MomentsFound,
     NoPeer,
+    OptimizerState,
     PeerChosen,
     Pong,
+    ProvideState,
     Published,
     Pull,
     Refuse,
     RefuseContribution,
     Report,
+    SavedStateFound,
+    SetPaused,
     SnapshotSaved,
     SnapshotSaveFailed,
     Started,
     StateRejected,
-    StateWanted,
     StepTaken,
     TimerFired,
     Welcome,
 )
-from atoll.core.states import Link, Mode
-from atoll.core.types import NOTHING, FragmentId, Incarnation, LearnerId, RunConfig
+from atoll.core.states import ConnectionState, LearnerMode
+from atoll.core.types import NO_VERSION, FragmentId, Incarnation, LearnerId, RunConfig
 
 
 class LearnerView(NamedTuple):
+    """Read-only view of a learner core, for checkers and tests."""
+
     learner: int
     incarnation: int
     mode: str
@@ -66,12 +68,12 @@ class LearnerView(NamedTuple):
     received: tuple[int, ...]
     pulls: tuple[int, ...]
     copies: tuple[int, ...]
-    ledger: tuple[Line, ...]
+    ledger: tuple[LedgerLine, ...]
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class LearnerParts:
+class LearnerComponents:
     """The classes of which a learner core is composed. A test that plants a bug replaces one of them."""
 
     state: type[LearnerState] = LearnerState
@@ -83,19 +85,23 @@ class LearnerParts:
     shutdown: type[LearnerShutdown] = LearnerShutdown
 
 
-ALL_PARTS = LearnerParts()
+DEFAULT_COMPONENTS = LearnerComponents()
 
 
 class LearnerCore:
-    """One incarnation of one learner. Components share `state` and call only components that were built before them.
+    """Incarnation of one learner. Components share `state` and call only components that were built before them.
 
     >>> core = LearnerCore(RunConfig(fragments=2, every_steps=2), learner=1, incarnation=1)
     >>> core.handle(0.0, Started())
-    [Dial(after_s=0.0, attempt=1)]
+    [Dial(delay_s=0.0, attempt=1)]
     """
 
     def __init__(
-        self, config: RunConfig, learner: LearnerId, incarnation: Incarnation, parts: LearnerParts = ALL_PARTS
+        self,
+        config: RunConfig,
+        learner: LearnerId,
+        incarnation: Incarnation,
+        parts: LearnerComponents = DEFAULT_COMPONENTS,
     ) -> None:
         self.state = state = parts.state(config, learner, incarnation)
         self.connection = connection = parts.connection(state)
@@ -104,163 +110,169 @@ class LearnerCore:
         self.leaving = leaving = parts.leaving(state)
         self.joining = joining = parts.joining(state, connection, leases, rounds, leaving)
         self.shutdown = parts.shutdown(state, rounds)
-        self._events: dict[type[LearnerEvent], Callable[[float, Any], None]] = {
+        self._event_handlers: dict[type[LearnerEvent], Callable[[float, Any], None]] = {
             Started: connection.on_started,
             MessageArrived: self._on_message,
             TimerFired: self._on_timer,
-            LinkOpened: connection.on_opened,
-            LinkClosed: connection.on_closed,
+            ConnectionOpened: connection.on_opened,
+            ConnectionClosed: connection.on_closed,
             DialFailed: connection.on_dial_failed,
             StepTaken: self._on_step,
             FragmentDamaged: rounds.on_damaged,
             LinkMeasured: rounds.on_link_measured,
             SnapshotSaved: rounds.on_snapshot_saved,
             SnapshotSaveFailed: rounds.on_snapshot_save_failed,
-            MomentsFound: joining.on_moments_found,
+            SavedStateFound: joining.on_saved_state_found,
             StateRejected: joining.on_state_rejected,
-            LeaveWanted: leaving.on_leave_wanted,
+            LeaveRequested: leaving.on_leave_requested,
         }
-        self._bodies: dict[type, Callable[[float, Envelope, Any], None]] = {
+        self._message_handlers: dict[type, Callable[[float, Envelope, Any], None]] = {
             Welcome: joining.on_welcome,
             Refuse: connection.on_refuse,
             Pull: rounds.on_pull,
             RefuseContribution: rounds.on_refused_contribution,
             Published: self._on_published,
             Marker: rounds.on_marker,
-            StateWanted: joining.on_state_wanted,
-            InnerState: joining.on_inner_state,
+            ProvideState: joining.on_provide_state,
+            OptimizerState: joining.on_optimizer_state,
             PeerChosen: joining.on_peer_chosen,
             NoPeer: joining.on_no_peer,
             Lease: self._on_lease,
-            Hold: connection.on_hold,
+            SetPaused: connection.on_set_paused,
             Drain: leaving.on_drain,
             Finish: self.shutdown.on_finish,
             Pong: connection.on_pong,
         }
         self._timer_handlers: dict[str, Callable[[float, int], None]] = {
             "hello": connection.on_hello_timer,
-            "quiet": connection.on_quiet_timer,
+            "quiet": connection.on_idle_timer,
             "state": joining.on_state_timer,
             "lease": leases.on_timer,
             "leaving": leaving.on_timer,
         }
 
-    # ---------------------------------------------------------------------------------------------------- the door
+    # ---------------------------------------------------------------------------------------------------- events
 
     def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
+        """Handle an event, after all timers that are due, and return the effects in order."""
         state = self.state
         state.tick += 1
         effects: list[LearnerEffect] = []
         state.effects = effects
         if now < state.now:
-            now = state.now  # a clock that went back
+            now = state.now  # the clock went back
         state.now = now
         timers = state.timers
         while timers and timers[0][0] <= now:
             _, _, kind, key = heapq.heappop(timers)
             self._timer_handlers[kind](now, key)
-        self._events[type(event)](now, event)
+        self._event_handlers[type(event)](now, event)
         return effects
 
     def next_deadline(self) -> float | None:
+        """Return when the driver must send `TimerFired`, or None."""
         timers = self.state.timers
         return timers[0][0] if timers else None
 
     def _on_step(self, now: float, event: StepTaken) -> None:
-        """The step boundary, in the order of the published algorithm: count, report, answer pulls, adopt.
+        """Handle a step boundary in the order of the published algorithm: count, report, answer pulls, adopt.
 
-        A due cut comes before everything that changes or shows the state: what was adopted or sent after the marker was
-        seen must not be in the saved part.
+        A due snapshot comes before everything that changes or sends state: the saved part must not contain anything
+        that was adopted or sent after the marker arrived.
         """
         state = self.state
-        assert state.mode is Mode.TRAINING or state.mode is Mode.FINISHING, f"a step while {state.mode.value}"
+        assert state.mode is LearnerMode.TRAINING or state.mode is LearnerMode.FINISHING, (
+            f"a step while {state.mode.value}"
+        )
         state.step += event.steps
         state.trained += event.tokens
         if event.steps:
             state.step_time.add(event.step_time_s)
         if state.lease_samples:
             self.data_leases.count_samples(now, event)
-        if state.cut_due:
+        if state.snapshot_due:
             self.rounds.save_part()
-        if state.link is Link.UP and event.steps:
-            state.send(Report(state.step, state.trained, event.step_time_s, state.taken))
-        if state.pulls and state.link is Link.UP:
-            self.rounds.answer_pulls()  # without a link a copy would be kept that nobody ever sees
+        if state.link is ConnectionState.UP and event.steps:
+            state.send(Report(state.step, state.trained, event.step_time_s, state.consumed_samples))
+        if state.pulls and state.link is ConnectionState.UP:
+            self.rounds.answer_pulls()  # without a connection the copy would never be received
         adopts = bool(state.arrivals)
         if adopts:
             self.rounds.adopt_arrived()
-        if state.giving:
-            self.joining.give_state(now)
+        if state.state_transfers:
+            self.joining.send_state(now)
         if adopts and state.leaving:
-            self.leaving.check_pushed()
-            self.leaving.announce(now)  # what is left of it
+            self.leaving.check_drained()
+            self.leaving.announce(now)  # with the fragments that are still unmerged
 
     def _on_message(self, now: float, event: MessageArrived) -> None:
         state = self.state
         envelope = event.envelope
         if not self.connection.is_current(envelope):
-            state.ignore("stale link, incarnation or epoch")
+            state.ignore("stale-sender")
             return
-        if envelope.tick > state.seen:
-            state.seen = envelope.tick
-        if not state.rests:
-            state.gap.add(now - state.last_heard)
-        state.last_heard = now
+        if envelope.tick > state.seen_tick:
+            state.seen_tick = envelope.tick
+        if not state.is_standing_by:
+            state.message_gap.add(now - state.last_seen_at)
+        state.last_seen_at = now
         state.pings = 0
         if envelope.marker > state.seen_marker:
             self.rounds.on_new_marker(envelope)
-        if state.link is Link.GREETING and type(envelope.body) not in (Welcome, Refuse):
-            state.ignore("before the welcome")  # which was lost; a later hello gets another, and everything again
+        if state.link is ConnectionState.HANDSHAKE and type(envelope.body) not in (Welcome, Refuse):
+            state.ignore("before-welcome")  # the welcome was lost; the next hello gets everything again
             return
-        handler = self._bodies.get(type(envelope.body))
+        handler = self._message_handlers.get(type(envelope.body))
         if handler is None:
-            state.ignore("a message that syncers do not send")
+            state.ignore("unexpected-message")
             return
         handler(now, envelope, envelope.body)
 
     def _on_published(self, now: float, envelope: Envelope, body: Published) -> None:
         if not self.rounds.record_arrival(body):
             return
-        if self.state.mode is Mode.JOINING:
+        if self.state.mode is LearnerMode.JOINING:
             self.joining.check_ready(now)
-        elif self.state.mode is Mode.FINISHING:
+        elif self.state.mode is LearnerMode.FINISHING:
             self.shutdown.check_final()
 
     def _on_lease(self, now: float, envelope: Envelope, body: Lease) -> None:
-        if self.data_leases.add(now, body) and self.state.mode is Mode.JOINING:
+        if self.data_leases.add(now, body) and self.state.mode is LearnerMode.JOINING:
             self.joining.check_ready(now)
 
     def _on_timer(self, now: float, event: TimerFired) -> None:
-        """Due timers were handled at the door."""
+        """Do nothing: `handle` has already fired the timers that are due."""
 
     # ---------------------------------------------------------------------------------------------------- reading
 
     @property
     def training(self) -> bool:
-        """The driver takes inner steps exactly while this holds, and begins none while it `rests`: that wait somebody
-        has asked for. Nothing else that the network does may keep it from a step."""
+        """Return whether the driver takes inner steps. It starts none while `is_standing_by`."""
         state = self.state
-        return state.mode is Mode.TRAINING or (
-            state.mode is Mode.FINISHING and state.step > 0 and not self.shutdown.has_final_versions()
+        return state.mode is LearnerMode.TRAINING or (
+            state.mode is LearnerMode.FINISHING and state.step > 0 and not self.shutdown.has_final_versions()
         )
 
     @property
     def has_boundary_work(self) -> bool:
-        """Something has come that is answered, adopted, given or saved at a step boundary. A driver that stands still
-        is at one: it tells of no steps, once for each time that something came."""
-        state = self.state
-        return bool(state.pulls or state.arrivals or state.cut_due or state.giving)
+        """Return whether there are pulls, versions, snapshots or state transfers to handle at a step boundary.
 
-    def hears(self, envelope: Envelope) -> bool:
-        """Would this message be taken in now? A driver keeps no values that its core does not know of."""
-        return self.state.link is Link.UP and self.connection.is_current(envelope)
+        A paused driver is at a step boundary: it reports zero steps whenever this becomes true.
+        """
+        state = self.state
+        return bool(state.pulls or state.arrivals or state.snapshot_due or state.state_transfers)
+
+    def is_current(self, envelope: Envelope) -> bool:
+        """Return whether the core would accept this message now. The driver drops the values of other messages."""
+        return self.state.link is ConnectionState.UP and self.connection.is_current(envelope)
 
     # ---------------------------------------------------------------------------------------------------- showing
 
-    def line(self, p: FragmentId) -> Line:
+    def fragment_totals(self, p: FragmentId) -> LedgerLine:
+        """Return the token totals of one fragment."""
         state = self.state
-        dropped = {"adopted over": state.dropped[p]} if state.dropped[p] else {}
-        return Line(state.trained, state.settled[p] - state.dropped[p], state.trained - state.settled[p], dropped)
+        dropped = {"overwritten-on-adopt": state.dropped[p]} if state.dropped[p] else {}
+        return LedgerLine(state.trained, state.settled[p] - state.dropped[p], state.trained - state.settled[p], dropped)
 
     def view(self) -> LearnerView:
         state = self.state
@@ -278,22 +290,27 @@ class LearnerCore:
             tuple(state.received.values()),
             tuple(state.pulls),
             tuple(state.copies),
-            tuple(self.line(p) for p in state.fragments),
+            tuple(self.fragment_totals(p) for p in state.fragments),
             str(state.reason),
         )
 
     def check_invariants(self) -> None:
         state = self.state
         for p in state.fragments:
-            assert state.received[p] >= state.versions[p] >= NOTHING, f"fragment {p}: adopted before it arrived"
-            assert (p in state.arrivals) == (state.received[p] > state.versions[p]), f"fragment {p}: arrivals are wrong"
-            assert self.line(p).balanced(), f"fragment {p}: ledger out of balance, {self.line(p)}"
+            assert state.received[p] >= state.versions[p] >= NO_VERSION, f"fragment {p}: adopted before it arrived"
+            assert (p in state.arrivals) == (state.received[p] > state.versions[p]), (
+                f"fragment {p}: arrivals do not match"
+            )
+            totals = self.fragment_totals(p)
+            assert totals.is_balanced(), f"fragment {p}: ledger out of balance, {totals}"
             assert state.base_step[p] <= state.step
             copy = state.copies.get(p)
             if copy is not None:
-                assert copy.round.base <= state.versions[p] or state.mode is not Mode.TRAINING
-                assert copy.trained >= state.settled[p], f"fragment {p}: a copy of settled work is kept"
-        assert len(state.giving) <= MOST_GIVING
+                assert copy.round.base <= state.versions[p] or state.mode is not LearnerMode.TRAINING
+                assert copy.trained >= state.settled[p], f"fragment {p}: the copy has only settled work"
+        assert len(state.state_transfers) <= MAX_STATE_TRANSFERS
         assert set(state.pulls) <= set(state.fragments)
-        assert 0 <= state.taken <= state.held, f"{state.taken} samples taken of {state.held}"
+        assert 0 <= state.consumed_samples <= state.leased_samples, (
+            f"{state.consumed_samples} samples consumed of {state.leased_samples}"
+        )
         assert list(state.leases) == list(range(state.lease_first, state.lease_count))

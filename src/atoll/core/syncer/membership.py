@@ -1,60 +1,67 @@
-"""The learners of a run: admission, links, silence, loss and return; what they report of their training; and a peer's
-inner state for one that joins."""
+"""Members of a run: admission, connections, silence, loss and return, reports, and the choice of peers that send
+optimizer state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atoll.core.policy import Estimate, backoff_s, patience
+from atoll.core.policy import Estimate, backoff_s, retry_timeout
 from atoll.core.protocol import (
+    CloseConnection,
+    DrainRequest,
     Envelope,
     Halt,
-    Hangup,
     Hello,
-    InnerState,
     LearnerDisconnected,
-    Leave,
-    Leaving,
+    Left,
     MembersRecord,
     NoPeer,
+    OptimizerState,
     PeerChosen,
     Persist,
     Ping,
     Pong,
+    ProvideState,
     Pull,
     Ready,
     Refuse,
     Report,
     StateRequest,
-    StateWanted,
     StoreFenced,
     Welcome,
 )
 from atoll.core.reasons import Reason
-from atoll.core.states import Phase, Stage, Standing
+from atoll.core.states import MemberState, RoundPhase, RunStage
 from atoll.core.syncer.controls import Controls, Finishing
 from atoll.core.syncer.data_leases import DataLeases
-from atoll.core.syncer.rounds import Delivery, Leavers, Rounds
+from atoll.core.syncer.rounds import Delivery, DrainingLearners, Rounds
 from atoll.core.syncer.shutdown import Shutdown
 from atoll.core.syncer.snapshots import Snapshots
 from atoll.core.syncer.state import CONNECTED, LearnerFault, Member, SyncerState
-from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId, first_difference
+from atoll.core.types import (
+    MAX_STEP_SECONDS,
+    MAX_TOKENS,
+    MAX_TOKENS_PER_STEP,
+    NO_VERSION,
+    LearnerId,
+    describe_first_difference,
+)
 
-STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
-MEASURED_GAPS = 4
-"""Between messages of a learner, before its silence is judged by them."""
+FOREIGN_RUN_CODES = ("refused-id", "refused-run", "refused-fingerprint")
+MIN_GAP_SAMPLES = 4
+"""Measured gaps between messages of a learner before its silence limit is derived from them."""
 
 
 @dataclass(eq=False)
 class Membership:
-    """Admit learners, record what they report, notice when they are gone, and let them return."""
+    """Admit learners, record their reports, detect their loss, and let them return."""
 
     _state: SyncerState
     _rounds: Rounds
     _delivery: Delivery
     _leases: DataLeases
     _snapshots: Snapshots
-    _leavers: Leavers
+    _draining: DrainingLearners
     _controls: Controls
     _finishing: Finishing
     _shutdown: Shutdown
@@ -64,28 +71,28 @@ class Membership:
     def on_hello(self, now: float, envelope: Envelope, body: Hello) -> None:
         state = self._state
         member = state.members.get(envelope.learner)
-        refusal = self._hello_refusal(envelope, body, member)
-        if envelope.epoch > state.epoch and (refusal is None or refusal.code not in STRANGERS):
-            self._superseded(envelope.epoch)  # the epochs of another run say nothing about this one
+        refusal = self._find_hello_refusal(envelope, body, member)
+        if envelope.epoch > state.epoch and (refusal is None or refusal.code not in FOREIGN_RUN_CODES):
+            self._on_superseded(envelope.epoch)  # epochs of other runs are ignored
             return
         if refusal is not None:
             current = member.incarnation if member is not None else 0
-            stranger = Member(envelope.learner, envelope.incarnation, envelope.session)
-            stranger.seen = envelope.tick
+            sender = Member(envelope.learner, envelope.incarnation, envelope.session)
+            sender.seen_tick = envelope.tick
             final = refusal.code != "refused-full"
-            state.send(stranger, Refuse(state.note(refusal), current, final))
+            state.send(sender, Refuse(state.count_reason(refusal), current, final))
             return
         if member is not None and member.incarnation == envelope.incarnation:
-            self._greet_again(now, member, envelope, body)
+            self._welcome_back(now, member, envelope, body)
             return
         self._admit(now, member, envelope, body)
 
-    def _hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
+    def _find_hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
         state = self._state
         if envelope.learner < 1:
             return Reason("refused-id", (envelope.learner,))
-        if not (body.step >= 0 and 0 <= body.trained <= min(MOST_TOKENS, body.step * MOST_TOKENS_PER_STEP)):
-            return Reason("refused-wild", (body.step, body.trained))
+        if not (body.step >= 0 and 0 <= body.trained <= min(MAX_TOKENS, body.step * MAX_TOKENS_PER_STEP)):
+            return Reason("refused-implausible", (body.step, body.trained))
         if body.run_id != state.config.run_id:
             return Reason("refused-run", (state.config.run_id, body.run_id))
         if body.fingerprint != state.config.fingerprint or len(body.received) != len(state.fragments):
@@ -93,76 +100,76 @@ class Membership:
         if member is not None and envelope.incarnation < member.incarnation:
             return Reason("refused-incarnation", (envelope.incarnation, member.incarnation))
         known = member is not None and member.incarnation == envelope.incarnation
-        if known and member is not None and member.standing is Standing.QUARANTINED:
+        if known and member is not None and member.state is MemberState.QUARANTINED:
             return Reason("refused-quarantined", (str(member.reason),))
-        if known and member is not None and member.standing is Standing.LOST and self._is_durably_lost(member):
+        if known and member is not None and member.state is MemberState.LOST and self._is_durably_lost(member):
             return Reason("refused-lost", (member.incarnation,))
-        if not known and state.stage is not Stage.RUNNING:
+        if not known and state.stage is not RunStage.RUNNING:
             return Reason("refused-finished")
-        if member is None and len(state.members) >= state.limits.most_learners:
-            return Reason("refused-full", (state.limits.most_learners,))
+        if member is None and len(state.members) >= state.limits.max_learners:
+            return Reason("refused-full", (state.limits.max_learners,))
         return None
 
     def _first_difference(self, body: Hello) -> str:
         state = self._state
         if body.fingerprint != state.config.fingerprint:
-            return first_difference(state.config.fingerprint, body.fingerprint)
+            return describe_first_difference(state.config.fingerprint, body.fingerprint)
         return f"{len(body.received)} fragments where the run has {len(state.fragments)}"
 
     def _admit(self, now: float, old: Member | None, envelope: Envelope, body: Hello) -> None:
-        """A new incarnation. Its predecessor is out from this moment; it is in once that is durable.
+        """Admit a new incarnation once the record is durable. Its predecessor is removed immediately.
 
-        Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, cut off until
-        now, says hello to the restarted syncer and is taken for current, (4) both train as one learner.
+        Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, which was
+        disconnected, sends a hello to the restarted syncer and counts as current, (4) both train as one learner.
         """
         state = self._state
         member = Member(envelope.learner, envelope.incarnation, envelope.session)
-        member.seen = envelope.tick
-        member.last_heard = now
+        member.seen_tick = envelope.tick
+        member.last_seen_at = now
         member.hello = body
         if old is not None:
-            state.say("learner", old.id, "member-superseded", old.incarnation, envelope.incarnation)
-            state.move_member(old, "superseded")
-            member.standing = old.standing
-            # Timers belong to the id: those that are armed go on for the new process, or each start would add one.
-            member.silence_at = old.silence_at
-            member.publish_timer = old.publish_timer
-            member.gone_timer = old.gone_timer
+            state.log("learner", old.id, "member-superseded", old.incarnation, envelope.incarnation)
+            state.transition_member(old, "superseded")
+            member.state = old.state
+            # Armed timers belong to the id and continue for the new process. Otherwise each restart would add timers.
+            member.silence_check_at = old.silence_check_at
+            member.publish_timer_armed = old.publish_timer_armed
+            member.absence_timer_armed = old.absence_timer_armed
             member.drained_by = old.drained_by
-            self._retire(now, old, "replaced by a new incarnation")
+            self._retire(now, old, "superseded")
         else:
-            state.move_member(member, "hello")
+            state.transition_member(member, "hello")
         state.members[member.id] = member
         state.ledger.open(member.id, member.incarnation)
-        state.say("learner", member.id, "member-admitting", member.incarnation)
+        state.log("learner", member.id, "member-admitting", member.incarnation)
         for f in state.fragments.values():
-            f.open_steps.pop(member.id, None)  # they count the steps of another process
+            f.baseline_steps.pop(member.id, None)  # they refer to steps of another process
         self._save(now)
-        member.admitted_by = self._next_serial()
+        member.members_record_serial = self._next_serial()
         if old is not None:
-            self._leases.close(old, member.admitted_by)
+            self._leases.close(old, member.members_record_serial)
 
-    def _retire(self, now: float, member: Member, why: str) -> None:
-        """Close the books of an incarnation that is no longer live and forget it in everything that is under way."""
+    def _retire(self, now: float, member: Member, cause: str) -> None:
+        """Close the ledger account of an ended incarnation and remove it from everything in progress."""
         state = self._state
         if member.id in state.ledger.accounts:
-            state.ledger.close(member.id, why)
+            state.ledger.close(member.id, cause)
         self._forget(now, member)
 
     def _forget(self, now: float, member: Member) -> None:
-        """What it has contributed stays in its round: at the time it was current, and sums cannot be undone."""
+        """Remove an incarnation from everything in progress, except accepted contributions: sums cannot be undone."""
         state = self._state
-        member.owed.clear()
-        state.leavers.pop(member.id, None)
-        self._snapshots.leave_out(now, member.id)
+        member.unacked.clear()
+        state.draining.pop(member.id, None)
+        self._snapshots.exclude(now, member.id)
         for f in list(state.fragments.values()):
-            if member.id in f.asked and f.phase in (Phase.PULLING, Phase.GRACE):
+            if member.id in f.pulled and f.phase in (RoundPhase.PULLING, RoundPhase.GRACE):
                 if member.id not in f.contributions:
-                    del f.asked[member.id]
+                    del f.pulled[member.id]
                 self._rounds.check_round(now, f)
 
     def _save(self, now: float) -> None:
-        """One record at a time; whoever comes meanwhile is in the next one."""
+        """Save the members, one record at a time. Changes during a write go into the next record."""
         state = self._state
         if state.members_saving:
             state.members_dirty = True
@@ -173,127 +180,129 @@ class Membership:
         members = [m for _, m in sorted(state.members.items())]
         incarnations = tuple((m.id, m.incarnation) for m in members)
         left = tuple(m.id for m in members if m.id not in state.ledger.accounts)
-        lost = tuple(m.id for m in members if m.standing is Standing.LOST)
+        lost = tuple(m.id for m in members if m.state is MemberState.LOST)
         retired = state.ledger.closed_trained
         state.effects.append(Persist(MembersRecord(state.members_serial, incarnations, left, retired, lost)))
 
     def _next_serial(self) -> int:
-        """Of the record that will hold what is known now."""
+        """Return the serial of the record that will contain the current members."""
         state = self._state
         return state.members_serial + (1 if state.members_dirty else 0)
 
     def on_saved(self, now: float, serial: int) -> None:
         state = self._state
         state.members_saving = False
-        state.members_tries = 0
+        state.members_attempts = 0
         state.members_durable = serial
         if state.lease_closing:
             self._leases.settle()
         for member in list(state.members.values()):
-            # Whoever said hello after the record was written waits for the next one.
-            if member.standing is not Standing.ADMITTING or member.admitted_by > serial:
+            # A member whose hello arrived after the record was written waits for the next record.
+            if member.state is not MemberState.ADMITTING or member.members_record_serial > serial:
                 continue
             if member.hello is None:
-                state.move_member(member, "gone")  # its link broke meanwhile
+                state.transition_member(member, "disconnected")  # its connection closed meanwhile
                 self._watch_absence(now, member)
             else:
-                state.move_member(member, "admitted training" if member.hello.training else "admitted")
+                state.transition_member(member, "admitted-training" if member.hello.training else "admitted")
                 self._welcome(now, member, member.hello)
         if state.members_dirty:
             self._save(now)
 
-    def on_not_saved(self, now: float, why: str) -> None:
+    def on_not_saved(self, now: float, cause: str) -> None:
         state = self._state
         state.members_saving = False
-        delay = backoff_s(state.members_tries, 0, state.limits)
-        state.members_tries += 1
-        state.say("run", 0, "admission-failed", why, delay)
-        state.arm(now + delay, "members")
+        delay = backoff_s(state.members_attempts, 0, state.limits)
+        state.members_attempts += 1
+        state.log("run", 0, "admission-failed", cause, delay)
+        state.arm_timer(now + delay, "members")
 
     def on_save_timer(self, now: float, key: int) -> None:
         if not self._state.members_saving:
             self._save(now)
 
-    def _greet_again(self, now: float, member: Member, envelope: Envelope, body: Hello) -> None:
-        """The same process on a new link, or its hello once more because the welcome was lost."""
+    def _welcome_back(self, now: float, member: Member, envelope: Envelope, body: Hello) -> None:
+        """Welcome the same process on a new connection, or again because the first welcome was lost."""
         state = self._state
         if envelope.session < member.session:
-            state.ignore("stale session")
+            state.ignore("stale-session")
             return
-        member.seen = max(member.seen, envelope.tick)
+        member.seen_tick = max(member.seen_tick, envelope.tick)
         fresh_link = envelope.session > member.session
-        if member.standing is Standing.LEFT:
-            state.ignore("hello after leaving")
+        if member.state is MemberState.LEFT:
+            state.ignore("hello-after-left")
             return
-        if member.standing is Standing.LOST:
-            state.ignore("hello of one whose loss is not durable yet")  # it says it again, and is refused then
+        if member.state is MemberState.LOST:
+            state.ignore("hello-before-loss-durable")  # its next hello is refused
             return
-        if member.standing is Standing.ADMITTING:
+        if member.state is MemberState.ADMITTING:
             member.session = envelope.session
             member.hello = body
             return
-        if fresh_link and member.standing is not Standing.AWAY:
-            # It noticed the broken link before we did.
-            self._gone(now, member, Reason("member-disconnected", ("a newer link took its place",)))
-        if not fresh_link and member.standing is Standing.AWAY:
-            state.ignore("hello on a dropped link")
+        if fresh_link and member.state is not MemberState.DISCONNECTED:
+            # The learner detected the broken connection before the syncer did.
+            self._disconnect(now, member, Reason("member-disconnected", ("replaced by a newer connection",)))
+        if not fresh_link and member.state is MemberState.DISCONNECTED:
+            state.ignore("hello-on-closed-connection")
             return
         member.session = envelope.session
-        if member.standing is Standing.AWAY:
-            state.move_member(member, "resumed" if body.training else "resumed joining")
-            state.say("learner", member.id, "member-resumed", member.incarnation)
+        if member.state is MemberState.DISCONNECTED:
+            state.transition_member(member, "resumed" if body.training else "resumed-joining")
+            state.log("learner", member.id, "member-resumed", member.incarnation)
         self._welcome(now, member, body)
 
     def _welcome(self, now: float, member: Member, body: Hello) -> None:
         state = self._state
         member.hello = None
-        member.last_heard = member.back_at = now
+        member.last_seen_at = member.reconnected_at = now
         member.step = max(member.step, body.step)
-        self._count_from_here(member)
+        self._reset_step_counts(member)
         member.training = body.training
-        member.finish_tries = 0
-        state.ledger.tell(member.id, body.trained)
-        member.received = {p: v for p, v in zip(state.fragments, body.received, strict=True) if v != NOTHING}
-        member.owed.clear()
+        member.finish_attempts = 0
+        state.ledger.record_trained(member.id, body.trained)
+        member.received = {p: v for p, v in zip(state.fragments, body.received, strict=True) if v != NO_VERSION}
+        member.unacked.clear()
         state.send(member, Welcome(state.versions(), state.progress(), state.step_s()))
-        self._controls.send_request_anew(now, member)
-        if member.standing is Standing.JOINING:
-            state.say("learner", member.id, "member-joining", member.incarnation)
+        self._controls.resend_request(now, member)
+        if member.state is MemberState.JOINING:
+            state.log("learner", member.id, "member-joining", member.incarnation)
         for f in state.fragments.values():
-            self._delivery.owe(now, member, f)
-            # A round that opened before the link broke still wants its answer.
-            if f.phase in (Phase.PULLING, Phase.GRACE) and member in self._rounds.waiting(f):
+            self._delivery.deliver(now, member, f)
+            # A round that opened before the connection broke still waits for a contribution.
+            if f.phase in (RoundPhase.PULLING, RoundPhase.GRACE) and member in self._rounds.waiting(f):
                 assert f.round is not None
                 state.send(member, Pull(f.round))
         self._shutdown.resend_finish(member)
         self._watch_silence(now + self.silence_limit(member), member)
 
-    def _count_from_here(self, member: Member) -> None:
-        """Steps that it took while it was away are not counted for fragments that were opened meanwhile: nobody knows
-        which of them came after the opening. For all others its count goes on; if each new link began it anew, links
-        that break more often than every H steps would keep the last fragments from ever being ripe."""
-        if not member.counted:
-            member.counted = True
+    def _reset_step_counts(self, member: Member) -> None:
+        """Reset the step counts for fragments that were opened while the learner was disconnected.
+
+        It is unknown which of its steps came after those openings. For all other fragments the count continues:
+        otherwise, on a link that breaks more often than every H steps, the last fragments would never be due.
+        """
+        if not member.was_welcomed:
+            member.was_welcomed = True
             member.first_step = member.step
             return
         for f in self._state.fragments.values():
-            if f.turned_at >= member.gone_at:
-                f.open_steps[member.id] = member.step
+            if f.scheduled_at >= member.disconnected_at:
+                f.baseline_steps[member.id] = member.step
 
-    # ---------------------------------------------------------------------------------------------------- hearing
+    # ---------------------------------------------------------------------------------------------------- messages
 
-    def sender_of(self, envelope: Envelope) -> Member | None:
-        """The member that this message speaks for; None if it comes from another process, link or time."""
+    def find_sender(self, envelope: Envelope) -> Member | None:
+        """Return the member that sent this message, or None if it belongs to another process, connection or epoch."""
         state = self._state
         if envelope.epoch > state.epoch:
-            self._superseded(envelope.epoch)
+            self._on_superseded(envelope.epoch)
             return None
         member = state.members.get(envelope.learner)
         if member is None or not self._is_current(member, envelope):
-            state.ignore("stale incarnation or session")
+            state.ignore("stale-incarnation")
             return None
-        if member.standing not in CONNECTED:
-            state.ignore("not a member now")
+        if member.state not in CONNECTED:
+            state.ignore("not-a-member")
             return None
         return member
 
@@ -304,20 +313,20 @@ class Membership:
             and envelope.epoch == self._state.epoch
         )
 
-    def on_heard(self, now: float, member: Member, envelope: Envelope) -> None:
+    def record_message(self, now: float, member: Member, envelope: Envelope) -> None:
         state = self._state
-        if envelope.tick > member.seen:
-            member.seen = envelope.tick
-        silent_s = now - member.last_heard
-        if not state.is_resting(member):
-            member.gap.add(silent_s)
-        member.last_heard = now
-        if member.gap.count == MEASURED_GAPS:
-            self._watch_silence(now + self.silence_limit(member), member)  # until now its limit was a guess
-        if member.standing is Standing.SUSPECT:
-            member.back_at = now
-            state.move_member(member, "heard")
-            state.say("learner", member.id, "member-heard", silent_s)
+        if envelope.tick > member.seen_tick:
+            member.seen_tick = envelope.tick
+        silent_s = now - member.last_seen_at
+        if not state.may_be_paused(member):
+            member.message_gap.add(silent_s)
+        member.last_seen_at = now
+        if member.message_gap.count == MIN_GAP_SAMPLES:
+            self._watch_silence(now + self.silence_limit(member), member)  # until now its limit was the initial one
+        if member.state is MemberState.SUSPECT:
+            member.reconnected_at = now
+            state.transition_member(member, "recovered")
+            state.log("learner", member.id, "member-recovered", silent_s)
 
     def on_ping(self, now: float, member: Member, envelope: Envelope, body: Ping) -> None:
         self._state.send(member, Pong(body.serial))
@@ -325,107 +334,109 @@ class Membership:
     # ---------------------------------------------------------------------------------------------------- silence
 
     def silence_limit(self, member: Member) -> float:
-        """Four times the high value of the gaps between its messages: a stutter is no silence.
+        """Return the silence after which a member is suspected: four times the high value of its message gaps.
 
-        Never below four of its steps: messages that were held up come in one burst and make the gaps look short. And
-        never below four of the shortest waits: a busy machine holds up a learner of quick steps for longer than these.
-        And never below four of its answers: on a long and lossy link a message is sent again after more than a round
-        trip, and once more after twice as long; who needs a second for an answer is not gone after a second.
+        It is at least four times each of these:
+
+        - its step time: delayed messages arrive in a burst, which makes the gaps look short;
+        - `min_wait_s`: a busy machine can delay a learner with short steps for longer than its steps;
+        - its answer time: on a long and lossy link a message is retransmitted after more than a round trip, and again
+          after twice as long.
         """
         state = self._state
-        if member.gap.count < MEASURED_GAPS:
-            return state.limits.first_wait_s
-        least = 4 * max(member.pace.mean, member.answer.mean, state.limits.least_wait_s)
-        least = min(least, state.limits.most_wait_s)
-        limit = max(patience(member.gap, 4, state.limits), least)
-        return max(limit, state.limits.first_wait_s) if state.is_resting(member) else limit
+        if member.message_gap.count < MIN_GAP_SAMPLES:
+            return state.limits.initial_wait_s
+        lower_bound = 4 * max(member.step_time.mean, member.answer_time.mean, state.limits.min_wait_s)
+        lower_bound = min(lower_bound, state.limits.max_wait_s)
+        limit = max(retry_timeout(member.message_gap, 4, state.limits), lower_bound)
+        return max(limit, state.limits.initial_wait_s) if state.may_be_paused(member) else limit
 
     def _watch_silence(self, at: float, member: Member) -> None:
-        """Look at its silence then, or earlier if that is due anyway. A later look that was due becomes stale."""
-        if member.silence_at is None or at < member.silence_at:
-            member.silence_at = at
-            self._state.arm(at, "silence", member.id)
+        """Schedule a silence check of a member, unless an earlier one is scheduled. Ignore a later one."""
+        if member.silence_check_at is None or at < member.silence_check_at:
+            member.silence_check_at = at
+            self._state.arm_timer(at, "silence", member.id)
 
     def on_silence_timer(self, now: float, learner: LearnerId) -> None:
         state = self._state
         member = state.members.get(learner)
-        if member is None or member.silence_at is None or now < member.silence_at:
+        if member is None or member.silence_check_at is None or now < member.silence_check_at:
             return
-        member.silence_at = None
-        if member.standing not in CONNECTED:
+        member.silence_check_at = None
+        if member.state not in CONNECTED:
             return
         limit = self.silence_limit(member)
-        # A joining learner fetches a whole model and says little; its link, not its silence, tells of its end.
-        if member.standing is Standing.JOINING:
-            limit = state.limits.most_wait_s
-        silent_s = now - member.last_heard
+        # A joining learner downloads a whole model and sends few messages, so only a very long silence counts.
+        if member.state is MemberState.JOINING:
+            limit = state.limits.max_wait_s
+        silent_s = now - member.last_seen_at
         if silent_s >= limit:
-            if member.standing is Standing.LIVE:
-                state.move_member(member, "silent")
-                state.say("learner", member.id, "member-suspected", silent_s, limit)
-                self._unwait(now, member)
-            if silent_s >= 8 * limit or member.standing is Standing.JOINING:
-                self._drop_link(now, member, Reason("member-lost", (silent_s,)))
+            if member.state is MemberState.LIVE:
+                state.transition_member(member, "silent")
+                state.log("learner", member.id, "member-suspected", silent_s, limit)
+                self._stop_waiting_for(now, member)
+            if silent_s >= 8 * limit or member.state is MemberState.JOINING:
+                self._close_connection(now, member, Reason("member-timed-out", (silent_s,)))
                 return
-        due = member.last_heard + limit if silent_s < limit else now + limit
-        if member.standing is Standing.JOINING:
-            due = min(due, now + state.limits.first_wait_s)  # it may train at any moment, and then has another limit
-        self._watch_silence(max(due, now + state.limits.least_wait_s), member)
+        due = member.last_seen_at + limit if silent_s < limit else now + limit
+        if member.state is MemberState.JOINING:
+            due = min(due, now + state.limits.initial_wait_s)  # when it starts to train, a shorter limit applies
+        self._watch_silence(max(due, now + state.limits.min_wait_s), member)
 
-    def _unwait(self, now: float, member: Member) -> None:
-        """Nobody waits for a learner that is not live; it stays asked, in case it is heard again in time."""
+    def _stop_waiting_for(self, now: float, member: Member) -> None:
+        """Stop rounds from waiting for a learner that is not live. Its contribution counts if it arrives in time."""
         for f in list(self._state.fragments.values()):
-            if member.id in f.asked and f.phase in (Phase.PULLING, Phase.GRACE):
+            if member.id in f.pulled and f.phase in (RoundPhase.PULLING, RoundPhase.GRACE):
                 self._rounds.check_round(now, f)
 
-    def excuse_silence(self, stood_s: float) -> None:
-        """This process stood still, so it heard nobody: no learner's silence is counted against it."""
+    def excuse_silence(self, stalled_s: float) -> None:
+        """Exclude a stall of the syncer process from the silence of all learners."""
         state = self._state
-        state.say("run", 0, "member-stalled", stood_s)
+        state.log("run", 0, "syncer-stalled", stalled_s)
         for member in state.members.values():
-            member.last_heard += stood_s
-            member.away_since += stood_s
+            member.last_seen_at += stalled_s
+            member.absent_since += stalled_s
 
-    # ---------------------------------------------------------------------------------------------------- going
+    # ---------------------------------------------------------------------------------------------------- loss
 
     def on_disconnected(self, now: float, event: LearnerDisconnected) -> None:
         state = self._state
         member = state.members.get(event.learner)
         if member is None or (member.incarnation, member.session) != (event.incarnation, event.session):
-            state.ignore("stale session")
+            state.ignore("stale-session")
             return
-        if member.standing is Standing.ADMITTING:
-            member.hello = None  # its admission goes on; it will dial again
-        elif member.standing in CONNECTED:
-            self._gone(now, member, Reason("member-disconnected", (event.why,)))
+        if member.state is MemberState.ADMITTING:
+            member.hello = None  # its admission continues; it will reconnect
+        elif member.state in CONNECTED:
+            self._disconnect(now, member, Reason("member-disconnected", (event.cause,)))
 
     def handle_fault(self, now: float, fault: LearnerFault) -> None:
-        if fault.drops_link:
-            self._drop_link(now, fault.member, fault.reason)
+        if fault.closes_connection:
+            self._close_connection(now, fault.member, fault.reason)
         else:
             self._strike(now, fault.member, fault.reason)
 
-    def _drop_link(self, now: float, member: Member, reason: Reason) -> None:
-        """We give the link up; the learner dials again, as the same incarnation, when it can."""
-        self._state.effects.append(Hangup(member.id, member.incarnation, member.session, reason))
-        self._gone(now, member, reason)
+    def _close_connection(self, now: float, member: Member, reason: Reason) -> None:
+        """Close a connection. The learner reconnects as the same incarnation when it can."""
+        self._state.effects.append(CloseConnection(member.id, member.incarnation, member.session, reason))
+        self._disconnect(now, member, reason)
 
-    def _gone(self, now: float, member: Member, reason: Reason) -> None:
+    def _disconnect(self, now: float, member: Member, reason: Reason) -> None:
         state = self._state
-        member.reason = state.say("learner", member.id, reason.code, *reason.args)
-        state.move_member(member, "gone")
-        member.gone_at = now
+        member.reason = state.log("learner", member.id, reason.code, *reason.args)
+        state.transition_member(member, "disconnected")
+        member.disconnected_at = now
         self._watch_absence(now, member)
-        member.owed.clear()
-        self._snapshots.leave_out(now, member.id)
-        self._unwait(now, member)
+        member.unacked.clear()
+        self._snapshots.exclude(now, member.id)
+        self._stop_waiting_for(now, member)
         self._shutdown.check_end(now)
 
-    def on_leave(self, now: float, member: Member, envelope: Envelope, body: Leave) -> None:
+    def on_leave(self, now: float, member: Member, envelope: Envelope, body: Left) -> None:
         state = self._state
-        member.reason = state.say("learner", member.id, "member-left", body.why)
+        member.reason = state.log("learner", member.id, "member-left", body.cause)
         member.drained_by = ""
-        state.move_member(member, "left")
+        state.transition_member(member, "left")
         self._retire(now, member, "left")
         self._save(now)
         self._leases.close(member, self._next_serial())
@@ -434,79 +445,83 @@ class Membership:
     def _strike(self, now: float, member: Member, reason: Reason) -> None:
         state = self._state
         member.strikes += 1
-        if member.strikes >= state.limits.strikes and member.standing is Standing.LIVE:
-            member.reason = state.say("learner", member.id, "member-quarantined", member.strikes, str(reason))
-            state.move_member(member, "quarantined")
+        if member.strikes >= state.limits.max_strikes and member.state is MemberState.LIVE:
+            member.reason = state.log("learner", member.id, "member-quarantined", member.strikes, str(reason))
+            state.transition_member(member, "quarantined")
             self._forget(now, member)
             self._watch_absence(now, member)
-            # It hears why when it dials again.
-            state.effects.append(Hangup(member.id, member.incarnation, member.session, reason))
+            # It receives the reason when it reconnects.
+            state.effects.append(CloseConnection(member.id, member.incarnation, member.session, reason))
 
     def _watch_absence(self, now: float, member: Member) -> None:
-        """From now on it is away. One timer per id, however often it comes and goes."""
+        """Arm a timer that detects how long a member is disconnected. There is one timer per learner id."""
         state = self._state
-        member.away_since = now
-        if not member.gone_timer:
-            member.gone_timer = True
-            state.arm(now + state.limits.gone_after_s, "gone", member.id)
+        member.absent_since = now
+        if not member.absence_timer_armed:
+            member.absence_timer_armed = True
+            state.arm_timer(now + state.limits.lost_after_s, "gone", member.id)
 
     def watch_absences(self, now: float) -> None:
-        """A syncer that starts again does not know for how long they have been away: it counts from here."""
+        """Watch all disconnected members from now on: a restarted syncer does not know when they disconnected."""
         for member in self._state.members.values():
-            if member.standing is Standing.AWAY:
+            if member.state is MemberState.DISCONNECTED:
                 self._watch_absence(now, member)
 
     def on_absence_timer(self, now: float, learner: LearnerId) -> None:
         state = self._state
         member = state.members.get(learner)
-        if member is None or not member.gone_timer:
+        if member is None or not member.absence_timer_armed:
             return
-        member.gone_timer = False
-        # At the end nothing is leased any more, and whoever returns is told that the run is over.
-        if member.standing not in (Standing.AWAY, Standing.QUARANTINED) or state.stage is not Stage.RUNNING:
+        member.absence_timer_armed = False
+        # At the end of a run nothing is leased any more, and a returning learner receives `Finish`.
+        if (
+            member.state not in (MemberState.DISCONNECTED, MemberState.QUARANTINED)
+            or state.stage is not RunStage.RUNNING
+        ):
             return
-        due = member.away_since + state.limits.gone_after_s
+        due = member.absent_since + state.limits.lost_after_s
         if now < due:
-            member.gone_timer = True
-            state.arm(due, "gone", member.id)
+            member.absence_timer_armed = True
+            state.arm_timer(due, "gone", member.id)
             return
-        self._give_up(now, member, now - member.away_since)
+        self._expire(now, member, now - member.absent_since)
 
-    def _give_up(self, now: float, member: Member, away_s: float) -> None:
-        """Dead without a word, most likely. Its books are closed, and what it had not merged is leased again once the
-        record that says so is durable; so it must not come back as what it was:
+    def _expire(self, now: float, member: Member, disconnected_s: float) -> None:
+        """Mark an incarnation as lost, close its account, and return its leases once the record is durable.
 
-        1. Learner 1 was frozen; its samples are leased to learner 2, which is merged with them.
-        2. Learner 1 wakes and goes on as the same incarnation.
-        3. Its next contribution holds the same samples: they are merged twice.
+        The incarnation must not rejoin:
+
+        1. Learner 1 is frozen. Its samples are leased to learner 2 and merged.
+        2. Learner 1 wakes up and continues as the same incarnation.
+        3. Its next contribution contains the same samples, which are merged twice.
         """
         state = self._state
         member.drained_by = ""
-        args = (away_s, state.limits.gone_after_s, member.incarnation)
-        member.reason = state.say("learner", member.id, "member-given-up", *args)
-        state.move_member(member, "given up")
+        args = (disconnected_s, state.limits.lost_after_s, member.incarnation)
+        member.reason = state.log("learner", member.id, "member-expired", *args)
+        state.transition_member(member, "expired")
         self._retire(now, member, "lost")
         self._save(now)
-        member.admitted_by = self._next_serial()
-        self._leases.close(member, member.admitted_by)
+        member.members_record_serial = self._next_serial()
+        self._leases.close(member, member.members_record_serial)
 
     def _is_durably_lost(self, member: Member) -> bool:
-        return member.admitted_by <= self._state.members_durable
+        return member.members_record_serial <= self._state.members_durable
 
-    def _superseded(self, epoch: int) -> None:
-        """A learner has met a syncer of a later epoch: this process is the past and must not write another version."""
+    def _on_superseded(self, epoch: int) -> None:
+        """Stop this process: a syncer of a later epoch has taken over, so it must not write another version."""
         state = self._state
-        if state.stage is not Stage.SUPERSEDED:
-            state.advance("superseded")
+        if state.stage is not RunStage.SUPERSEDED:
+            state.transition_run("superseded")
             state.halted = True
-            reason = state.note(Reason("superseded-epoch", (epoch, state.epoch)))
+            reason = state.count_reason(Reason("superseded-epoch", (epoch, state.epoch)))
             for member in state.members.values():
-                if member.standing in CONNECTED:
-                    state.effects.append(Hangup(member.id, member.incarnation, member.session, reason))
+                if member.state in CONNECTED:
+                    state.effects.append(CloseConnection(member.id, member.incarnation, member.session, reason))
             state.effects.append(Halt(reason))
 
     def on_fenced(self, now: float, event: StoreFenced) -> None:
-        self._superseded(event.epoch)
+        self._on_superseded(event.epoch)
 
     # ---------------------------------------------------------------------------------------------------- training
 
@@ -515,88 +530,92 @@ class Membership:
         steps = body.step - member.step
         if steps <= 0:
             return None
-        plausible = state.is_plausible(member, body.step, body.trained) and 0 <= body.step_time_s < MOST_SECONDS
-        if steps > state.limits.most_steps_per_report or not plausible:
-            return LearnerFault(member, state.note(Reason("report-wild", (steps, body.trained, body.step_time_s))))
-        if member.standing is Standing.JOINING:
-            self._start_training(member, state.note(Reason("moments-kept")))  # its word that it is ready was lost
+        plausible = state.is_plausible(member, body.step, body.trained) and 0 <= body.step_time_s < MAX_STEP_SECONDS
+        if steps > state.limits.max_steps_per_report or not plausible:
+            return LearnerFault(
+                member, state.count_reason(Reason("report-implausible", (steps, body.trained, body.step_time_s)))
+            )
+        if member.state is MemberState.JOINING:
+            self._start_training(member, state.count_reason(Reason("state-kept")))  # its `Ready` was lost
         member.step = body.step
         member.reported_at = now
-        member.quick_s = min(body.step_time_s, 1.1 * member.quick_s) if member.pace.count else body.step_time_s
-        state.ledger.tell(member.id, body.trained)
-        member.pace.add(body.step_time_s)
-        if member.standing is Standing.LIVE:
-            if state.stage is Stage.RUNNING:
+        member.min_step_s = (
+            min(body.step_time_s, 1.1 * member.min_step_s) if member.step_time.count else body.step_time_s
+        )
+        state.ledger.record_trained(member.id, body.trained)
+        member.step_time.add(body.step_time_s)
+        if member.state is MemberState.LIVE:
+            if state.stage is RunStage.RUNNING:
                 self._finishing.check_budget(now)
             self._rounds.pull_late_learner(now, member)
-            self._rounds.open_ripe(now)
+            self._rounds.open_due_rounds(now)
         return None
 
     def on_ready(self, now: float, member: Member, envelope: Envelope, body: Ready) -> None:
-        if member.standing is not Standing.JOINING:
-            self._state.ignore("ready twice")
+        if member.state is not MemberState.JOINING:
+            self._state.ignore("duplicate-ready")
             return
-        self._start_training(member, body.moments)
-        self._rounds.open_ripe(now)
+        self._start_training(member, body.state_source)
+        self._rounds.open_due_rounds(now)
 
-    def on_leaving(self, now: float, member: Member, envelope: Envelope, body: Leaving) -> LearnerFault | None:
-        """Its newest word counts: one that was delayed or doubled must not bring back what is merged. Neither must one
-        that was said before it heard of a version that holds the rest."""
+    def on_leaving(self, now: float, member: Member, envelope: Envelope, body: DrainRequest) -> LearnerFault | None:
+        """Handle a drain request. A delayed or duplicate request must not list merged work again, and neither must one
+        that was sent before the newest version arrived."""
         state = self._state
-        if envelope.tick <= member.leaving_tick:
-            state.ignore("an older word of one who leaves")
+        if envelope.tick <= member.drain_tick:
+            state.ignore("stale-drain-request")
             return None
         steps = body.step - member.step
-        if steps > state.limits.most_steps_per_report or not state.is_plausible(member, body.step, body.trained):
-            return LearnerFault(member, state.note(Reason("report-wild", (steps, body.trained, 0.0))))
-        member.leaving_tick = envelope.tick
+        if steps > state.limits.max_steps_per_report or not state.is_plausible(member, body.step, body.trained):
+            return LearnerFault(member, state.count_reason(Reason("report-implausible", (steps, body.trained, 0.0))))
+        member.drain_tick = envelope.tick
         member.step = max(member.step, body.step)
-        state.ledger.tell(member.id, body.trained)
-        if member.standing is Standing.JOINING:
-            self._start_training(member, state.note(Reason("moments-kept")))  # its word that it is ready was lost
-        self._leavers.record(member, body.unmerged)
+        state.ledger.record_trained(member.id, body.trained)
+        if member.state is MemberState.JOINING:
+            self._start_training(member, state.count_reason(Reason("state-kept")))  # its `Ready` was lost
+        self._draining.record(member, body.unmerged)
         self._rounds.pull_late_learner(now, member)
         for f in list(state.pulling.values()):
-            if member.id in f.asked:
-                self._rounds.check_round(now, f)  # it waits no longer for what is not named any more
-        self._rounds.open_ripe(now)
+            if member.id in f.pulled:
+                self._rounds.check_round(now, f)  # it need not wait for a fragment that is no longer listed
+        self._rounds.open_due_rounds(now)
         return None
 
-    def _start_training(self, member: Member, moments: Reason) -> None:
+    def _start_training(self, member: Member, state_source: Reason) -> None:
         state = self._state
-        state.move_member(member, "ready")
+        state.transition_member(member, "ready")
         member.training = True
-        member.gap = Estimate()  # the pace of joining says nothing about the pace of training
-        state.say("learner", member.id, "member-ready", member.incarnation, str(moments))
+        member.message_gap = Estimate()  # gaps while joining do not predict gaps while training
+        state.log("learner", member.id, "member-ready", member.incarnation, str(state_source))
 
-    # ---------------------------------------------------------------------------------------------------- inner state
+    # ---------------------------------------------------------------------------------------------------- peers
 
     def on_state_request(self, now: float, member: Member, envelope: Envelope, body: StateRequest) -> None:
         state = self._state
-        peer = self._choose_peer(member, body.tried)
+        peer = self._choose_peer(member, body.tried_peers)
         if peer is None:
-            new_run = state.merges == 0 and not body.tried
+            new_run = state.merges == 0 and not body.tried_peers
             reason = Reason("peer-new-run") if new_run else Reason("peer-none")
-            state.send(member, NoPeer(state.note(reason), new_run))
+            state.send(member, NoPeer(state.count_reason(reason), new_run))
             return
-        state.say("learner", member.id, "peer-chosen", peer.id, member.id)
+        state.log("learner", member.id, "peer-chosen", peer.id, member.id)
         state.send(member, PeerChosen(peer.id))
-        state.send(peer, StateWanted(member.id, member.incarnation, state.versions()))
+        state.send(peer, ProvideState(member.id, member.incarnation, state.versions()))
 
     def _choose_peer(self, member: Member, tried: tuple[LearnerId, ...]) -> Member | None:
-        """A live learner that trains, and rather one that stays; of those the one that lags least behind what is
-        published, then the lowest id."""
+        """Choose a live learner that is training: preferably one that is not draining, then with the fewest outdated
+        fragments, then with the lowest id."""
         candidates = [m for m in self._state.live.values() if m.id != member.id and m.id not in tried and m.step > 0]
         return min(candidates, key=self._lag, default=None)
 
     def _lag(self, member: Member) -> tuple[bool, int, LearnerId]:
-        behind = sum(1 for p, f in self._state.fragments.items() if member.received.get(p, NOTHING) < f.version)
-        return member.leaving, behind, member.id
+        behind = sum(1 for p, f in self._state.fragments.items() if member.received.get(p, NO_VERSION) < f.version)
+        return member.is_draining, behind, member.id
 
-    def on_inner_state(self, now: float, member: Member, envelope: Envelope, body: InnerState) -> None:
+    def on_optimizer_state(self, now: float, member: Member, envelope: Envelope, body: OptimizerState) -> None:
         state = self._state
-        to = state.members.get(body.to)
-        if to is None or to.incarnation != body.to_incarnation or to.standing is not Standing.JOINING:
-            state.ignore("inner state for nobody")
+        target = state.members.get(body.target)
+        if target is None or target.incarnation != body.target_incarnation or target.state is not MemberState.JOINING:
+            state.ignore("optimizer-state-without-target")
             return
-        state.send(to, body)
+        state.send(target, body)

@@ -1,11 +1,11 @@
-"""The end, once the last merges are done: a durable manifest, sent to every learner; a dead learner never blocks it."""
+"""End of the run after the last merges: a durable manifest, sent to every learner. A dead learner never blocks it."""
 
 from __future__ import annotations
 
 from atoll.core.policy import backoff_s
 from atoll.core.protocol import Envelope, Finish, FinishAck, Halt, ManifestRecord, Persist
 from atoll.core.reasons import Reason
-from atoll.core.states import Stage, Standing
+from atoll.core.states import MemberState, RunStage
 from atoll.core.syncer.state import CONNECTED, Fragment, Member, SyncerState
 from atoll.core.types import LearnerId
 
@@ -17,27 +17,27 @@ class Shutdown:
         self._state = state
 
     def on_final_failed(self, now: float, f: Fragment, reason: Reason) -> None:
-        f.final_tries += 1
-        if not f.final and f.final_tries >= self._state.limits.final_tries:
+        f.final_attempts += 1
+        if not f.final and f.final_attempts >= self._state.limits.max_final_attempts:
             self.skip_final(f, str(reason))
             self.check_end(now)
 
-    def skip_final(self, f: Fragment, why: str) -> None:
+    def skip_final(self, f: Fragment, cause: str) -> None:
         f.final = True
-        f.reason = self._state.say("fragment", f.id, "final-skipped", f.id, why)
+        f.reason = self._state.log("fragment", f.id, "final-skipped", f.id, cause)
 
     def check_end(self, now: float) -> None:
-        """A version that only a shard that is away knows of keeps nobody waiting: the run ends without it."""
+        """Save the manifest once all fragments are final. Do not wait for versions at unavailable shards."""
         state = self._state
         if (
-            state.stage is Stage.FINISHING
+            state.stage is RunStage.FINISHING
             and not state.occupied_slots()
             and all(f.final for f in state.fragments.values())
         ):
-            state.advance("all final")
-            state.say("run", 0, "finish-manifest")
+            state.transition_run("all-final")
+            state.log("run", 0, "finish-manifest")
             self._save_manifest()
-        elif state.stage is Stage.FINISHED:
+        elif state.stage is RunStage.FINISHED:
             self.check_acks()
 
     def _save_manifest(self) -> None:
@@ -46,28 +46,28 @@ class Shutdown:
         state.effects.append(Persist(state.manifest))
 
     def on_saved(self, now: float) -> None:
-        self._state.advance("manifest durable")
+        self._state.transition_run("manifest-persisted")
         self._send_all(now)
 
-    def on_not_saved(self, now: float, why: str) -> None:
+    def on_not_saved(self, now: float, cause: str) -> None:
         state = self._state
-        delay = backoff_s(state.manifest_tries, 0, state.limits)
-        state.manifest_tries += 1
-        state.say("run", 0, "finish-manifest-failed", why, delay)
-        state.arm(now + delay, "manifest")
+        delay = backoff_s(state.manifest_attempts, 0, state.limits)
+        state.manifest_attempts += 1
+        state.log("run", 0, "finish-manifest-failed", cause, delay)
+        state.arm_timer(now + delay, "manifest")
 
     def on_save_timer(self, now: float, key: int) -> None:
-        if self._state.stage is Stage.SEALING:
+        if self._state.stage is RunStage.SEALING:
             self._save_manifest()
 
     def unacknowledged(self) -> list[Member]:
         """Return the connected learners that have not acknowledged the end."""
-        return [m for m in self._state.members.values() if m.standing in CONNECTED and not m.finish_acked]
+        return [m for m in self._state.members.values() if m.state in CONNECTED and not m.finish_acked]
 
     def _send_all(self, now: float) -> None:
         state = self._state
         members = self.unacknowledged()
-        state.say("run", 0, "finish-published", state.merges, len(members))
+        state.log("run", 0, "finish-published", state.merges, len(members))
         for member in members:
             self.send_finish(now, member)
         self.check_acks()
@@ -75,40 +75,40 @@ class Shutdown:
     def send_finish(self, now: float, member: Member) -> None:
         state = self._state
         assert state.manifest is not None
-        wait = state.ack_patience(member) * 2.0**member.finish_tries
-        member.finish_tries += 1
-        member.finish_due = now + min(wait, state.limits.most_wait_s)
+        wait = state.ack_timeout(member) * 2.0**member.finish_attempts
+        member.finish_attempts += 1
+        member.finish_resend_at = now + min(wait, state.limits.max_wait_s)
         state.send(member, Finish(state.manifest.versions, state.manifest.merges))
-        state.arm(member.finish_due, "finish")
+        state.arm_timer(member.finish_resend_at, "finish")
 
     def resend_finish(self, member: Member) -> None:
-        """A learner that comes back after the end gets the final versions like everybody else."""
+        """Send the final versions to a learner that reconnects after the end."""
         state = self._state
-        if state.stage is Stage.FINISHED:
+        if state.stage is RunStage.FINISHED:
             self.send_finish(state.now, member)
 
     def on_finish_ack(self, now: float, member: Member, envelope: Envelope, body: FinishAck) -> None:
         state = self._state
-        if state.stage is not Stage.FINISHED:
-            state.ignore("acknowledged an end that is not there")
+        if state.stage is not RunStage.FINISHED:
+            state.ignore("ack-of-unpublished-finish")
             return
         member.finish_acked = True
-        if member.standing in CONNECTED:
-            state.move_member(member, "left")  # its silence from here on means nothing
-            member.owed.clear()
+        if member.state in CONNECTED:
+            state.transition_member(member, "left")  # its silence no longer matters
+            member.unacked.clear()
         self.check_acks()
 
-    def missing_end(self) -> list[LearnerId]:
-        """Return the learners that may come back and have not acknowledged the end.
+    def learners_without_finish(self) -> list[LearnerId]:
+        """Return the learners that may reconnect and have not acknowledged the end.
 
-        A learner that is lost or in quarantine is refused when it returns, and ends with that.
+        Lost and quarantined learners are not listed: they are refused when they return.
         """
-        ended = (Standing.LEFT, Standing.LOST, Standing.QUARANTINED)
-        return sorted(m.id for m in self._state.members.values() if m.standing not in ended and not m.finish_acked)
+        ended = (MemberState.LEFT, MemberState.LOST, MemberState.QUARANTINED)
+        return sorted(m.id for m in self._state.members.values() if m.state not in ended and not m.finish_acked)
 
     def check_acks(self) -> None:
         state = self._state
-        if state.stage is Stage.FINISHED and not state.halted and not self.unacknowledged():
+        if state.stage is RunStage.FINISHED and not state.halted and not self.unacknowledged():
             state.halted = True
             acked = sum(1 for m in state.members.values() if m.finish_acked)
-            state.effects.append(Halt(state.note(Reason("finish-done", (acked, len(state.members))))))
+            state.effects.append(Halt(state.count_reason(Reason("finish-done", (acked, len(state.members))))))

@@ -1,4 +1,4 @@
-// One chart of a group of series, with its legend, its reading under the cursor and its download.
+// One chart of a group of series, with legend, values under the cursor and download.
 
 import { table } from "./curve_data.js";
 import { attr, colour, h, put, settled, show, toast } from "./dom.js";
@@ -8,27 +8,27 @@ import { STEPS } from "./timeline_marks.js";
 const HUES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7cd8", "#9a8f1a"];
 const DASHES = [[], [6, 3], [2, 2], [9, 3, 2, 3]];
 const HEIGHT = 230;
-const MANY = 12; // series: with more of them the legend is folded
+const MANY = 12; // number of series from which the legend is collapsed
 
 export const TITLES = {
   loss: "Loss",
   throughput: "Throughput",
   goodput: "Goodput",
-  merges: "Merges: contributions, asked, alive",
+  merges: "Merges: contributions, pulled, alive",
   bytes: "Bytes",
   norms: "Norms",
   cosine: "Cosine between learners' deltas",
   momentum: "Outer momentum",
-  quantisation: "Quantisation error",
+  quantisation: "Quantization error",
   grace: "Grace used against slack",
   "effective-h": "Effective H: steps between merges",
 };
 
-/** The line that sums the others up is drawn in ink and thicker. */
+/** Return whether a series describes the whole run: its line is thicker, in the text color. */
 const ofAll = (some) => /^(loss\.published|goodput|throughput|goodput\.run)$/.test(some.name);
 
 export class Chart {
-  /** `series` are of the catalogue, each with `run` (index), `runName` and `second` (drawn dashed). */
+  /** `series` are those of the server, each with `run` (index), `runName` and `second` (drawn dashed). */
   constructor(group, { fetchSeries, download, settings }) {
     Object.assign(this, {
       group,
@@ -65,9 +65,9 @@ export class Chart {
     this.visible = false;
     new IntersectionObserver(
       (seen) => {
-        const came = !this.visible && seen.at(-1).isIntersecting;
+        const appeared = !this.visible && seen.at(-1).isIntersecting;
         this.visible = seen.at(-1).isIntersecting;
-        if (came && this.stale) this.load();
+        if (appeared && this.stale) this.load();
       },
       { rootMargin: "150px" },
     ).observe(this.node);
@@ -88,48 +88,48 @@ export class Chart {
 
   async load() {
     this.stale = false;
-    const mine = (this.turn = (this.turn ?? 0) + 1);
+    const request = (this.request = (this.request ?? 0) + 1);
     const x = this.x;
-    const asked = this.series.filter((some) => some.x.includes(x));
+    const requested = this.series.filter((some) => some.x.includes(x));
     const points = Math.min(
-      Math.max(Math.round((this.host.clientWidth || 500) / (asked.length > 16 ? 2 : 1)), 150),
+      Math.max(Math.round((this.host.clientWidth || 500) / (requested.length > 16 ? 2 : 1)), 150),
       600,
     );
     const window = x === "time" ? this.window : null;
     try {
-      const answers = await Promise.all(
-        [...new Set(asked.map((some) => some.run))].map((run) =>
+      const replies = await Promise.all(
+        [...new Set(requested.map((some) => some.run))].map((run) =>
           this.fetchSeries(
             run,
-            asked.filter((some) => some.run === run).map((some) => some.name),
+            requested.filter((some) => some.run === run).map((some) => some.name),
             { x, points, ...window },
           ),
         ),
       );
-      if (mine !== this.turn) return;
-      const found = new Map(answers.flatMap(({ run, series }) => series.map((some) => [`${run} ${some.name}`, some])));
-      this.asked = asked;
-      this.data = asked.map((some) => found.get(`${some.run} ${some.name}`) ?? { x: [], y: [] });
+      if (request !== this.request) return;
+      const found = new Map(replies.flatMap(({ run, series }) => series.map((some) => [`${run} ${some.name}`, some])));
+      this.requested = requested;
+      this.data = requested.map((some) => found.get(`${some.run} ${some.name}`) ?? { x: [], y: [] });
       this.draw();
     } catch (error) {
-      if (mine === this.turn && !this.plot) put(this.note, `No curves: ${error.message}`);
+      if (request === this.request && !this.plot) put(this.note, `Cannot load curves: ${error.message}`);
       this.stale = true;
     }
   }
 
-  /** With another smoothing or scale; the data are here already. */
+  /** Draw the loaded data with the current smoothing and scale. */
   draw() {
     const { log, weight } = this.settings;
     const any = this.data.some((some) => some.x.length);
     show(this.note, !any);
     show(this.host, any);
-    if (!any) put(this.note, "Nothing was measured yet.");
+    if (!any) put(this.note, "No data yet.");
     const rows = table(this.data, { weight, log, gaps: this.x === "time" }, globalThis.uPlot.join);
     const shape = [
       this.x,
       log,
       document.documentElement.dataset.themeNow,
-      ...this.asked.map((some) => `${some.run}${some.name}`),
+      ...this.requested.map((some) => `${some.run}${some.name}`),
     ].join();
     if (this.plot && shape === this.shape) {
       if (this.window) (this.plot.setData(rows, false), this.plot.redraw());
@@ -151,7 +151,7 @@ export class Chart {
       ticks: { stroke: ink.line, width: 1, size: 4 },
     };
     const time = this.x === "time";
-    const many = this.asked.length > MANY;
+    const many = this.requested.length > MANY;
     const options = {
       width: Math.max(this.host.clientWidth, 200),
       height: HEIGHT,
@@ -173,12 +173,12 @@ export class Chart {
           values: (_, splits) => splits.map((v) => (v === null ? "" : Math.abs(v) >= 10000 ? compact(v) : plain(v, 4))),
         },
       ],
-      series: [{}, ...this.asked.map((some, place) => this.style(some, place, ink, many))],
+      series: [{}, ...this.requested.map((some, index) => this.style(some, index, ink, many))],
       hooks: {
         setCursor: [(plot) => this.read(plot)],
         setSeries: [
-          (plot, place, how) => {
-            if (how && "focus" in how) this.focused = place;
+          (plot, index, options) => {
+            if (options && "focus" in options) this.focused = index;
           },
         ],
         setSelect: [(plot) => this.zoomTo(plot)],
@@ -196,8 +196,8 @@ export class Chart {
     return `${some.run} ${some.name}`;
   }
 
-  style(some, place, ink, many) {
-    const [hue, dash] = this.look(some);
+  style(some, index, ink, many) {
+    const [hue, dash] = this.lineStyle(some);
     const first = hue === "ink";
     return {
       label: some.label,
@@ -210,18 +210,18 @@ export class Chart {
     };
   }
 
-  /** Colour and dash of a series: the same series of two runs has the same colour. */
-  look(some) {
+  /** Return color and dash of a series. The same series of two runs has the same color. */
+  lineStyle(some) {
     if (ofAll(some)) return ["ink", []];
     const names = [...new Set(this.series.filter((other) => !ofAll(other)).map((other) => other.name))];
-    const place = names.indexOf(some.name);
-    return [HUES[place % HUES.length], DASHES[Math.floor(place / HUES.length) % DASHES.length]];
+    const index = names.indexOf(some.name);
+    return [HUES[index % HUES.length], DASHES[Math.floor(index / HUES.length) % DASHES.length]];
   }
 
   fillLegend() {
     this.legend.replaceChildren(
       ...this.series.map((some) => {
-        const [hue, dash] = this.look(some);
+        const [hue, dash] = this.lineStyle(some);
         const mark = h("span", {
           class: "line",
           "aria-hidden": "true",
@@ -235,8 +235,8 @@ export class Chart {
           const key = this.key(some);
           if (!this.hidden.delete(key)) this.hidden.add(key);
           attr(event.currentTarget, "aria-pressed", String(!this.hidden.has(key)));
-          const place = this.asked?.indexOf(some) ?? -1;
-          if (this.plot && place >= 0) this.plot.setSeries(place + 1, { show: !this.hidden.has(key) });
+          const index = this.requested?.indexOf(some) ?? -1;
+          if (this.plot && index >= 0) this.plot.setSeries(index + 1, { show: !this.hidden.has(key) });
         };
         const label = some.runName ? `${some.runName}: ${some.label}` : some.label;
         return h(
@@ -260,24 +260,24 @@ export class Chart {
   }
 
   read(plot) {
-    const place = plot.cursor.idx;
-    if (place === null || place === undefined) return put(this.reading, "");
-    const at = plot.data[0][place];
-    const words = [this.x === "time" ? runTime(at, true) : `${compact(at)} tokens`];
-    const which = this.focused
+    const index = plot.cursor.idx;
+    if (index === null || index === undefined) return put(this.reading, "");
+    const at = plot.data[0][index];
+    const parts = [this.x === "time" ? runTime(at, true) : `${compact(at)} tokens`];
+    const shown = this.focused
       ? [this.focused]
-      : this.asked
+      : this.requested
           .map((_, i) => i + 1)
           .filter((i) => plot.series[i].show)
           .slice(0, 4);
-    for (const one of which) {
+    for (const one of shown) {
       const column = plot.data[one];
-      let i = place;
-      while (i > 0 && column[i] === undefined && place - i < 60) i -= 1;
+      let i = index;
+      while (i > 0 && column[i] === undefined && index - i < 60) i -= 1;
       if (column[i] !== null && column[i] !== undefined)
-        words.push(`${this.name(this.asked[one - 1])} ${plain(column[i], 4)}`);
+        parts.push(`${this.name(this.requested[one - 1])} ${plain(column[i], 4)}`);
     }
-    return put(this.reading, words.join("  ·  "));
+    return put(this.reading, parts.join("  ·  "));
   }
 
   name(some) {
@@ -286,13 +286,13 @@ export class Chart {
 
   describe() {
     const last = this.data
-      .map((some, i) => [this.name(this.asked[i]), some.y.findLast((y) => y !== null)])
+      .map((some, i) => [this.name(this.requested[i]), some.y.findLast((y) => y !== null)])
       .filter(([, y]) => y !== undefined);
-    const words = last.slice(0, 6).map(([name, y]) => `${name} ${plain(y, 4)}`);
+    const parts = last.slice(0, 6).map(([name, y]) => `${name} ${plain(y, 4)}`);
     attr(
       this.host,
       "aria-label",
-      `${TITLES[this.group] ?? this.group} against ${this.x}, ${last.length} series. Newest values: ${words.join(", ")}${last.length > 6 ? " and others" : ""}`,
+      `${TITLES[this.group] ?? this.group} against ${this.x}, ${last.length} series. Newest values: ${parts.join(", ")}${last.length > 6 ? " and others" : ""}`,
     );
   }
 
@@ -326,7 +326,7 @@ export class Chart {
         );
       }
     } catch (error) {
-      toast(`No download: ${error.message}`, "bad");
+      toast(`Cannot download: ${error.message}`, "bad");
     }
   }
 

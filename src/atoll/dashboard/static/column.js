@@ -1,4 +1,4 @@
-// One run: what is known of it, and its sections.
+// One run: its status, its connection and its sections on the page.
 
 import { h, put, show } from "./dom.js";
 import { duration, plural, share } from "./format.js";
@@ -8,7 +8,7 @@ import { Now } from "./now.js";
 import { severe } from "./states.js";
 import { Timeline } from "./timeline.js";
 
-const OLD_S = 15; // a live tape that is silent for longer is worth a word
+const OLD_S = 15; // age of the data of a live run from which it counts as stale
 
 export class Column {
   constructor(run, letter, { net, onStory, onTravel, changed }) {
@@ -31,10 +31,10 @@ export class Column {
     this.node = h("div", { class: "column" }, this.name);
     const story = (about) => onStory({ run: run.index, ...about });
     const load = (from, to, width) => {
-      const words = new URLSearchParams({ width });
-      if (from !== null) words.set("from", from);
-      if (to !== null) words.set("to", to);
-      return net.get(`api/run/${run.index}/timeline?${words}`);
+      const query = new URLSearchParams({ width });
+      if (from !== null) query.set("from", from);
+      if (to !== null) query.set("to", to);
+      return net.get(`api/run/${run.index}/timeline?${query}`);
     };
     this.parts = {
       now: new Now(section("now", "Now"), { onStory: story }),
@@ -47,31 +47,31 @@ export class Column {
 
   watch() {
     this.watcher = this.net.watch(this.run.index, {
-      picture: (picture) => this.receive(picture),
-      hear: (news) => this.hear(news),
+      onStatus: (status) => this.receive(status),
+      onConnection: (connection) => this.setConnection(connection),
     });
   }
 
-  receive(picture) {
-    this.newest = picture;
-    this.run.controls = picture.controls ?? this.run.controls; // its syncer may come later than the page
+  receive(status) {
+    this.newest = status;
+    this.run.controls = status.controls ?? this.run.controls; // its syncer may start after the page
     this.receivedAt = performance.now();
-    if (this.travel === null || this.travel === undefined) this.shown = picture;
+    if (this.travel === null || this.travel === undefined) this.shown = status;
     this.changed();
   }
 
-  hear(news) {
-    const back = this.lost && !news.lost;
-    this.lost = news.lost ? { since: this.lost?.since ?? performance.now(), ...news } : null;
-    if (back) {
+  setConnection(connection) {
+    const isBack = this.lost && !connection.lost;
+    this.lost = connection.lost ? { since: this.lost?.since ?? performance.now(), ...connection } : null;
+    if (isBack) {
       this.parts.timeline.refresh(true);
       this.onBack?.();
     }
-    if (news.lost) this.onLost?.(news.error);
+    if (connection.lost) this.onLost?.(connection.error);
     this.changed();
   }
 
-  /** Shows the picture at a time, or the newest for null. One request at a time, and the last wish wins. */
+  /** Show the status at a time, or the newest one for null. One request at a time; the latest request wins. */
   async travelTo(at) {
     this.travel = at;
     if (at === null) {
@@ -82,14 +82,14 @@ export class Column {
     this.travelling = true;
     try {
       for (let done = null; this.travel !== null && done !== this.travel;) {
-        const wish = this.travel;
-        const picture = await this.net.get(`api/run/${this.run.index}/picture?at=${wish}`);
-        if (this.travel !== null) this.shown = { ...picture, now: false };
-        done = wish;
+        const requested = this.travel;
+        const status = await this.net.get(`api/run/${this.run.index}/view?at=${requested}`);
+        if (this.travel !== null) this.shown = { ...status, now: false };
+        done = requested;
         this.changed();
       }
     } catch (error) {
-      this.hear({ lost: true, error, retryAt: performance.now() });
+      this.setConnection({ lost: true, error, retryAt: performance.now() });
       this.watcher?.retry();
     } finally {
       this.travelling = false;
@@ -97,7 +97,7 @@ export class Column {
     return undefined;
   }
 
-  /** Seconds between the newest entry of the tape and now, as far as this page can know. */
+  /** Return the seconds since the newest tape entry, as far as the page knows. */
   age() {
     if (!this.newest || this.receivedAt === null) return null;
     const since = (performance.now() - this.receivedAt) / 1000;
@@ -114,19 +114,19 @@ export class Column {
       return {
         tone: "bad",
         word: "Not connected",
-        text: this.newest ? `what you see is ${duration(this.age())} old` : "trying to reach the server",
+        text: this.newest ? `the data is ${duration(this.age())} old` : "connecting to the server",
       };
     if (!p) return { tone: "calm", word: "Connecting", text: "" };
     const { alive, learners } = p.headline ?? {};
     const counts =
-      typeof alive === "number" ? `${alive} of ${learners ?? "?"} islands alive` : "islands not counted yet";
+      typeof alive === "number" ? `${alive} of ${learners ?? "?"} islands alive` : "no islands yet";
     const alerts = p.alerts ?? [];
     if (p.loading !== null && p.loading !== undefined)
-      return { tone: "calm", word: "Reading", text: `${share(p.loading, 0)} of the tape` };
-    if (!p.now) return { tone: "warn", word: "In the past", text: counts };
-    if (alerts.some(severe)) return { tone: "bad", word: "In trouble", text: plural(alerts.length, "alert") };
-    if (this.old) return { tone: "warn", word: "Silent", text: `nothing new for ${duration(this.age())}` };
-    if (alerts.length) return { tone: "warn", word: "Look here", text: `${plural(alerts.length, "alert")}, ${counts}` };
+      return { tone: "calm", word: "Reading", text: `${share(p.loading, 0)} of the tapes` };
+    if (!p.now) return { tone: "warn", word: "Time travel", text: counts };
+    if (alerts.some(severe)) return { tone: "bad", word: "Critical", text: plural(alerts.length, "alert") };
+    if (this.old) return { tone: "warn", word: "No data", text: `no new entry for ${duration(this.age())}` };
+    if (alerts.length) return { tone: "warn", word: "Warning", text: `${plural(alerts.length, "alert")}, ${counts}` };
     if (p.paused) return { tone: "calm", word: "Paused", text: counts };
     if (!p.live || p.stage === "finished")
       return {
@@ -134,7 +134,7 @@ export class Column {
         word: p.stage === "finished" ? "Finished" : "Ended",
         text: `after ${duration(p.to - p.from)}`,
       };
-    return { tone: "good", word: "Well", text: `${counts}, no alerts` };
+    return { tone: "good", word: "Healthy", text: `${counts}, no alerts` };
   }
 
   render(many) {

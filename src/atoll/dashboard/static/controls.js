@@ -1,17 +1,18 @@
-// Controls: each is asked twice. The first answer of the server says what would happen; only the second request does it.
+// Controls. Every action needs a confirmation: the server replies to the first request with a question, and acts on the
+// second request.
 
 import { attr, h, put, remember, show, toast } from "./dom.js";
 
 export class Controls {
   constructor(host, { net, dialog }) {
     Object.assign(this, { host, net, dialog });
-    this.who = h("input", {
+    this.requestedBy = h("input", {
       type: "text",
       maxlength: "60",
       autocomplete: "name",
       value: remember("who") ?? "",
       placeholder: "your name",
-      on: { change: () => remember("who", this.who.value.trim()) },
+      on: { change: () => remember("who", this.requestedBy.value.trim()) },
     });
     this.learner = h("select", {});
     this.quorum = h("input", { type: "number", min: "1", step: "1", inputmode: "numeric" });
@@ -31,7 +32,7 @@ export class Controls {
       h(
         "div",
         { class: "controls" },
-        h("label", {}, "Signed", this.who),
+        h("label", {}, "Signed", this.requestedBy),
         h("div", { class: "group" }, this.buttons.pause, this.buttons.resume, this.buttons.snapshot),
         h("div", { class: "group" }, h("label", {}, "Learner", this.learner), this.buttons.drain),
         h("div", { class: "group" }, h("label", {}, "Quorum", this.quorum), this.buttons.quorum),
@@ -43,21 +44,22 @@ export class Controls {
     attr(this.buttons.grace, "aria-label", "Set the grace margin");
   }
 
-  button(text, what, value) {
-    return h("button", { type: "button", "data-control": what, on: { click: () => this.ask(what, value?.()) } }, text);
+  button(text, action, value) {
+    const click = () => this.request(action, value?.());
+    return h("button", { type: "button", "data-control": action, on: { click } }, text);
   }
 
-  /** `run` is the one that is steered; null hides everything. */
-  render(run, picture, travelling, many) {
+  /** Show the controls of `run`; null hides them. */
+  render(run, status, travelling, many) {
     show(this.host, Boolean(run?.controls));
-    if (!run?.controls || !picture) return;
+    if (!run?.controls || !status) return;
     this.run = run;
     put(this.title, many ? `Controls of ${run.name}` : "Controls");
-    const over = !picture.live || picture.stage === "finished";
-    for (const button of Object.values(this.buttons)) attr(button, "disabled", travelling || over ? "" : null);
-    show(this.buttons.pause, !picture.paused);
-    show(this.buttons.resume, Boolean(picture.paused));
-    const numbers = picture.islands.filter((island) => island.state !== "left").map((island) => island.learner);
+    const isOver = !status.live || status.stage === "finished";
+    for (const button of Object.values(this.buttons)) attr(button, "disabled", travelling || isOver ? "" : null);
+    show(this.buttons.pause, !status.paused);
+    show(this.buttons.resume, Boolean(status.paused));
+    const numbers = status.islands.filter((island) => island.state !== "left").map((island) => island.learner);
     const key = numbers.join();
     if (key !== this.key) {
       this.key = key;
@@ -65,46 +67,46 @@ export class Controls {
       this.learner.replaceChildren(...numbers.map((number) => h("option", { value: number }, String(number))));
       if (numbers.includes(Number(chosen))) this.learner.value = chosen;
     }
-    // What somebody is typing is not overwritten by the next picture.
+    // Do not overwrite a field that the user is editing.
     if (document.activeElement !== this.quorum && !this.quorum.dataset.edited)
-      this.quorum.value = picture.headline?.quorum ?? "";
+      this.quorum.value = status.headline?.quorum ?? "";
     if (document.activeElement !== this.grace && !this.grace.dataset.edited)
-      this.grace.value = picture.headline?.grace_margin ?? "";
+      this.grace.value = status.headline?.grace_margin ?? "";
     this.quorum.oninput ??= () => (this.quorum.dataset.edited = "1");
     this.grace.oninput ??= () => (this.grace.dataset.edited = "1");
     put(
       this.note,
       travelling
-        ? "Controls act on the run as it is now: go back to live first."
-        : over
-          ? "The run is over."
-          : "Each is asked once more before it happens, and is written to the tape with your name and the time.",
+        ? "Controls act on the current run: go back to live first."
+        : isOver
+          ? "The run has ended."
+          : "Every action needs a confirmation, and is written to the tape with your name and the time.",
     );
   }
 
-  async ask(what, value) {
+  async request(action, value) {
     const { run } = this;
-    const body = { what, who: this.who.value.trim() || "somebody at the page" };
+    const body = { action, requested_by: this.requestedBy.value.trim() || "unnamed user of the page" };
     if (value !== undefined) body.value = value;
     const path = `api/run/${run.index}/control`;
     try {
       await this.net.post(path, body);
-      toast("The server did it without asking twice.", "warn");
+      toast("Done without confirmation.", "warn");
     } catch (error) {
-      if (error.status !== 409 || !error.body.ask) return toast(error.message, "bad");
-      const yes = await this.dialog.ask(error.body.ask, {
-        title: `${what[0].toUpperCase()}${what.slice(1)}?`,
-        yes: `Yes, ${what}`,
+      if (error.status !== 409 || !error.body.prompt) return toast(error.message, "bad");
+      const yes = await this.dialog.confirm(error.body.prompt, {
+        title: `${action[0].toUpperCase()}${action.slice(1)}?`,
+        yes: `Yes, ${action}`,
         no: "No",
       });
       if (!yes) return undefined;
       try {
-        const told = await this.net.post(path, { ...body, sure: true });
-        toast(told.done ?? "Done.");
+        const reply = await this.net.post(path, { ...body, confirmed: true });
+        toast(reply.done ?? "Done.");
         delete this.quorum.dataset.edited;
         delete this.grace.dataset.edited;
-      } catch (wrong) {
-        toast(wrong.message, "bad");
+      } catch (failure) {
+        toast(failure.message, "bad");
       }
     }
     return undefined;

@@ -1,8 +1,8 @@
-// Series as uPlot wants them: one x for all, a value or a gap for each. Nothing is invented between two points.
+// Series in the format of uPlot: one x for all, a value or a gap for each. No value is interpolated.
 
-const MOST_CELLS = 300000;
+const MAX_CELLS = 300000;
 
-/** Exponential smoothing that starts without a bias to zero; gaps stay gaps. */
+/** Smooth exponentially, without a bias to zero at the start. Gaps remain gaps. */
 export function smoothed(ys, weight) {
   if (!weight) return ys;
   let sum = 0;
@@ -15,16 +15,16 @@ export function smoothed(ys, weight) {
   });
 }
 
-/** A gap where a series is silent for much longer than usual: an island that was away is not a straight line. */
+/** Insert a gap if a series has no value for 8 times the median step. A lost learner must not look like a line. */
 export function withGaps(xs, ys) {
   if (xs.length < 8) return [xs, ys];
   const steps = [];
   for (let i = 1; i < xs.length; i += 1) steps.push(xs[i] - xs[i - 1]);
-  const usual = steps.toSorted((a, b) => a - b)[steps.length >> 1];
+  const median = steps.toSorted((a, b) => a - b)[steps.length >> 1];
   const outX = [xs[0]];
   const outY = [ys[0]];
   for (let i = 1; i < xs.length; i += 1) {
-    if (usual > 0 && steps[i - 1] > usual * 8) {
+    if (median > 0 && steps[i - 1] > median * 8) {
       outX.push((xs[i] + xs[i - 1]) / 2);
       outY.push(null);
     }
@@ -36,7 +36,7 @@ export function withGaps(xs, ys) {
 
 const same = (a, b) => a.length === b.length && a.every((x, i) => x === b[i]);
 
-/** [x, y1, y2, ...]; `join` is uPlot.join. */
+/** Return [x, y1, y2, ...]; `join` is uPlot.join. */
 export function table(series, { weight = 0, log = false, gaps = false, points = 600 }, join) {
   const parts = series.map(({ x, y }) => {
     const values = smoothed(y, weight).map((v) =>
@@ -47,7 +47,7 @@ export function table(series, { weight = 0, log = false, gaps = false, points = 
   if (!parts.length) return [[]];
   if (parts.every(([x]) => same(x, parts[0][0]))) return [parts[0][0], ...parts.map(([, y]) => y)];
   const cells = parts.reduce((sum, [x]) => sum + x.length, 0) * parts.length;
-  if (cells <= MOST_CELLS) {
+  if (cells <= MAX_CELLS) {
     const [x, ...columns] = join(
       parts,
       parts.map(() => [1, 1]),
@@ -58,7 +58,7 @@ export function table(series, { weight = 0, log = false, gaps = false, points = 
   return onGrid(parts, points);
 }
 
-/** A joined column has places that belong to other series only. Those beside a gap are in the gap, or a line would cross it. */
+/** Extend gaps of a joined column over the points that only other series have. Otherwise a line would cross the gap. */
 function widenGaps(column) {
   for (const step of [1, -1]) {
     let gap = false;
@@ -69,7 +69,7 @@ function widenGaps(column) {
   }
 }
 
-/** With very many series a common grid: at each place the newest value that is not older than one place. */
+/** Resample many series to a common grid: at each point the newest value that is not older than one grid step. */
 function onGrid(parts, points) {
   let low = Infinity;
   let high = -Infinity;
@@ -81,11 +81,11 @@ function onGrid(parts, points) {
   if (!(high > low)) return [[], ...parts.map(() => [])];
   const grid = Array.from({ length: points }, (_, i) => low + ((high - low) * i) / (points - 1));
   const columns = parts.map(([x, y]) => {
-    let place = -1;
+    let index = -1;
     return grid.map((at, i) => {
       const before = i ? grid[i - 1] : -Infinity;
-      while (place + 1 < x.length && x[place + 1] <= at) place += 1;
-      return place >= 0 && x[place] > before ? y[place] : undefined;
+      while (index + 1 < x.length && x[index + 1] <= at) index += 1;
+      return index >= 0 && x[index] > before ? y[index] : undefined;
     });
   });
   return [grid, ...columns];

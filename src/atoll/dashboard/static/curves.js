@@ -1,31 +1,31 @@
-// Curves: a chart for each group of series that is wanted, loaded when it is looked at.
+// Curves: a chart for each selected group of series, loaded when it is visible.
 
 import { Chart, TITLES } from "./chart.js";
 import { attr, h, keyed, put, remember, settled, show } from "./dom.js";
 
-const MOST = 8;
+const MAX_CHARTS = 8;
 const REFRESH_MS = 5000;
-const FIRST = ["loss", "throughput", "goodput", "merges"];
+const DEFAULT_CHARTS = ["loss", "throughput", "goodput", "merges"];
 
 export class Curves {
   constructor(host, { net }) {
     this.net = net;
     this.runs = [];
     this.charts = new Map();
-    this.catalogue = [];
+    this.seriesList = [];
     this.settings = { x: "time", log: false, weight: 0 };
-    this.wanted = new Set(
-      (remember("curves") ?? FIRST.join())
+    this.selected = new Set(
+      (remember("curves") ?? DEFAULT_CHARTS.join())
         .split(",")
         .filter((name) => name in TITLES)
-        .slice(0, MOST),
+        .slice(0, MAX_CHARTS),
     );
     this.build(host);
     this.host = host;
     this.visible = false;
   }
 
-  /** Only once there is something above it: an empty page would show its curves first. */
+  /** Observe the visibility, once there is content above: on an empty page the curves would be visible first. */
   observe() {
     if (this.observer) return;
     this.observer = new IntersectionObserver(
@@ -86,12 +86,12 @@ export class Curves {
       h(
         "p",
         { class: "soft hint" },
-        "Drag in a chart to zoom, double-click to see all. Click a name to hide its line.",
+        "Drag in a chart to zoom, double-click to reset. Click a name to hide its line.",
       ),
     );
   }
 
-  /** The runs that are shown: one, or two on top of each other. */
+  /** Set the runs that are shown: one, or two in the same charts. */
   setRuns(runs) {
     this.runs = runs;
     this.loaded = false;
@@ -105,20 +105,20 @@ export class Curves {
     try {
       if (!globalThis.uPlot) await script("vendor/uPlot.iife.min.js");
       const lists = await Promise.all(runs.map((run) => this.net.get(`api/run/${run.index}/series`)));
-      this.catalogue = lists.flatMap(({ series }, place) =>
+      this.seriesList = lists.flatMap(({ series }, index) =>
         series.map((some) => ({
           ...some,
-          run: runs[place].index,
-          runName: runs.length > 1 ? runs[place].name : null,
-          second: place > 0,
+          run: runs[index].index,
+          runName: runs.length > 1 ? runs[index].name : null,
+          second: index > 0,
         })),
       );
       this.loaded = runs === this.runs;
-      show(this.note, this.catalogue.length === 0);
+      show(this.note, this.seriesList.length === 0);
       put(this.note, "This run has no curves yet.");
       this.arrange();
     } catch (error) {
-      put(this.note, `No curves yet: ${error.message}`);
+      put(this.note, `Cannot load curves: ${error.message}`);
     } finally {
       this.starting = false;
     }
@@ -126,7 +126,7 @@ export class Curves {
   }
 
   arrange() {
-    const found = [...new Set(this.catalogue.map((some) => some.group))];
+    const found = [...new Set(this.seriesList.map((some) => some.group))];
     const names = [
       ...Object.keys(TITLES).filter((name) => found.includes(name)),
       ...found.filter((name) => !(name in TITLES)).sort(),
@@ -137,11 +137,11 @@ export class Curves {
       (name) => name,
       (name) => h("button", { type: "button", class: "filter", on: { click: () => this.toggle(name) } }, name),
       (node, name) => {
-        attr(node, "aria-pressed", String(this.wanted.has(name)));
-        attr(node, "disabled", !this.wanted.has(name) && this.wanted.size >= MOST ? "" : null);
+        attr(node, "aria-pressed", String(this.selected.has(name)));
+        attr(node, "disabled", !this.selected.has(name) && this.selected.size >= MAX_CHARTS ? "" : null);
       },
     );
-    const open = names.filter((name) => this.wanted.has(name));
+    const open = names.filter((name) => this.selected.has(name));
     for (const [name, chart] of this.charts) {
       if (open.includes(name)) continue;
       chart.close();
@@ -153,15 +153,15 @@ export class Curves {
           name,
           new Chart(name, {
             settings: this.settings,
-            fetchSeries: (...words) => this.fetchSeries(...words),
-            download: (...words) => this.download(...words),
+            fetchSeries: (...args) => this.fetchSeries(...args),
+            download: (...args) => this.download(...args),
           }),
         );
       }
       const chart = this.charts.get(name);
       this.grid.append(chart.node);
       chart.travel = this.travel;
-      const series = this.catalogue.filter((some) => some.group === name);
+      const series = this.seriesList.filter((some) => some.group === name);
       const key = series.map((some) => `${some.run} ${some.name}`).join();
       if (key !== chart.seriesKey) {
         chart.seriesKey = key;
@@ -171,8 +171,8 @@ export class Curves {
   }
 
   toggle(name) {
-    if (!this.wanted.delete(name)) this.wanted.add(name);
-    remember("curves", [...this.wanted].join());
+    if (!this.selected.delete(name)) this.selected.add(name);
+    remember("curves", [...this.selected].join());
     this.arrange();
   }
 
@@ -195,12 +195,12 @@ export class Curves {
     for (const chart of this.charts.values()) if (chart.plot) chart.draw();
   }
 
-  /** A picture came: every few seconds what is visible is fetched again, and the line of time travel moves. */
-  render(pictures, travel) {
-    if (pictures.length) this.observe();
+  /** Handle a new status: reload visible charts every few seconds, and move the line of the shown time. */
+  render(statuses, travel) {
+    if (statuses.length) this.observe();
     this.travel = travel;
     for (const chart of this.charts.values()) chart.travelTo(travel);
-    const key = pictures.map((picture) => `${picture.to} ${picture.loading}`).join();
+    const key = statuses.map((status) => `${status.to} ${status.loading}`).join();
     const now = performance.now();
     if (!this.loaded || key === this.key || now - (this.at ?? -Infinity) < REFRESH_MS) return;
     this.key = key;
@@ -209,21 +209,21 @@ export class Curves {
       if (chart.visible && !document.hidden) chart.load();
       else chart.stale = true;
     }
-    this.again();
+    this.reloadSeries();
   }
 
-  /** Islands that came later have series of their own. */
-  async again() {
-    if (!this.visible || this.starting || now30(this)) return;
+  /** Reload the list of series: learners that joined later add series. */
+  async reloadSeries() {
+    if (!this.visible || this.starting || isSeriesListRecent(this)) return;
     this.loaded = false;
     await this.start();
   }
 
   async fetchSeries(run, names, { x, points, from, to }) {
-    const words = new URLSearchParams({ names: names.join(), x, points });
-    if (from !== undefined) words.set("from", from);
-    if (to !== undefined) words.set("to", to);
-    return { run, series: (await this.net.get(`api/run/${run}/series?${words}`)).series };
+    const query = new URLSearchParams({ names: names.join(), x, points });
+    if (from !== undefined) query.set("from", from);
+    if (to !== undefined) query.set("to", to);
+    return { run, series: (await this.net.get(`api/run/${run}/series?${query}`)).series };
   }
 
   async download(run, names, x, group) {
@@ -237,16 +237,16 @@ export class Curves {
   }
 }
 
-function now30(curves) {
+function isSeriesListRecent(curves) {
   const now = performance.now();
-  if (now - (curves.catalogueAt ?? 0) < 30000) return true;
-  curves.catalogueAt = now;
+  if (now - (curves.seriesListAt ?? 0) < 30000) return true;
+  curves.seriesListAt = now;
   return false;
 }
 
 function script(src) {
   return new Promise((resolve, reject) => {
-    const node = h("script", { src, on: { load: resolve, error: () => reject(new Error(`${src} was not found`)) } });
+    const node = h("script", { src, on: { load: resolve, error: () => reject(new Error(`cannot load ${src}`)) } });
     document.head.append(node);
   });
 }

@@ -1,4 +1,4 @@
-// One dialog for questions, the token and the list of shortcuts.
+// The dialog: confirmations, the token, keyboard shortcuts.
 
 import { h } from "./dom.js";
 
@@ -7,20 +7,20 @@ export const SHORTCUTS = [
   ["1 … 6", "go to Now, Timeline, Fragments, Ledger, Curves, Controls"],
   ["s", "story of the whole run"],
   ["/", "filter the story"],
-  ["[ and ]", "back and forth in time by a hundredth; with Shift by a thousandth"],
+  ["[ and ]", "move in time by 1 %; with Shift by 0.1 %"],
   ["l", "back to live"],
-  ["v", "the other run, or both, where there are two"],
-  ["d", "dark, light, or as the system says"],
-  ["r", "try again now, when the connection is lost"],
-  ["Esc", "close what is open"],
+  ["v", "show the other run, or both"],
+  ["d", "theme: light, dark, or automatic"],
+  ["r", "reconnect now"],
+  ["Esc", "close the panel or dialog"],
 ];
 export const ON_TIMELINE = [
   ["← →", "move"],
   ["+ −", "zoom"],
   ["0", "the whole run"],
-  ["f", "follow the newest"],
+  ["f", "follow the newest entries"],
   ["n and p", "next and previous event"],
-  ["↑ ↓", "choose an island"],
+  ["↑ ↓", "select an island"],
   ["t", "travel to the cursor"],
   ["Enter", "story of the island"],
 ];
@@ -40,18 +40,18 @@ export class Dialog {
     this.node.showModal();
   }
 
-  /** Resolves to true or false; Escape is no. */
-  ask(text, { title, yes, no }) {
+  /** Ask for a confirmation. Resolve to true or false; Escape means false. */
+  confirm(text, { title, yes, no }) {
     return new Promise((resolve) => {
-      const sure = h("button", { type: "button", class: "danger", on: { click: () => this.node.close("yes") } }, yes);
-      const not = h("button", { type: "button", autofocus: true, on: { click: () => this.node.close("no") } }, no);
+      const accept = h("button", { type: "button", class: "danger", on: { click: () => this.node.close("yes") } }, yes);
+      const reject = h("button", { type: "button", autofocus: true, on: { click: () => this.node.close("no") } }, no);
       this.node.returnValue = "";
-      this.show(title, h("p", { class: "asked" }, text), h("div", { class: "answers" }, not, sure));
+      this.show(title, h("p", { class: "question" }, text), h("div", { class: "answers" }, reject, accept));
       this.node.addEventListener("close", () => resolve(this.node.returnValue === "yes"), { once: true });
     });
   }
 
-  askToken(wrong) {
+  askToken(isRetry) {
     return new Promise((resolve) => {
       const input = h("input", { type: "password", autocomplete: "off", autofocus: true, "aria-label": "Token" });
       const form = h(
@@ -61,7 +61,7 @@ export class Dialog {
           on: {
             submit: (event) => {
               event.preventDefault();
-              this.node.close("given");
+              this.node.close("token");
             },
           },
         },
@@ -74,15 +74,15 @@ export class Dialog {
         h(
           "p",
           {},
-          wrong
-            ? "That token is not the right one."
-            : "This page is shown to those who know the run's token. It is kept in this tab only.",
+          isRetry
+            ? "The token is not valid."
+            : "Enter the token of the run to see this page. It is stored for this tab only.",
         ),
         form,
       );
       this.node.addEventListener(
         "close",
-        () => resolve(this.node.returnValue === "given" ? input.value.trim() : null),
+        () => resolve(this.node.returnValue === "token" ? input.value.trim() : null),
         { once: true },
       );
     });
@@ -90,7 +90,7 @@ export class Dialog {
 
   help() {
     const rows = (some) =>
-      some.map(([keys, what]) => h("tr", {}, h("th", { scope: "row" }, h("kbd", {}, keys)), h("td", {}, what)));
+      some.map(([keys, text]) => h("tr", {}, h("th", { scope: "row" }, h("kbd", {}, keys)), h("td", {}, text)));
     this.show(
       "Keyboard",
       h("table", { class: "keys" }, h("tbody", {}, ...rows(SHORTCUTS))),

@@ -1,6 +1,6 @@
-// Small hands for the DOM. Text is always text: nothing that comes from a run is ever parsed as markup.
+// DOM helpers. Text is always set as text: nothing from a run is parsed as markup.
 
-/** An element: h("p", {class: "soft", on: {click}}, "text", child). `style` is an object, set through the CSSOM. */
+/** Create an element: h("p", {class: "soft", on: {click}}, "text", child). `style` is an object for the CSSOM. */
 export function h(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -15,16 +15,16 @@ export function h(tag, props = {}, ...children) {
 
 const shown = new WeakMap();
 
-/** Sets the text only where it differs, so that an update leaves selection, focus and layout alone. */
+/** Set the text only if it differs, so that an update does not disturb selection, focus and layout. */
 export function put(node, text) {
-  const words = String(text);
-  if (shown.get(node) === words) return false;
-  shown.set(node, words);
-  node.textContent = words;
+  const value = String(text);
+  if (shown.get(node) === value) return false;
+  shown.set(node, value);
+  node.textContent = value;
   return true;
 }
 
-/** Sets or removes an attribute only where it differs. */
+/** Set or remove an attribute only if it differs. */
 export function attr(node, name, value) {
   if (value === null || value === undefined || value === false) {
     if (node.hasAttribute(name)) node.removeAttribute(name);
@@ -35,62 +35,63 @@ export function show(node, visible) {
   if (node.hidden === visible) node.hidden = !visible;
 }
 
-/** One child per item, kept by key: existing nodes are updated in place and moved only if their order changed. */
+/** Keep one child per item, by key: update existing nodes in next and move them only if their order changed. */
 export function keyed(parent, items, keyOf, make, update) {
-  const kept = (parent.keyedNodes ??= new Map());
-  const gone = new Set(kept.keys());
-  let place = parent.firstElementChild;
+  const stored = (parent.keyedNodes ??= new Map());
+  const removed = new Set(stored.keys());
+  let next = parent.firstElementChild;
   for (const item of items) {
     const key = keyOf(item);
-    gone.delete(key);
-    let entry = kept.get(key);
-    if (!entry) kept.set(key, (entry = make(item)));
+    removed.delete(key);
+    let entry = stored.get(key);
+    if (!entry) stored.set(key, (entry = make(item)));
     update(entry, item);
     const node = entry.node ?? entry;
-    if (node === place) place = place.nextElementSibling;
-    else parent.insertBefore(node, place);
+    if (node === next) next = next.nextElementSibling;
+    else parent.insertBefore(node, next);
   }
-  for (const key of gone) {
-    const entry = kept.get(key);
+  for (const key of removed) {
+    const entry = stored.get(key);
     (entry.node ?? entry).remove();
-    kept.delete(key);
+    stored.delete(key);
   }
 }
 
-/** Calls at most once per frame, however often it is asked. */
+/** Return a function that runs `work` at most once per frame. */
 export function perFrame(work) {
-  let asked = false;
+  let isScheduled = false;
   return () => {
-    if (asked) return;
-    asked = true;
+    if (isScheduled) return;
+    isScheduled = true;
     requestAnimationFrame(() => {
-      asked = false;
+      isScheduled = false;
       work();
     });
   };
 }
 
-/** Calls once after `ms` without another call. */
+/** Return a function that runs `work` after `ms` without another call. */
 export function settled(ms, work) {
   let timer = 0;
-  return (...words) => {
+  return (...args) => {
     clearTimeout(timer);
-    timer = setTimeout(() => work(...words), ms);
+    timer = setTimeout(() => work(...args), ms);
   };
 }
 
-/** What a custom property is as a colour right now: a canvas does not resolve `light-dark`. */
+/** Return the current color of a custom property: a canvas does not resolve `light-dark`. */
 export function colour(name) {
   const probe = (colour.probe ??= document.body.appendChild(h("span", { class: "unseen", "aria-hidden": "true" })));
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;
 }
 
-export function say(text) {
-  put(document.getElementById("said"), text);
+/** Announce a text to screen readers. */
+export function announce(text) {
+  put(document.getElementById("announcement"), text);
 }
 
-/** A short word at the edge that goes away by itself. */
+/** Show a short message that disappears after some seconds. */
 export function toast(text, tone = "good") {
   const node = h("div", { class: "toast", "data-tone": tone }, text);
   const host = document.getElementById("toasts");
@@ -105,7 +106,7 @@ export function remember(key, value) {
     if (value === null) localStorage.removeItem(`atoll-${key}`);
     else localStorage.setItem(`atoll-${key}`, value);
   } catch {
-    // storage may be forbidden; the page works without
+    // storage may be disabled; the page works without it
   }
   return null;
 }

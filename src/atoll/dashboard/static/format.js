@@ -1,4 +1,4 @@
-// Figures for people. What is not known is a dash, never a zero.
+// Formatting of values. An unknown value is a dash, never a zero.
 
 export const UNKNOWN = "–";
 const missing = (value) => value === null || value === undefined || Number.isNaN(value);
@@ -19,13 +19,13 @@ export function plain(value, digits = 3) {
 function scaled(value, names, step, unit) {
   if (missing(value)) return UNKNOWN;
   let size = value;
-  let place = 0;
-  while (Math.abs(size) >= step * 0.9995 && place < names.length - 1) {
+  let prefix = 0;
+  while (Math.abs(size) >= step * 0.9995 && prefix < names.length - 1) {
     size /= step;
-    place += 1;
+    prefix += 1;
   }
   const digits =
-    place === 0
+    prefix === 0
       ? Number.isInteger(size) || Math.abs(size) >= 100
         ? 0
         : 1
@@ -35,7 +35,7 @@ function scaled(value, names, step, unit) {
           ? 1
           : 2;
   const text = size.toFixed(digits);
-  return `${text}${names[place] || unit ? "\u202f" : ""}${names[place]}${unit}`;
+  return `${text}${names[prefix] || unit ? "\u202f" : ""}${names[prefix]}${unit}`;
 }
 
 export const compact = (value) => scaled(value, ["", "k", "M", "G", "T", "P"], 1000, "");
@@ -70,7 +70,7 @@ function two(seconds, large, largeName, small, smallName) {
   return `${Math.floor(all / per)}\u202f${largeName}${rest ? ` ${rest}\u202f${smallName}` : ""}`;
 }
 
-/** A time on the run's clock: 1:02, 3:04:05, 2 d 03:04:05. */
+/** Format a time on the run's clock: 1:02, 3:04:05, 2 d 03:04:05. */
 export function runTime(at, fine = false) {
   if (missing(at)) return UNKNOWN;
   const sign = at < 0 ? "−" : "";
@@ -87,7 +87,7 @@ export function runTime(at, fine = false) {
   return `${sign}${minutes}:${tail}`;
 }
 
-/** The same time on the clock on the wall; null where the run has none (it was simulated). */
+/** Format the same time as local time; null if the run has none (simulated). */
 export function wallTime(at, wall0, { day = true, seconds = true } = {}) {
   if (missing(wall0) || missing(at)) return null;
   const date = new Date((wall0 + at) * 1000);
@@ -97,10 +97,10 @@ export function wallTime(at, wall0, { day = true, seconds = true } = {}) {
   return date.toLocaleString("en-GB", options);
 }
 
-export function learnerList(numbers, most = 4) {
-  if (!numbers?.length) return "nobody";
-  const few = numbers.slice(0, most).join(", ");
-  return numbers.length > most ? `${few} and ${numbers.length - most} more` : few;
+export function learnerList(numbers, limit = 4) {
+  if (!numbers?.length) return "none";
+  const first = numbers.slice(0, limit).join(", ");
+  return numbers.length > limit ? `${first} and ${numbers.length - limit} more` : first;
 }
 
 export function plural(count, one, many = `${one}s`) {

@@ -1,10 +1,10 @@
-// Fragments: the model as a grid P wide, each with its version and what its next round waits for.
+// Fragments: a grid of all fragments, each with its version and what its next round waits for.
 
 import { attr, h, keyed, put, show } from "./dom.js";
 import { duration, learnerList } from "./format.js";
-import { AWAY, PHASES } from "./states.js";
+import { PHASES, UNAVAILABLE } from "./states.js";
 
-const COMPACT_FROM = 33; // fragments: with more of them the sentence is in the story only
+const COMPACT_FROM = 33; // number of fragments from which the reason is shown in the story only
 
 export class Fragments {
   constructor(host, { onStory }) {
@@ -14,15 +14,15 @@ export class Fragments {
     host.append(this.grid, this.none);
   }
 
-  render(picture) {
-    const fragments = picture.fragments ?? [];
+  render(status) {
+    const fragments = status.fragments ?? [];
     this.grid.classList.toggle("compact", fragments.length >= COMPACT_FROM);
     keyed(
       this.grid,
       fragments,
       (fragment) => fragment.fragment,
       (fragment) => this.cell(fragment.fragment),
-      (entry, fragment) => fill(entry, fragment, picture.islands.length),
+      (entry, fragment) => fill(entry, fragment, status.islands.length),
     );
     show(this.none, fragments.length === 0);
   }
@@ -54,24 +54,24 @@ export class Fragments {
 }
 
 function fill(entry, fragment, islands) {
-  const name = fragment.away ? "away" : fragment.phase;
-  const phase = fragment.away ? AWAY : (PHASES[fragment.phase] ?? { letter: "?", note: "" });
-  const came = fragment.contributors?.length ?? 0;
-  const open = !fragment.away && fragment.phase !== "idle";
+  const name = fragment.unavailable ? "unavailable" : fragment.phase;
+  const phase = fragment.unavailable ? UNAVAILABLE : (PHASES[fragment.phase] ?? { letter: "?", note: "" });
+  const merged = fragment.contributors?.length ?? 0;
+  const open = !fragment.unavailable && fragment.phase !== "idle";
   attr(entry.node, "data-phase", name);
   put(entry.version, fragment.version === null ? "no version" : `v${fragment.version}`);
   put(
     entry.phase,
-    `${phase.letter} ${name}${open && fragment.asked ? ` ${fragment.contributions ?? 0}/${fragment.asked}` : ""}`,
+    `${phase.letter} ${name}${open && fragment.pulled ? ` ${fragment.contributions ?? 0}/${fragment.pulled}` : ""}`,
   );
-  attr(entry.phase, "title", fragment.away ? `${phase.note}: ${fragment.reason}` : phase.note);
+  attr(entry.phase, "title", fragment.unavailable ? `${phase.note}: ${fragment.reason}` : phase.note);
   put(entry.age, duration(fragment.age_s));
   attr(entry.age, "title", "since its last merge");
-  entry.bar.firstChild.style.width = `${islands ? (Math.min(came / islands, 1) * 100).toFixed(1) : 0}%`;
-  const last = fragment.version ? `${came} of ${islands} islands are in its last merge` : "not merged yet";
+  entry.bar.firstChild.style.width = `${islands ? (Math.min(merged / islands, 1) * 100).toFixed(1) : 0}%`;
+  const last = fragment.version ? `${merged} of ${islands} islands contributed to its last merge` : "not merged yet";
   attr(entry.bar, "aria-label", last);
-  attr(entry.bar, "title", came ? `${last}: ${learnerList(fragment.contributors, 12)}` : last);
-  const waits = fragment.waiting_for?.length ? `waits for ${learnerList(fragment.waiting_for, 3)}: ` : "";
+  attr(entry.bar, "title", merged ? `${last}: ${learnerList(fragment.contributors, 12)}` : last);
+  const waits = fragment.waiting_for?.length ? `waiting for ${learnerList(fragment.waiting_for, 3)}: ` : "";
   const text = `${open ? waits : ""}${fragment.reason ?? ""}`;
   put(entry.reason, text);
   attr(entry.reason, "title", text);

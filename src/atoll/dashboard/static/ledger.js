@@ -1,4 +1,4 @@
-// Ledger: where every trained token is.
+// Ledger: what happened to every trained token.
 
 import { attr, h, keyed, put, show } from "./dom.js";
 import { share, whole } from "./format.js";
@@ -28,8 +28,8 @@ export class Ledger {
     host.append(this.bar, this.balance, h("div", { class: "wide" }, this.table), this.none);
   }
 
-  render(picture) {
-    const ledger = picture.ledger;
+  render(status) {
+    const ledger = status.ledger;
     const known = Boolean(ledger) && ledger.trained !== null;
     show(this.none, !known);
     show(this.table, known);
@@ -39,7 +39,7 @@ export class Ledger {
     const dropped = Object.entries(ledger.dropped ?? {}).sort((a, b) => b[1] - a[1]);
     const rows = [
       { key: "merged", state: "merged", name: "merged into the model", count: ledger.merged },
-      { key: "pending", state: "pending", name: "pending: on their way to a merge", count: ledger.pending },
+      { key: "pending", state: "pending", name: "pending: not merged yet", count: ledger.pending },
       ...dropped.map(([reason, count]) => ({
         key: `d ${reason}`,
         state: "dropped",
@@ -72,7 +72,7 @@ export class Ledger {
     put(
       this.balance,
       ledger.balanced === null
-        ? "Whether it balances is not known yet."
+        ? "The balance is not known yet."
         : ledger.balanced
           ? "✓ Balanced: every trained token is accounted for."
           : `✕ Out of balance: merged, pending and dropped are ${whole(sum)}, trained are ${whole(ledger.trained)}.`,

@@ -1,4 +1,4 @@
-// The page: puts its parts together, decides what is shown, and draws at most once per frame.
+// The page: connects its parts, decides what is shown, and renders at most once per frame.
 
 import { Column } from "./column.js";
 import { Controls } from "./controls.js";
@@ -34,7 +34,7 @@ class Page {
     this.notices = new Notices(at("notices"), {
       onLive: () => this.travelTo(null),
       onRetry: () => this.retry(),
-      onStory: (about) => this.tell(about),
+      onStory: (about) => this.openStory(about),
     });
     this.travelBar = new Travel(at("travel"), { onTravel: (time) => this.travelTo(time) });
     this.curves = new Curves(at("curves"), { net: this.net });
@@ -44,7 +44,7 @@ class Page {
     this.makeTheme();
     at("help").addEventListener("click", () => this.dialog.help());
     document.addEventListener("keydown", (event) => this.onKey(event));
-    setInterval(() => !document.hidden && this.changed(), 1000); // ages grow also when nothing is heard
+    setInterval(() => !document.hidden && this.changed(), 1000); // ages grow without new data too
     this.begin();
   }
 
@@ -58,29 +58,29 @@ class Page {
           wait = 250;
           continue;
         }
-        this.showVerdict({ tone: "bad", word: "Not connected", text: "trying to reach the server" });
+        this.showVerdict({ tone: "bad", word: "Not connected", text: "connecting to the server" });
       }
       await new Promise((resolve) => setTimeout(resolve, wait));
     }
   }
 
   async getToken() {
-    if (this.askingToken) return;
-    this.askingToken = true;
-    const given = await this.dialog.askToken(Boolean(this.net.token));
-    this.askingToken = false;
-    if (given) this.net.setToken(given);
+    if (this.isAskingToken) return;
+    this.isAskingToken = true;
+    const token = await this.dialog.askToken(Boolean(this.net.token));
+    this.isAskingToken = false;
+    if (token) this.net.setToken(token);
   }
 
   setRuns(runs) {
     this.runs = runs;
     const options = {
       net: this.net,
-      onStory: (about) => this.tell(about),
+      onStory: (about) => this.openStory(about),
       onTravel: (time) => this.travelTo(time),
       changed: () => this.changed(),
     };
-    this.columns = runs.map((run, place) => new Column(run, "AB"[place] ?? String(place + 1), options));
+    this.columns = runs.map((run, index) => new Column(run, "AB"[index] ?? String(index + 1), options));
     at("columns").replaceChildren(...this.columns.map((column) => column.node));
     for (const column of this.columns) {
       column.onLost = (error) => error?.status === 401 && this.getToken().then(() => this.retry());
@@ -106,17 +106,17 @@ class Page {
     this.setView(this.columns[0]?.letter ?? "A");
   }
 
-  /** The server is back, perhaps another one: what may be done with a run can have changed. */
+  /** Reload the list of runs after a reconnect: the server may have restarted with other permissions. */
   async refreshRuns() {
     try {
       const { runs } = await this.net.get("api/runs");
       if (runs.length !== this.runs.length) return location.reload();
-      runs.forEach((run, place) => Object.assign(this.columns[place].run, run));
+      runs.forEach((run, index) => Object.assign(this.columns[index].run, run));
       this.curves.loaded = false;
       if (this.curves.visible) this.curves.start();
       this.changed();
     } catch {
-      // the stream tells when it is gone again
+      // the stream reports the next disconnect
     }
     return undefined;
   }
@@ -145,7 +145,7 @@ class Page {
     this.changed();
   }
 
-  tell(about) {
+  openStory(about) {
     const column = this.columns.find((some) => some.run.index === about.run) ?? this.visible[0];
     if (!column) return;
     this.story.show({ ...about, run: column.run.index, runName: this.columns.length > 1 ? column.run.name : null });
@@ -156,7 +156,7 @@ class Page {
     for (const column of this.columns) column.watcher?.retry();
   }
 
-  // ---- drawing
+  // ---- rendering
 
   render() {
     this.renders += 1;
@@ -166,10 +166,10 @@ class Page {
     this.notices.render(columns, this.travel);
     this.travelBar.render(columns, this.travel);
     this.curves.render(columns.map((column) => column.newest).filter(Boolean), this.travel);
-    const steered = columns.find((column) => column.run.controls) ?? columns[0];
-    this.controls.render(steered.run, steered.newest, this.travel !== null, this.columns.length > 1);
-    const told = this.columns.find((column) => column.run.index === this.story.about?.run);
-    this.story.render(told?.shown);
+    const controlled = columns.find((column) => column.run.controls) ?? columns[0];
+    this.controls.render(controlled.run, controlled.newest, this.travel !== null, this.columns.length > 1);
+    const column = this.columns.find((some) => some.run.index === this.story.about?.run);
+    this.story.render(column?.shown);
     this.renderTop(columns);
   }
 
@@ -187,7 +187,7 @@ class Page {
     show(at("loading"), reading !== undefined);
     if (reading !== undefined) {
       at("loading").firstChild.value = reading;
-      put(at("loading").lastChild, `Reading the tape: ${share(reading, 0)}. Figures are not complete yet.`);
+      put(at("loading").lastChild, `Reading tapes: ${share(reading, 0)}. Values are incomplete.`);
     }
     const link = at("nav").querySelector("[data-to=controls]");
     show(link, !at("controls").hidden);
@@ -200,7 +200,7 @@ class Page {
     put(node.lastElementChild, text);
   }
 
-  // ---- around
+  // ---- navigation, theme, keyboard
 
   makeNav() {
     keyed(
@@ -267,7 +267,7 @@ class Page {
     const views = [...this.columns.map((column) => column.letter), ...(this.columns.length > 1 ? ["both"] : [])];
     const acts = {
       "?": () => this.dialog.help(),
-      s: () => this.tell({}),
+      s: () => this.openStory({}),
       "/": () => this.story.open && this.story.filter.focus(),
       l: () => this.travelTo(null),
       "[": () => this.travelBar.step(-0.01, this.travel),
@@ -279,7 +279,7 @@ class Page {
       r: () => this.retry(),
       Escape: () => this.story.close(),
     };
-    SECTIONS.forEach(([id], place) => (acts[String(place + 1)] = () => this.go(id)));
+    SECTIONS.forEach(([id], index) => (acts[String(index + 1)] = () => this.go(id)));
     const act = acts[event.key];
     if (!act) return;
     event.preventDefault();
@@ -287,5 +287,5 @@ class Page {
   }
 }
 
-// For tests and measurements, which ask how often things are drawn; nothing on the page reads it.
+// Tests and benchmarks read it; nothing on the page does.
 globalThis.atollPage = new Page();

@@ -1,34 +1,34 @@
-// Talks to `atoll dash`: a token, plain requests, and a stream of pictures that finds its way back after every kind of end.
+// HTTP client for `atoll dash`: token, requests, and a stream of status updates that reconnects after every disconnect.
 
-const SILENCE_MS = 25000; // the server says something at least every 10 s; after this long the connection is dead
+const SILENCE_MS = 25000; // the server sends at least every 10 s; the connection is dead after this time
 const BACKOFF_MS = [500, 1000, 2000, 4000, 8000];
 
 export class HttpError extends Error {
   constructor(status, body) {
-    super(body?.error ?? `the server answers ${status}`);
+    super(body?.error ?? `the server replied with HTTP status ${status}`);
     this.status = status;
     this.body = body ?? {};
   }
 }
 
-/** The token of the address bar (#token=...), kept for this tab only and taken out of the bar at once. */
+/** Return the token from the address (#token=...). Store it for this tab only, and remove it from the address bar. */
 export function takeToken() {
-  const words = new URLSearchParams(location.hash.slice(1));
-  const given = words.get("token");
+  const params = new URLSearchParams(location.hash.slice(1));
+  const token = params.get("token");
   try {
-    if (given) sessionStorage.setItem("atoll-token", given);
+    if (token) sessionStorage.setItem("atoll-token", token);
   } catch {
-    // without storage it lives as long as this page
+    // without storage the token lasts as long as this page
   }
-  if (given) {
-    words.delete("token");
-    const rest = words.toString();
+  if (token) {
+    params.delete("token");
+    const rest = params.toString();
     history.replaceState(null, "", location.pathname + location.search + (rest ? `#${rest}` : ""));
   }
   try {
-    return given ?? sessionStorage.getItem("atoll-token");
+    return token ?? sessionStorage.getItem("atoll-token");
   } catch {
-    return given;
+    return token;
   }
 }
 
@@ -42,7 +42,7 @@ export class Net {
     try {
       sessionStorage.setItem("atoll-token", token);
     } catch {
-      // it lives as long as this page
+      // without storage the token lasts as long as this page
     }
   }
 
@@ -50,53 +50,53 @@ export class Net {
     return this.token ? { Authorization: `Bearer ${this.token}`, ...more } : more;
   }
 
-  async answer(path, options = {}) {
+  async request(path, options = {}) {
     const response = await fetch(path, { cache: "no-store", credentials: "omit", ...options });
     if (response.ok) return response;
     let body = null;
     try {
       body = await response.json();
     } catch {
-      // not ours: the status has to do
+      // no JSON body: report the HTTP status only
     }
     throw new HttpError(response.status, body);
   }
 
   async get(path, signal) {
-    return (await this.answer(path, { headers: this.headers(), signal })).json();
+    return (await this.request(path, { headers: this.headers(), signal })).json();
   }
 
   async post(path, body) {
     const headers = this.headers({ "Content-Type": "application/json" });
-    return (await this.answer(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+    return (await this.request(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
   }
 
   async file(path) {
-    return (await this.answer(path, { headers: this.headers() })).blob();
+    return (await this.request(path, { headers: this.headers() })).blob();
   }
 
-  /** Pictures of a run until `stop` is called. `hear({lost, retryAt, error})` tells how the connection is. */
-  watch(index, { picture, hear }) {
+  /** Stream the status of a run until `stop` is called. `onConnection` receives {lost, retryAt, error}. */
+  watch(index, { onStatus, onConnection }) {
     let stopped = false;
-    let tries = 0;
+    let attempts = 0;
     let abort = new AbortController();
     let wake = () => {};
 
-    const again = async () => {
+    const run = async () => {
       while (!stopped) {
         abort = new AbortController();
         try {
-          await this.stream(index, abort, (news) => {
-            tries = 0;
-            hear({ lost: false });
-            picture(news);
+          await this.stream(index, abort, (status) => {
+            attempts = 0;
+            onConnection({ lost: false });
+            onStatus(status);
           });
           throw new Error("the server ended the stream");
         } catch (error) {
           if (stopped) return;
-          const wait = BACKOFF_MS[Math.min(tries, BACKOFF_MS.length - 1)] * (0.8 + 0.4 * Math.random());
-          tries += 1;
-          hear({ lost: true, error, retryAt: performance.now() + wait });
+          const wait = BACKOFF_MS[Math.min(attempts, BACKOFF_MS.length - 1)] * (0.8 + 0.4 * Math.random());
+          attempts += 1;
+          onConnection({ lost: true, error, retryAt: performance.now() + wait });
           await new Promise((resolve) => {
             wake = resolve;
             setTimeout(resolve, wait);
@@ -108,7 +108,7 @@ export class Net {
     const seen = () => document.visibilityState === "visible" && wake();
     addEventListener("online", now);
     document.addEventListener("visibilitychange", seen);
-    again();
+    run();
     return {
       retry: now,
       stop() {
@@ -121,26 +121,26 @@ export class Net {
     };
   }
 
-  async stream(index, abort, picture) {
+  async stream(index, abort, onStatus) {
     let timer = 0;
-    const alive = () => {
+    const restartTimer = () => {
       clearTimeout(timer);
-      timer = setTimeout(() => abort.abort(new Error("the server is silent")), SILENCE_MS);
+      timer = setTimeout(() => abort.abort(new Error("no data from the server")), SILENCE_MS);
     };
-    alive();
+    restartTimer();
     try {
-      const response = await this.answer(`api/run/${index}/live`, { headers: this.headers(), signal: abort.signal });
+      const response = await this.request(`api/run/${index}/live`, { headers: this.headers(), signal: abort.signal });
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";
       for (;;) {
         const { done, value } = await reader.read();
         if (done) return;
-        alive();
+        restartTimer();
         const parts = (rest + value).split(/\r?\n\r?\n/);
         rest = parts.pop();
         for (const part of parts) {
-          const news = eventOf(part);
-          if (news !== null) picture(news);
+          const status = eventOf(part);
+          if (status !== null) onStatus(status);
         }
       }
     } finally {
@@ -149,7 +149,7 @@ export class Net {
   }
 }
 
-/** The picture in one block of an event stream, or null where it is a comment or another event. */
+/** Return the status in one block of an event stream, or null if the block is a comment or another event. */
 export function eventOf(block) {
   let kind = "message";
   const data = [];
@@ -157,5 +157,5 @@ export function eventOf(block) {
     if (line.startsWith("event:")) kind = line.slice(6).trim();
     else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
   }
-  return kind === "picture" && data.length ? JSON.parse(data.join("\n")) : null;
+  return kind === "view" && data.length ? JSON.parse(data.join("\n")) : null;
 }

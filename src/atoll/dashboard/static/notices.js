@@ -1,10 +1,10 @@
-// What has to be seen first: a lost connection, old data, a place in the past, alerts.
+// Notices at the top: a lost connection, old data, time travel, alerts.
 
 import { attr, h, keyed, put, show } from "./dom.js";
 import { duration, runTime, wallTime } from "./format.js";
 import { severe } from "./states.js";
 
-const MOST_ALERTS = 6;
+const MAX_ALERTS = 6;
 const SIGNS = { bad: "✕", warn: "!", calm: "i" };
 
 export class Notices {
@@ -16,14 +16,14 @@ export class Notices {
     const many = columns.length > 1;
     const items = [];
     for (const column of columns) {
-      const of = many ? `${column.run.name}: ` : "";
-      this.connection(column, of, items);
-      (column.shown?.damaged ?? []).slice(0, 3).forEach((sentence, place) =>
+      const prefix = many ? `${column.run.name}: ` : "";
+      this.connection(column, prefix, items);
+      (column.shown?.tape_errors ?? []).slice(0, 3).forEach((sentence, index) =>
         items.push({
-          key: `damaged ${column.run.index} ${place}`,
-          kind: "damaged",
+          key: `tape-error ${column.run.index} ${index}`,
+          kind: "tape-error",
           tone: "warn",
-          text: `${of}A tape cannot be read any further: ${sentence}`,
+          text: `${prefix}Cannot read the rest of a tape: ${sentence}`,
         }),
       );
     }
@@ -58,15 +58,15 @@ export class Notices {
     return entry;
   }
 
-  connection(column, of, items) {
+  connection(column, prefix, items) {
     const { lost, newest } = column;
     const key = column.run.index;
     if (lost) {
       const wait = Math.max((lost.retryAt - performance.now()) / 1000, 0);
-      const next = wait >= 1 ? `trying again in ${Math.ceil(wait)} s` : "trying again";
+      const next = wait >= 1 ? `retrying in ${Math.ceil(wait)} s` : "retrying";
       const text = newest
-        ? `${of}What you see is ${duration(column.age())} old; ${next}.`
-        : `${of}No answer from the server; ${next}.`;
+        ? `${prefix}The data is ${duration(column.age())} old; ${next}.`
+        : `${prefix}No reply from the server; ${next}.`;
       items.push({
         key: `lost ${key}`,
         kind: "lost",
@@ -77,31 +77,31 @@ export class Notices {
         label: "Now",
       });
     } else if (column.old) {
-      const text = `${of}What you see is ${duration(column.age())} old: the run has written nothing since then. Its syncer may be down or stuck.`;
+      const text = `${prefix}The data is ${duration(column.age())} old: the run has written nothing since then. Its syncer may be down or stalled.`;
       items.push({ key: `old ${key}`, kind: "old", tone: "warn", role: "alert", text });
     }
   }
 
   past(column, travel, many) {
-    const picture = column.newest ?? column.shown;
-    const wall = many ? null : wallTime(travel, picture?.wall0);
-    const before = picture ? `, ${duration(picture.to - travel)} before the newest entry` : "";
+    const status = column.newest ?? column.shown;
+    const wall = many ? null : wallTime(travel, status?.wall0);
+    const before = status ? `, ${duration(status.to - travel)} before the newest entry` : "";
     const age = column.shown?.sample_age_s;
-    const sample = typeof age === "number" ? ` Fragments and ledger are as of ${duration(age)} earlier.` : "";
-    const text = `You look into the past: ${runTime(travel, true)} into the run${wall ? ` (${wall})` : ""}${before}.${sample}`;
+    const sample = typeof age === "number" ? ` Fragments and ledger are from ${duration(age)} earlier.` : "";
+    const text = `Time travel: ${runTime(travel, true)} into the run${wall ? ` (${wall})` : ""}${before}.${sample}`;
     return {
       key: "past",
       kind: "past",
       tone: "calm",
       text,
       act: this.onLive,
-      label: picture?.live ? "Back to live" : "To the end",
+      label: status?.live ? "Back to live" : "To the end",
     };
   }
 
-  alerts(column, of, items) {
+  alerts(column, prefix, items) {
     const alerts = (column.shown?.alerts ?? []).toSorted((a, b) => Number(severe(b)) - Number(severe(a)));
-    for (const alert of alerts.slice(0, MOST_ALERTS)) {
+    for (const alert of alerts.slice(0, MAX_ALERTS)) {
       const learner = /^learner (\d+)$/.exec(alert.subject ?? "");
       const fragment = /^fragment (\d+)$/.exec(alert.subject ?? "");
       const about = { run: column.run.index };
@@ -111,18 +111,18 @@ export class Notices {
         key: `alert ${column.run.index} ${alert.rule} ${alert.subject}`,
         kind: "alert",
         tone: severe(alert) ? "bad" : "warn",
-        text: `${of}${alert.text} (${alert.rule}, since ${runTime(alert.since)})`,
+        text: `${prefix}${alert.text} (${alert.rule}, since ${runTime(alert.since)})`,
         act: () => this.onStory(about),
         label: "Story",
       });
     }
-    const rest = alerts.length - MOST_ALERTS;
+    const rest = alerts.length - MAX_ALERTS;
     if (rest > 0)
       items.push({
         key: `rest ${column.run.index}`,
         kind: "alert",
         tone: "warn",
-        text: `${of}and ${rest} more alerts`,
+        text: `${prefix}and ${rest} more alerts`,
       });
   }
 }

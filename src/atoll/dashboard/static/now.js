@@ -1,43 +1,43 @@
-// Now: one row of headline figures, and a card for each island.
+// Now: a row of headline metrics, and a card for each island.
 
 import { attr, h, keyed, put, show } from "./dom.js";
 import { compact, duration, plain, plural, rate, share, times, UNKNOWN, whole } from "./format.js";
 import { SPLIT, STATES, stateOf, WORST_FIRST } from "./states.js";
 
-const DENSE_FROM = 13; // islands: with more of them cards become tiles; a click shows the rest
+const DENSE_FROM = 13; // number of islands from which cards become tiles
 
-/** [id, label, what it means, figure, small print], in the order in which an operator asks. */
+/** [id, label, meaning, value, details], in the order in which an operator needs them. */
 const FIGURES = [
-  ["loss", "Loss", "of the islands that train, in nats", (f) => plain(f.loss, 4), () => ""],
+  ["loss", "Loss", "mean over the training islands, in nats", (f) => plain(f.loss, 4), () => ""],
   [
     "tokens",
     "Tokens/s",
-    "trained by all islands together",
+    "sum over all islands",
     (f) => compact(f.tokens_per_s),
-    (f) => `${compact(f.tokens)} in all`,
+    (f) => `${compact(f.tokens)} in total`,
   ],
   [
     "goodput",
     "Goodput",
-    "share of the islands' time that was spent in steps",
+    "share of the islands' time spent in steps",
     (f) => share(f.goodput),
     (f) => (f.derived ? "of all time, derived" : "of all time"),
   ],
   [
     "uptime",
     "Uptime",
-    "share of the time in which some island was in steps",
+    "share of time in which at least one island trained",
     (f) => share(f.uptime),
     (f) => (f.derived ? "of the run, derived" : "of the run"),
   ],
   [
     "counts",
     "Islands",
-    "alive now; asked and merged in recent rounds, on average",
+    "alive now; mean of pulled and merged in recent rounds",
     null,
     (f) => `of ${whole(f.learners)}`,
   ],
-  ["bytes", "Traffic", "bytes per second from islands and to them", null, () => "all islands"],
+  ["bytes", "Traffic", "bytes per second from and to the islands", null, () => "all islands"],
   [
     "h",
     "Effective H",
@@ -47,8 +47,8 @@ const FIGURES = [
   ],
   [
     "remaining",
-    "To the end",
-    "time until the budget is used up, at this speed",
+    "Remaining",
+    "time until the token budget is used up, at the current throughput",
     (f) => duration(f.remaining_s),
     (f, p) => `${share(p.progress)} done`,
   ],
@@ -67,7 +67,7 @@ export class Now {
     this.key = h(
       "p",
       { class: "soft key", hidden: true },
-      "Each tile: step, speed against the median, loss; below them the goodput. A click shows the rest.",
+      "Each tile: step, speed relative to the median, loss; below: goodput. Click a tile for details.",
     );
     this.none = h("p", { class: "soft empty", hidden: true });
     host.append(row, h("div", { class: "between" }, this.filters, this.sub), this.cards, this.key, this.none);
@@ -76,7 +76,7 @@ export class Now {
   tile(id, label, meaning, figure) {
     const tile = { value: h("b"), small: h("small") };
     if (id === "counts") {
-      tile.parts = ["alive", "asked", "merged"].map((name) => ({ name, value: h("b"), label: h("i", {}, name) }));
+      tile.parts = ["alive", "pulled", "merged"].map((name) => ({ name, value: h("b"), label: h("i", {}, name) }));
       tile.value = h("span", { class: "three" }, ...tile.parts.map((p) => h("span", {}, p.value, p.label)));
     } else if (id === "bytes") {
       tile.parts = ["up", "down"].map((name) => ({ name, value: h("b"), label: h("i", {}, name) }));
@@ -91,59 +91,60 @@ export class Now {
     );
   }
 
-  render(picture) {
-    this.renderFigures(picture);
-    this.renderFilters(picture.islands);
-    const dense = picture.islands.length >= DENSE_FROM;
+  render(status) {
+    this.renderFigures(status);
+    this.renderFilters(status.islands);
+    const dense = status.islands.length >= DENSE_FROM;
     this.cards.classList.toggle("dense", dense);
     show(this.key, dense);
     keyed(
       this.cards,
-      picture.islands,
+      status.islands,
       (island) => island.learner,
       (island) => card(island.learner, this.onStory),
       (entry, island) => {
-        fillCard(entry, island, picture.at);
+        fillCard(entry, island, status.at);
         show(entry.node, !this.filter || island.state === this.filter);
       },
     );
-    show(this.none, !picture.islands.some((island) => !this.filter || island.state === this.filter));
-    put(this.none, picture.islands.length ? `No island is ${this.filter} now.` : "No island has said hello yet.");
+    show(this.none, !status.islands.some((island) => !this.filter || island.state === this.filter));
+    const none = status.islands.length ? `No island is ${stateOf(this.filter).word} now.` : "No island has joined yet.";
+    put(this.none, none);
   }
 
-  renderFigures(picture) {
-    const figures = picture.headline ?? {};
+  renderFigures(status) {
+    const figures = status.headline ?? {};
     for (const [id, , , figure, small] of FIGURES) {
       const tile = this.tiles.get(id);
-      put(tile.small, small(figures, picture));
+      put(tile.small, small(figures, status));
       if (figure) put(tile.value, figure(figures));
     }
     const counts = this.tiles.get("counts").parts;
-    const low = picture.live && typeof figures.alive === "number" && figures.alive < figures.learners;
+    const low = status.live && typeof figures.alive === "number" && figures.alive < figures.learners;
     put(counts[0].value, whole(figures.alive));
     attr(counts[0].value, "data-tone", low ? "warn" : null);
-    put(counts[1].value, plain(figures.asked, 2));
+    put(counts[1].value, plain(figures.pulled, 2));
     put(counts[2].value, plain(figures.merged, 2));
     const [up, down] = this.tiles.get("bytes").parts;
     put(up.value, rate(figures.bytes_up_per_s));
     put(down.value, rate(figures.bytes_down_per_s));
-    this.tiles.get("remaining").bar.firstChild.style.width = `${Math.min(picture.progress ?? 0, 1) * 100}%`;
-    const syncer = picture.syncer ?? {};
-    const words = [
-      `syncer ${syncer.state ?? "unknown"}${syncer.since !== undefined ? ` for ${duration(picture.at - syncer.since)}` : ""}`,
+    this.tiles.get("remaining").bar.firstChild.style.width = `${Math.min(status.progress ?? 0, 1) * 100}%`;
+    const syncer = status.syncer ?? {};
+    const parts = [
+      `syncer ${syncer.state ?? "unknown"}${syncer.since !== undefined ? ` for ${duration(status.at - syncer.since)}` : ""}`,
       `epoch ${syncer.epoch ?? UNKNOWN}`,
       `${plural(figures.rounds_in_flight, "round")} in flight`,
       `quorum ${whole(figures.quorum)}`,
       `grace margin ${plain(figures.grace_margin)}`,
     ];
-    put(this.sub, words.join("  ·  "));
+    put(this.sub, parts.join("  ·  "));
     attr(this.sub, "data-tone", syncer.state === "down" ? "bad" : null);
   }
 
   renderFilters(islands) {
     const counts = new Map();
     for (const island of islands) counts.set(island.state, (counts.get(island.state) ?? 0) + 1);
-    if (this.filter && !counts.has(this.filter)) counts.set(this.filter, 0); // a filter stays when its islands change
+    if (this.filter && !counts.has(this.filter)) counts.set(this.filter, 0); // keep an active filter
     const found = [...counts].sort((a, b) => WORST_FIRST.indexOf(a[0]) - WORST_FIRST.indexOf(b[0]));
     keyed(
       this.filters,
@@ -175,7 +176,7 @@ export class Now {
   }
 }
 
-/** A card whose parts are kept, so that an update touches only what changed. */
+/** Create a card. Its nodes are stored, so that an update changes only what differs. */
 export function card(learner, onStory) {
   const entry = { values: {}, segments: {} };
   const field = (id, label) => {
@@ -203,7 +204,7 @@ export function card(learner, onStory) {
     class: "words",
     tabindex: "0",
     hidden: true,
-    "aria-label": `last words of learner ${learner}`,
+    "aria-label": `end of the log of learner ${learner}`,
   });
   entry.node = h(
     "li",
@@ -242,7 +243,7 @@ export function fillCard(entry, island, at) {
   attr(
     v.speed,
     "title",
-    `against the median of all; ${compact(island.tokens_per_s)} tokens/s, ${duration(island.step_s)} a step`,
+    `relative to the median of all islands; ${compact(island.tokens_per_s)} tokens/s, ${duration(island.step_s)} a step`,
   );
   put(v.loss, plain(island.loss, 3));
   put(v.link, island.link ?? UNKNOWN);
@@ -252,29 +253,31 @@ export function fillCard(entry, island, at) {
     island.link && island.link !== "up" && STATES[island.state]?.tone !== "calm" ? "warn" : null,
   );
   put(v.stale, duration(island.staleness_s));
-  attr(v.stale, "title", "since the last merge that has a contribution of it");
+  attr(v.stale, "title", "time since the last merge with a contribution of this learner");
   put(v.weight, share(island.weight));
   fillSplit(entry, island);
   const reason = island.reason === word ? "" : (island.reason ?? "");
   show(entry.reason, reason !== "");
   put(entry.reason, reason);
-  show(entry.words, Boolean(island.last_words));
-  put(entry.words, island.last_words ?? "");
+  show(entry.words, Boolean(island.log_tail));
+  put(entry.words, island.log_tail ?? "");
 }
 
 function fillSplit(entry, island) {
-  const split = island.split ?? {};
+  const split = island.time_split ?? {};
   const all = Object.values(split).reduce((sum, part) => sum + (part ?? 0), 0);
-  const told = [];
+  const parts = [];
   for (const [part, meaning] of Object.entries(SPLIT)) {
     const some = split[part] ?? 0;
     entry.segments[part].style.flexGrow = all ? some / all : 0;
-    if (all && some / all >= 0.0005) told.push(`${meaning} ${share(some / all)}`);
+    if (all && some / all >= 0.0005) parts.push(`${meaning} ${share(some / all)}`);
   }
   put(entry.share, share(island.goodput));
-  put(entry.derived, island.derived && told.length ? " derived" : "");
-  const how = island.derived ? ", derived from what it told the syncer" : "";
-  const text = told.length ? `Goodput ${share(island.goodput)}${how}: ${told.join(", ")}` : "Goodput is not known yet";
+  put(entry.derived, island.derived && parts.length ? " derived" : "");
+  const source = island.derived ? ", derived from its reports to the syncer" : "";
+  const text = parts.length
+    ? `Goodput ${share(island.goodput)}${source}: ${parts.join(", ")}`
+    : "Goodput is not known yet";
   attr(entry.bar, "aria-label", text);
   attr(entry.bar, "title", text);
 }

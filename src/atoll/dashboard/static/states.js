@@ -1,46 +1,46 @@
-// What an island can be, in one place: a word, a letter, a sentence, and how much it matters. Colours are in theme.css.
+// States of an island: name, letter, meaning and severity. Colors are in theme.css.
 
 export const STATES = {
-  training: { letter: "T", word: "training", note: "in steps, with a link to the syncer", tone: "good" },
-  alone: { letter: "A", word: "alone", note: "in steps, without a link to the syncer", tone: "warn" },
-  suspected: { letter: "S", word: "suspected", note: "silent for longer than it should be", tone: "warn" },
-  recovering: { letter: "R", word: "recovering", note: "fetches the model and a peer's inner state", tone: "calm" },
-  paused: { letter: "P", word: "paused", note: "waits because somebody asked it to", tone: "calm" },
-  gone: { letter: "G", word: "gone", note: "no process; the others train on", tone: "bad" },
-  left: { letter: "L", word: "left", note: "left for good, in order", tone: "calm" },
-  quarantined: { letter: "Q", word: "quarantined", note: "shut out after bad messages", tone: "bad" },
+  training: { letter: "T", word: "training", note: "in steps, connected to the syncer", tone: "good" },
+  alone: { letter: "D", word: "disconnected", note: "in steps, without a connection to the syncer", tone: "warn" },
+  suspected: { letter: "S", word: "suspected", note: "no message for longer than expected", tone: "warn" },
+  recovering: { letter: "J", word: "joining", note: "downloads the model and a peer's optimizer state", tone: "calm" },
+  paused: { letter: "P", word: "paused", note: "paused by an operator", tone: "calm" },
+  gone: { letter: "X", word: "lost", note: "no process; the other learners continue training", tone: "bad" },
+  left: { letter: "L", word: "left", note: "left for good", tone: "calm" },
+  quarantined: { letter: "Q", word: "quarantined", note: "refused after invalid messages", tone: "bad" },
 };
-const STRANGE = { letter: "?", word: "unknown", note: "a state that this page does not know", tone: "warn" };
+const UNKNOWN_STATE = { letter: "?", word: "unknown", note: "a state that this page does not know", tone: "warn" };
 
 export function stateOf(name) {
-  return STATES[name] ?? { ...STRANGE, word: String(name ?? "unknown") };
+  return STATES[name] ?? { ...UNKNOWN_STATE, word: String(name ?? "unknown") };
 }
 
 export const SPLIT = {
   stepping: "in steps that counted",
   copying: "copying for Atoll",
   waiting: "waiting for data",
-  recovering: "recovering",
+  recovering: "joining",
   paused: "paused",
-  gone: "gone",
+  gone: "lost",
 };
 
-export const AWAY = { letter: "×", note: "the process that holds it cannot be reached; the other fragments go on" };
+export const UNAVAILABLE = { letter: "×", note: "its shard is unavailable; the other fragments continue" };
 
 export const PHASES = {
   idle: { letter: "·", note: "no round is open" },
-  pulling: { letter: "↑", note: "contributions are asked for" },
-  grace: { letter: "◔", note: "the quorum is there; a little more is waited for the others" },
+  pulling: { letter: "↑", note: "contributions are requested" },
+  grace: { letter: "◔", note: "the quorum is reached; waiting for more contributions within the grace window" },
   merging: { letter: "∑", note: "contributions are being merged" },
-  published: { letter: "↓", note: "the new version is on its way to learners" },
+  published: { letter: "↓", note: "the new version is being downloaded by learners" },
 };
 
-// Marks of the timeline: the shape is drawn by timeline_marks.js.
+// Marks of the timeline. timeline_marks.js draws their shapes.
 export const MARKS = {
   killed: { word: "killed", tone: "bad", shape: "cross" },
   failed: { word: "failed", tone: "bad", shape: "cross" },
   quarantined: { word: "quarantined", tone: "bad", shape: "square" },
-  cut: { word: "link cut", tone: "warn", shape: "slash" },
+  cut: { word: "disconnected", tone: "warn", shape: "slash" },
   suspected: { word: "suspected", tone: "warn", shape: "question" },
   restarted: { word: "restarted", tone: "good", shape: "triangle" },
   "syncer-restarted": { word: "syncer restarted", tone: "good", shape: "triangle" },
@@ -50,7 +50,7 @@ export const MARKS = {
   alert: { word: "alert", tone: "warn", shape: "exclamation" },
 };
 
-/** Who comes first where trouble is to be seen first. */
+/** States from the most to the least severe. */
 export const WORST_FIRST = ["quarantined", "gone", "suspected", "alone", "recovering", "paused", "left", "training"];
 
 export const severe = (alert) => ["critical", "error", "page"].includes(alert.severity);

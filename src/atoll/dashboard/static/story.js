@@ -1,4 +1,4 @@
-// Story: a panel that tells of the run, an island or a fragment in sentences, newest last.
+// Story: a panel with the log of the run, an island or a fragment as sentences, newest last.
 
 import { card, fillCard } from "./now.js";
 import { attr, h, keyed, put, show } from "./dom.js";
@@ -23,7 +23,7 @@ export class Story {
       { type: "button", class: "quiet small", hidden: true, on: { click: () => this.more() } },
       "Older",
     );
-    this.list = h("ol", { class: "lines", tabindex: "0", "aria-label": "Lines of the story" });
+    this.list = h("ol", { class: "lines", tabindex: "0", "aria-label": "Story lines" });
     this.note = h("p", { class: "soft empty", hidden: true });
     this.slot = h("ul", { class: "cards" });
     const close = h(
@@ -61,7 +61,7 @@ export class Story {
     this.filter.value = "";
     put(this.title, `${about.runName ? `${about.runName}: ` : ""}${this.subject()}`);
     show(this.host, true);
-    document.body.classList.add("telling");
+    document.body.classList.add("story-open");
     this.slot.replaceChildren();
     this.slot.keyedNodes = undefined;
     put(this.note, "Reading…");
@@ -83,7 +83,7 @@ export class Story {
     if (!this.open) return;
     this.about = null;
     show(this.host, false);
-    document.body.classList.remove("telling");
+    document.body.classList.remove("story-open");
     if (this.back?.isConnected) this.back.focus({ preventScroll: true });
   }
 
@@ -98,36 +98,36 @@ export class Story {
     if (!about || this.busy === about) return;
     this.busy = about;
     this.at = performance.now();
-    const words = new URLSearchParams({ limit: this.limit });
-    for (const key of ["learner", "fragment"]) if (about[key] !== undefined) words.set(key, about[key]);
-    if (this.until !== null && this.until !== undefined) words.set("until", this.until);
-    const asked = words.toString();
+    const query = new URLSearchParams({ limit: this.limit });
+    for (const key of ["learner", "fragment"]) if (about[key] !== undefined) query.set(key, about[key]);
+    if (this.until !== null && this.until !== undefined) query.set("until", this.until);
+    const requested = query.toString();
     try {
-      const told = await this.net.get(`api/run/${about.run}/story?${words}`);
+      const reply = await this.net.get(`api/run/${about.run}/story?${query}`);
       if (this.about !== about) return;
-      this.lines = told.lines;
-      this.asked = asked;
-      show(this.older, told.more);
-      put(this.note, "Nothing has happened yet.");
+      this.lines = reply.lines;
+      this.requested = requested;
+      show(this.older, reply.has_more);
+      put(this.note, "No events yet.");
       this.fill();
     } catch (error) {
-      if (this.about === about && !this.lines.length) put(this.note, `No story: ${error.message}`);
+      if (this.about === about && !this.lines.length) put(this.note, `Cannot load the story: ${error.message}`);
     } finally {
       if (this.busy === about) this.busy = null;
     }
-    if (this.about === about && this.until !== this.shownUntil) this.render(this.picture);
+    if (this.about === about && this.until !== this.shownUntil) this.render(this.status);
   }
 
-  render(picture) {
-    if (!this.open || !picture) return;
-    this.picture = picture;
-    this.wall0 = picture.wall0;
-    const until = picture.now ? null : picture.at;
+  render(status) {
+    if (!this.open || !status) return;
+    this.status = status;
+    this.wall0 = status.wall0;
+    const until = status.now ? null : status.at;
     put(
       this.when,
-      until === null ? "Click a time to travel there." : `Until ${runTime(until, true)}, where you are in time.`,
+      until === null ? "Click a time to travel to it." : `Until ${runTime(until, true)}, the time that is shown.`,
     );
-    const island = picture.islands.find((some) => some.learner === this.about.learner);
+    const island = status.islands.find((some) => some.learner === this.about.learner);
     keyed(
       this.slot,
       island ? [island] : [],
@@ -137,11 +137,11 @@ export class Story {
         attr(entry.name, "disabled", "");
         return entry;
       },
-      (entry, some) => fillCard(entry, some, picture.at),
+      (entry, some) => fillCard(entry, some, status.at),
     );
     const moved = until !== this.until;
     this.until = until;
-    const edition = `${picture.to} ${picture.loading}`;
+    const edition = `${status.to} ${status.loading}`;
     if (moved || (edition !== this.edition && performance.now() - (this.at ?? 0) > REFRESH_MS)) {
       this.edition = edition;
       this.shownUntil = until;
@@ -150,15 +150,15 @@ export class Story {
   }
 
   fill() {
-    const words = this.filter.value.trim().toLowerCase();
-    const some = words
-      ? this.lines.filter((line) => `${line.about} ${line.text}`.toLowerCase().includes(words))
+    const pattern = this.filter.value.trim().toLowerCase();
+    const some = pattern
+      ? this.lines.filter((line) => `${line.subject} ${line.text}`.toLowerCase().includes(pattern))
       : this.lines;
     const { list } = this;
     const stick = this.stick || list.scrollHeight - list.scrollTop - list.clientHeight < 8;
-    const seen = new Map(); // two equal sentences at one time are two lines
+    const seen = new Map(); // two lines may have the same time and text
     const items = some.map((line) => {
-      const name = `${line.at} ${line.about} ${line.text}`;
+      const name = `${line.at} ${line.subject} ${line.text}`;
       seen.set(name, (seen.get(name) ?? 0) + 1);
       return { ...line, key: `${name} ${seen.get(name)}` };
     });
@@ -170,7 +170,7 @@ export class Story {
       () => {},
     );
     show(this.note, some.length === 0);
-    if (words && this.lines.length) put(this.note, `No line has “${this.filter.value.trim()}”.`);
+    if (pattern && this.lines.length) put(this.note, `No line matches “${this.filter.value.trim()}”.`);
     if (stick) list.scrollTop = list.scrollHeight;
     if (items.length) this.stick = false;
   }
@@ -182,12 +182,12 @@ export class Story {
       {
         type: "button",
         class: "time",
-        title: `${wall ? `${wall}; ` : ""}travel there`,
+        title: `${wall ? `${wall}; ` : ""}travel to this time`,
         on: { click: () => this.onTravel(line.at) },
       },
       runTime(line.at, true),
     );
-    const about = this.subject() === line.about ? null : h("b", {}, `${line.about}: `);
+    const about = this.subject() === line.subject ? null : h("b", {}, `${line.subject}: `);
     return h("li", {}, time, h("span", {}, about, line.text));
   }
 }

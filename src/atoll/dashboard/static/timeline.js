@@ -1,12 +1,12 @@
-// Timeline: a band for each island over time. Zoom with the wheel, by dragging, pinching or keys; hover or tap to read.
+// Timeline: a band for each island over time. Zoom by wheel, drag, pinch or keys; hover or tap for details.
 
 import { TimelineCanvas } from "./timeline_canvas.js";
-import { attr, h, keyed, perFrame, put, say, settled, show } from "./dom.js";
+import { announce, attr, h, keyed, perFrame, put, settled, show } from "./dom.js";
 import { compact, duration, plain, plural, runTime, wallTime } from "./format.js";
 import { MARKS, stateOf, WORST_FIRST } from "./states.js";
 
 const REFRESH_MS = 2000;
-const LEAST_S = 0.5; // no view is narrower
+const MIN_SPAN_S = 0.5; // narrowest view
 const GLYPHS = {
   cross: "✕",
   triangle: "▲",
@@ -18,6 +18,8 @@ const GLYPHS = {
   diamond: "◆",
   exclamation: "!",
 };
+
+const bandLabel = (state) => (state === "up" || state === "down" ? state : stateOf(state).word);
 
 export class Timeline {
   constructor(host, { load, onStory, onTravel }) {
@@ -47,7 +49,7 @@ export class Timeline {
     const button = (text, label, click) =>
       h("button", { type: "button", class: "quiet small", "aria-label": label, title: label, on: { click } }, text);
     this.range = h("span", { class: "soft range" });
-    this.followButton = button("follow", "Keep the newest in view", () => this.follow());
+    this.followButton = button("follow", "Keep the newest entries in view", () => this.follow());
     const tools = h(
       "div",
       { class: "tools" },
@@ -83,7 +85,7 @@ export class Timeline {
     this.hint = h(
       "p",
       { class: "soft hint" },
-      "Drag to zoom; Ctrl and wheel, or the wheel alone after a click; a click on a band opens its story.",
+      "Drag to zoom, or use Ctrl and the wheel; after a click, the wheel alone. Click a band to open its story.",
     );
     host.append(tools, this.plot, this.legend, this.hint, this.list);
   }
@@ -111,16 +113,16 @@ export class Timeline {
 
   // ---- data
 
-  render(picture, newest) {
+  render(status, newest) {
     const before = this.whole.to;
-    const end = newest ?? picture;
-    this.whole = { from: end.from, to: Math.max(end.to, end.from + LEAST_S) };
-    this.edition = `${end.to} ${end.loading}`; // a tape that is still being read tells more of the same time
-    this.wall0 = picture.wall0;
-    this.travel = picture.now ? null : picture.at;
+    const end = newest ?? status;
+    this.whole = { from: end.from, to: Math.max(end.to, end.from + MIN_SPAN_S) };
+    this.edition = `${end.to} ${end.loading}`; // reading more of a tape adds data for the same time
+    this.wall0 = status.wall0;
+    this.travel = status.now ? null : status.at;
     if (this.zoom?.follow && this.whole.to > before) this.shift(this.whole.to - before, true);
     this.refresh();
-    this.describe(picture);
+    this.describe(status);
     const drawn = `${this.edition} ${this.travel}`;
     if (drawn !== this.drawn) this.redraw();
     this.drawn = drawn;
@@ -150,18 +152,18 @@ export class Timeline {
       if (this.zoom) await this.loadDetail();
       this.use();
     } catch {
-      // the connection's banner says it; the next picture asks again
+      // the notice reports it; the next status retries
     } finally {
       this.busy = false;
     }
   }
 
   async loadDetail() {
-    const asked = this.zoom;
-    if (!asked) return;
-    const span = asked.to - asked.from;
-    const from = Math.max(asked.from - span / 2, this.whole.from);
-    const to = Math.min(asked.to + span / 2, this.whole.to);
+    const zoom = this.zoom;
+    if (!zoom) return;
+    const span = zoom.to - zoom.from;
+    const from = Math.max(zoom.from - span / 2, this.whole.from);
+    const to = Math.min(zoom.to + span / 2, this.whole.to);
     try {
       const detail = await this.load(from, to, this.pixels() * 2);
       if (this.zoom) this.detail = detail;
@@ -175,15 +177,15 @@ export class Timeline {
     return Math.max(Math.round(this.plot.clientWidth || 800), 200);
   }
 
-  /** The finest data that covers the view. */
+  /** Use the most detailed data that covers the view. */
   use() {
     const view = this.view();
-    const fine =
+    const hasDetail =
       this.detail &&
       this.zoom &&
       this.detail.from <= view.from + 1e-6 &&
       this.detail.to >= Math.min(view.to, this.whole.to) - (view.to - view.from) * 0.02;
-    const data = fine ? this.detail : this.overview;
+    const data = hasDetail ? this.detail : this.overview;
     if (data && data !== this.using) {
       this.using = data;
       this.canvas.setData(data);
@@ -228,15 +230,16 @@ export class Timeline {
     );
   }
 
-  describe(picture) {
+  describe(status) {
     const counts = new Map();
-    for (const island of picture.islands) counts.set(island.state, (counts.get(island.state) ?? 0) + 1);
-    const words = WORST_FIRST.filter((state) => counts.has(state)).map((state) => `${counts.get(state)} ${state}`);
+    for (const island of status.islands) counts.set(island.state, (counts.get(island.state) ?? 0) + 1);
+    const present = WORST_FIRST.filter((state) => counts.has(state));
+    const counted = present.map((state) => `${counts.get(state)} ${stateOf(state).word}`);
     attr(
       this.plot,
       "aria-label",
-      `Timeline of ${plural(picture.islands.length, "island")} and the syncer: ${words.join(", ") || "nobody yet"}. ` +
-        "Arrow keys move, plus and minus zoom, 0 shows all, n and p go from event to event, t travels there, Enter opens the story.",
+      `Timeline of ${plural(status.islands.length, "island")} and the syncer: ${counted.join(", ") || "none yet"}. ` +
+        "Arrow keys move, plus and minus zoom, 0 shows all, n and p select an event, t travels to it, Enter opens the story.",
     );
   }
 
@@ -283,23 +286,23 @@ export class Timeline {
     keyed(
       this.events,
       marks,
-      (mark) => `${mark.at} ${mark.who} ${mark.kind}`,
+      (mark) => `${mark.at} ${mark.subject} ${mark.kind}`,
       (mark) =>
         h(
           "li",
           {},
           h("time", {}, this.clock(mark.at)),
-          ` ${mark.who}: ${MARKS[mark.kind]?.word ?? mark.kind}. ${mark.text ?? ""}`,
+          ` ${mark.subject}: ${MARKS[mark.kind]?.word ?? mark.kind}. ${mark.text ?? ""}`,
         ),
       () => {},
     );
   }
 
-  // ---- the view
+  // ---- view
 
   setView(from, to) {
     const all = this.whole.to - this.whole.from;
-    const span = Math.min(Math.max(to - from, LEAST_S), all);
+    const span = Math.min(Math.max(to - from, MIN_SPAN_S), all);
     if (span >= all * 0.999) return this.showWhole();
     const begin = Math.min(Math.max(from, this.whole.from), this.whole.to - span);
     this.zoom = { from: begin, to: begin + span, follow: begin + span >= this.whole.to - span * 0.001 };
@@ -335,7 +338,7 @@ export class Timeline {
 
   // ---- pointer
 
-  place(event) {
+  position(event) {
     const box = this.upper.getBoundingClientRect();
     return { x: event.clientX - box.left, y: event.clientY - box.top };
   }
@@ -343,7 +346,7 @@ export class Timeline {
   onWheel(event) {
     if (!this.canvas.dpr) return;
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
-    // The page scrolls on until the timeline was chosen: a wheel that is caught by surprise is a page one cannot leave.
+    // The wheel scrolls the page until the timeline has the focus: otherwise a user could not scroll past it.
     if (!event.ctrlKey && !event.metaKey && !sideways && document.activeElement !== this.plot) return;
     if (sideways && !this.zoom) return;
     event.preventDefault();
@@ -352,13 +355,13 @@ export class Timeline {
     else
       this.zoomBy(
         Math.exp(Math.max(Math.min(event.deltaY, 120), -120) * 0.004),
-        this.canvas.time(this.place(event).x, view),
+        this.canvas.time(this.position(event).x, view),
       );
   }
 
   onMove(event) {
     if (!this.canvas.dpr) return;
-    const { x, y } = this.place(event);
+    const { x, y } = this.position(event);
     const view = this.view();
     if (this.pointers.has(event.pointerId)) this.pointers.set(event.pointerId, x);
     if (this.pointers.size === 2 && this.pinch) return this.onPinch();
@@ -377,7 +380,7 @@ export class Timeline {
 
   onDown(event) {
     if (!this.canvas.dpr || event.button > 1) return;
-    const { x } = this.place(event);
+    const { x } = this.position(event);
     this.plot.setPointerCapture(event.pointerId);
     this.pointers.set(event.pointerId, x);
     const touch = event.pointerType !== "mouse";
@@ -401,7 +404,7 @@ export class Timeline {
 
   onUp(event) {
     const { drag } = this;
-    const { x, y } = this.place(event);
+    const { x, y } = this.position(event);
     const row = this.canvas.rowAt(y);
     const view = this.view();
     this.letGo();
@@ -461,48 +464,49 @@ export class Timeline {
     const row = Math.min(Math.max((this.cursor?.row ?? -2) + by, -1), this.canvas.rows.length - 1);
     const at = this.cursor?.at ?? Math.min(this.travel ?? this.whole.to, this.view().to) - 1e-6;
     this.point({ at, row, y: this.canvas.y(row) });
-    say(this.words(this.cursor).join(". "));
+    announce(this.describeCursor(this.cursor).join(". "));
   }
 
   moveMark(by) {
     const { marks } = this.canvas;
     if (!marks.length) return;
-    let place;
-    if (this.mark !== undefined && marks[this.mark]?.at === this.cursor?.at) place = this.mark + by;
+    let index;
+    if (this.mark !== undefined && marks[this.mark]?.at === this.cursor?.at) index = this.mark + by;
     else {
       const at = this.cursor?.at ?? this.view().from;
-      place = by > 0 ? marks.findIndex((mark) => mark.at > at) : marks.findLastIndex((mark) => mark.at < at);
+      index = by > 0 ? marks.findIndex((mark) => mark.at > at) : marks.findLastIndex((mark) => mark.at < at);
     }
-    if (place < 0 || place >= marks.length) return;
-    this.mark = place;
-    const mark = marks[place];
+    if (index < 0 || index >= marks.length) return;
+    this.mark = index;
+    const mark = marks[index];
     const view = this.view();
     if (this.zoom && (mark.at < view.from || mark.at > view.to))
       this.setView(mark.at - (view.to - view.from) / 2, mark.at + (view.to - view.from) / 2);
     this.point({ at: mark.at, row: mark.row === -2 ? null : mark.row, y: this.canvas.markY(mark) });
-    say(this.words(this.cursor).join(". "));
+    announce(this.describeCursor(this.cursor).join(". "));
   }
 
-  // ---- what is under the cursor
+  // ---- content under the cursor
 
-  words(cursor) {
+  describeCursor(cursor) {
     const { band, marks, round } = this.canvas.at(cursor.at, cursor.row, this.view());
     const learner = this.canvas.learners[cursor.row];
-    const who = cursor.row === -1 ? "syncer" : learner === undefined ? null : `learner ${learner}`;
+    const subject = cursor.row === -1 ? "syncer" : learner === undefined ? null : `learner ${learner}`;
     const wall = wallTime(cursor.at, this.wall0, { day: this.whole.to > 43200 });
     const found = [`${wall ? `${wall}, ` : ""}${runTime(cursor.at, true)} into the run`];
-    if (who) found.push(band ? `${who}: ${band[2]} for ${duration(band[1] - band[0])}` : `${who}: nothing known`);
+    if (subject && band) found.push(`${subject}: ${bandLabel(band[2])} for ${duration(band[1] - band[0])}`);
+    else if (subject) found.push(`${subject}: no data`);
     for (const mark of marks)
       found.push(
-        `${GLYPHS[MARKS[mark.kind]?.shape] ?? "◆"} ${mark.who} ${MARKS[mark.kind]?.word ?? mark.kind}: ${mark.text ?? ""}`,
+        `${GLYPHS[MARKS[mark.kind]?.shape] ?? "◆"} ${mark.subject} ${MARKS[mark.kind]?.word ?? mark.kind}: ${mark.text ?? ""}`,
       );
     if (round?.count > 1)
       found.push(
-        `${compact(round.count)} rounds: ${plain(round.contributions, 2)} of ${plain(round.asked, 2)} asked contributed on average`,
+        `${compact(round.count)} rounds: on average ${plain(round.contributions, 2)} of ${plain(round.pulled, 2)} pulled learners contributed`,
       );
     else if (round)
       found.push(
-        `round of fragment ${round.fragment}: ${round.contributions} of ${round.asked} asked, ${round.alive} alive`,
+        `round of fragment ${round.fragment}: ${round.contributions} of ${round.pulled} pulled, ${round.alive} alive`,
       );
     return found;
   }
@@ -511,11 +515,11 @@ export class Timeline {
     const { cursor, tip } = this;
     show(tip, Boolean(cursor) && !cursor?.select);
     if (!cursor || cursor.select) return;
-    const lines = this.words(cursor);
+    const lines = this.describeCursor(cursor);
     keyed(
       tip,
-      lines.map((text, place) => ({ text, place })),
-      (line) => line.place,
+      lines.map((text, index) => ({ text, index })),
+      (line) => line.index,
       () => h("div"),
       (node, line) => put(node, line.text),
     );

@@ -1,8 +1,8 @@
-// Draws the timeline and answers what lies under a point. Knows nothing of the DOM around it.
+// Drawing of the timeline and lookup of what is at a point. Independent of the DOM around it.
 //
-// Two canvases lie on each other: bands, rounds and marks on the lower one, redrawn when data or the view change, and the
-// cursor on the upper one, so that a hover redraws a line and not 64 bands. Bands and rounds are rectangles on whole
-// pixels: without a graphics card a path of a thousand rectangles takes ten times as long to fill.
+// Two canvases overlap. The lower one has bands, rounds and marks. It is redrawn when data or the view change. The
+// upper one has the cursor, so that a hover redraws one line and not 64 bands. Bands and rounds are rectangles on whole
+// pixels: without a GPU, filling a path of a thousand rectangles takes ten times as long.
 
 import { runTime, wallTime } from "./format.js";
 import { WORST_FIRST } from "./states.js";
@@ -12,7 +12,7 @@ const EVENTS = 18;
 const ROUNDS = 46;
 const AXIS = 24;
 const GAP = 8;
-const ORDER = ["unknown", ...WORST_FIRST.toReversed()]; // what is rare and matters is drawn last, on top
+const ORDER = ["unknown", ...WORST_FIRST.toReversed()]; // the most severe states are drawn last, on top
 
 export class TimelineCanvas {
   constructor(lower, upper) {
@@ -37,21 +37,21 @@ export class TimelineCanvas {
     this.rows.forEach((bands, row) => {
       for (const [a, b, state] of bands) (this.groups.get(state) ?? this.groups.get("unknown")).push(row, a, b);
     });
-    this.most = data.rounds.reduce(
-      (most, round) => Math.max(most, round.asked ?? 0, round.alive ?? 0, round.contributions),
+    this.maxCount = data.rounds.reduce(
+      (max, round) => Math.max(max, round.pulled ?? 0, round.alive ?? 0, round.contributions),
       1,
     );
-    this.marks = data.marks.map((mark) => ({ ...mark, row: this.rowOfMark(mark.who) })).sort((a, b) => a.at - b.at);
+    this.marks = data.marks.map((mark) => ({ ...mark, row: this.rowOfMark(mark.subject) })).sort((a, b) => a.at - b.at);
   }
 
-  /** -2: the lane of events above all, -1: the syncer, from 0: an island. */
-  rowOfMark(who) {
-    const learner = /^learner (\d+)$/.exec(who ?? "");
+  /** Return the row of a mark: -2 is the lane of events at the top, -1 the syncer, and from 0 the islands. */
+  rowOfMark(subject) {
+    const learner = /^learner (\d+)$/.exec(subject ?? "");
     if (learner) return this.rowOf.get(Number(learner[1])) ?? -2;
-    return who === "syncer" ? -1 : -2;
+    return subject === "syncer" ? -1 : -2;
   }
 
-  /** Sizes for a width; true where they changed. */
+  /** Compute the sizes for a width. Return whether they changed. */
   layout(width, dpr) {
     const count = Math.max(this.rows.length, 1);
     const rowHeight = count <= 6 ? 28 : count <= 16 ? 21 : count <= 32 ? 15 : 12;
@@ -81,7 +81,7 @@ export class TimelineCanvas {
     return view.from + ((x - this.gutter) / this.plot) * (view.to - view.from);
   }
 
-  /** Top of a row: -1 is the syncer, which has a gap below it. */
+  /** Return the top of a row. Row -1 is the syncer, with a gap below it. */
   y(row) {
     return this.bandsTop + (row + 1) * this.rowHeight + (row >= 0 ? GAP : 0);
   }
@@ -95,7 +95,7 @@ export class TimelineCanvas {
     this.drawAxis(view, wall0);
     c.save();
     c.beginPath();
-    c.rect(this.gutter - 6, 0, this.plot + 12, this.height - AXIS); // a mark at an end is not cut in half
+    c.rect(this.gutter - 6, 0, this.plot + 12, this.height - AXIS); // do not clip marks at the ends
     c.clip();
     this.drawBands(view);
     this.drawRounds(view);
@@ -113,7 +113,7 @@ export class TimelineCanvas {
     const right = this.gutter + this.plot;
     const band = (row, a, b, last) => {
       if (b < view.from || a > view.to) return last;
-      // A band that is shorter than a pixel still shows as one, but not twice in the same pixel.
+      // A band shorter than a pixel is drawn as one pixel, but not twice in the same pixel.
       let x0 = Math.max(Math.round(this.x(a, view)), this.gutter);
       const x1 = Math.max(Math.min(Math.round(this.x(b, view)), right), x0 + 1);
       if (x0 < last) x0 = last;
@@ -141,11 +141,11 @@ export class TimelineCanvas {
     const { c } = this;
     const { rounds } = this.data;
     const base = this.roundsTop + ROUNDS;
-    const per = (ROUNDS - 4) / this.most;
+    const per = (ROUNDS - 4) / this.maxCount;
     const seen = rounds.filter((round) => round.at >= view.from && round.at <= view.to);
     const wide = Math.round(Math.max(Math.min((this.plot / Math.max(seen.length, 1)) * 0.6, 5), 1));
     for (const [key, style] of [
-      ["asked", this.ink.line],
+      ["pulled", this.ink.line],
       ["contributions", this.ink.accent],
     ]) {
       c.fillStyle = style;
@@ -166,7 +166,7 @@ export class TimelineCanvas {
       if (mark.at < view.from || mark.at > view.to) continue;
       const x = this.x(mark.at, view);
       const key = `${mark.kind} ${mark.row}`;
-      if (x - (lastAt.get(key) ?? -99) < 3) continue; // on top of each other nobody can tell them apart
+      if (x - (lastAt.get(key) ?? -99) < 3) continue; // overlapping marks are indistinguishable
       lastAt.set(key, x);
       if (!places.has(mark.kind)) places.set(mark.kind, []);
       places.get(mark.kind).push(x, this.markY(mark));
@@ -229,11 +229,11 @@ export class TimelineCanvas {
     c.font = "11px system-ui, sans-serif";
     c.fillText("rounds", x, this.roundsTop + ROUNDS / 2);
     c.font = "9px system-ui, sans-serif";
-    c.fillText(String(Math.round(this.most)), x, this.roundsTop + 6);
+    c.fillText(String(Math.round(this.maxCount)), x, this.roundsTop + 6);
     c.fillText("0", x, this.roundsTop + ROUNDS - 3);
   }
 
-  /** The upper canvas: a cursor, the row that is meant, and a selection in the making. */
+  /** Draw the upper canvas: the cursor, the selected row and the selection in progress. */
   drawOver(view, cursor) {
     const { o } = this;
     this.ink ??= makeInk(this.dpr);
@@ -264,7 +264,7 @@ export class TimelineCanvas {
     return row >= 0 && row < this.rows.length ? row : null;
   }
 
-  /** What is there at a time in a row: its band, marks within some pixels, the round next to it. */
+  /** Return what is at a time in a row: its band, the marks within some pixels, the nearest round. */
   at(at, row, view) {
     const near = ((view.to - view.from) / this.plot) * 6;
     const bands = row === -1 ? this.data.syncer : row === null ? [] : (this.rows[row] ?? []);

@@ -1,11 +1,11 @@
-// Shapes and patterns of the timeline's canvas: every state and every mark is told apart without its colour.
+// Shapes and patterns of the timeline canvas: states and marks are distinguishable without color.
 
 import { colour } from "./dom.js";
 import { MARKS, STATES } from "./states.js";
 
 const TILE = 8;
 
-/** How a state's tile is covered: called with a context on which the colour is already laid. */
+/** Functions that draw the pattern of a state on a tile that already has its color. */
 const COVER = {
   alone: (c) =>
     lines(
@@ -110,7 +110,7 @@ function dots(c, some, fill) {
   }
 }
 
-/** Fill styles and plain colours of one theme, made once and used by every frame. */
+/** Create the fill styles and colors of one theme, once for all frames. */
 export function makeInk(dpr) {
   const ink = { fill: {}, tone: {} };
   const scratch = document.createElement("canvas").getContext("2d");
@@ -204,14 +204,14 @@ function circle(c, x, y, r) {
   c.arc(x, y, r, 0, 7);
 }
 
-/** All marks of one kind in one path: `places` is a flat list of x, y. A halo keeps them readable on any band. */
-export function drawMarks(c, ink, kind, places, r) {
+/** Draw all marks of one kind in one path. `points` is a flat list of x, y. A halo keeps them readable on any band. */
+export function drawMarks(c, ink, kind, points, r) {
   const mark = MARKS[kind] ?? { tone: "calm", shape: "diamond" };
   const path = SHAPES[mark.shape];
   c.lineCap = "round";
   c.lineJoin = "round";
   c.beginPath();
-  for (let i = 0; i < places.length; i += 2) path(c, places[i], places[i + 1], r);
+  for (let i = 0; i < points.length; i += 2) path(c, points[i], points[i + 1], r);
   c.strokeStyle = ink.card;
   c.lineWidth = FILLED.has(mark.shape) ? 3 : 5;
   c.stroke();
@@ -226,10 +226,10 @@ export const STEPS = [
   604800, 1209600,
 ];
 
-/** Round times between `from` and `to`, about one every `pixels`; `offset` is where midnight lies on the run's clock. */
+/** Return round times from `from` to `to`, about one every `pixels`. `offset` is midnight on the run's clock. */
 export function ticks(from, to, width, pixels, offset = 0) {
-  const wish = ((to - from) * pixels) / Math.max(width, 1);
-  const step = STEPS.find((some) => some >= wish) ?? STEPS.at(-1);
+  const minStep = ((to - from) * pixels) / Math.max(width, 1);
+  const step = STEPS.find((some) => some >= minStep) ?? STEPS.at(-1);
   const found = [];
   for (let at = Math.ceil((from + offset) / step) * step - offset; at <= to && found.length < 200; at += step)
     found.push(at);

@@ -1,4 +1,4 @@
-// Time travel: a slider over the whole run.
+// Time slider over the whole run.
 
 import { attr, h, put } from "./dom.js";
 import { duration, runTime, wallTime } from "./format.js";
@@ -31,7 +31,7 @@ export class Travel {
     this.onTravel(at >= this.range.to - (this.range.to - this.range.from) * 0.0005 ? null : at);
   }
 
-  /** By a share of the whole run. */
+  /** Move by a share of the whole run. */
   step(by, at) {
     const { from, to } = this.range;
     const next = (at ?? to) + by * (to - from);

@@ -1,8 +1,8 @@
-"""The shards of a run, seen from its syncer: processes that hold fragments, merge them and serve them.
+"""The syncer's side of its shards: the processes that store, merge and serve fragments.
 
-Fragment p belongs to shard p % n. The syncer decides, as it would alone; for the fragments it has no tensors, but sends
-its effects to their shard and hears the events from there (`messages`). A shard that is away stops its fragments and
-nothing else; whoever holds the newest durable versions of them may come in its place.
+Fragment p belongs to shard p % n. The syncer decides as it does without shards. It has no tensors: it sends its effects
+to the shard of the fragment and receives the events from there (`messages`). An unavailable shard stops its own
+fragments and nothing else. Any process with the newest durable versions of these fragments can replace it.
 """
 
 from __future__ import annotations
@@ -26,354 +26,378 @@ from atoll.core.protocol import (
     Persist,
     Persisted,
     PersistFailed,
-    ShardBack,
     ShardLost,
+    ShardReconnected,
     SnapshotRecord,
     VersionRecord,
 )
 from atoll.core.types import FragmentId, Version
 from atoll.store.run_settings import RunSettings
-from atoll.syncer.fragment_endpoints import stream
+from atoll.syncer.fragment_endpoints import stream_response
 from atoll.syncer.shards.messages import (
-    MOST_WORD_BYTES,
-    Forget,
-    FromHead,
-    GoBack,
-    HeadHello,
-    HeldHere,
-    Holds,
-    KeepVersion,
-    LetGo,
-    Merged,
+    MAX_SHARD_MESSAGE_BYTES,
+    CreateFragments,
+    DropContribution,
+    MergeReport,
     OpenLinks,
+    PinVersion,
+    RollBack,
     ShardHello,
-    TakeFragments,
-    Traffic,
-    as_text,
-    heard,
-    word,
+    ShardInventory,
+    ShardTraffic,
+    StoredFragment,
+    SyncerHello,
+    SyncerToShard,
+    UnpinVersion,
+    decode,
+    encode,
+    settings_to_text,
 )
-from atoll.tensors.plan import FragmentPlan, digest_of
+from atoll.tensors.plan import FragmentPlan, tensor_digest
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
     FragmentHeader,
+    FrameKind,
     FrameParser,
-    Kind,
     WireError,
     as_bytes,
+    encode_frame_head,
     encode_header,
-    frame_head,
 )
 
 if TYPE_CHECKING:
     from atoll.syncer.process import SyncerProcess
 
-MAX_WAITING = 65_536
-"""Words for one shard. It has stopped reading long before."""
+MAX_QUEUED_MESSAGES = 65_536
+"""Queued messages for one shard. With more, it has stopped reading long ago."""
 
-SAME = "another process says that it is the same shard"
+DUPLICATE_SHARD = "replaced by another process with the same shard number"
 
-FOUNDING_S = 600.0
+CREATE_TIMEOUT_S = 600.0
 
-GATHERING_S = 60.0
-"""So long the model of a run that is over waits for a shard that is away."""
+GATHER_TIMEOUT_S = 60.0
+"""Maximum wait at the end of a run for the values of an unavailable shard."""
 
 
-class ShardsMissing(Exception):  # noqa: N818 - a state of things, which passes
-    """A run is founded when all its shards are there, and so is its model gathered."""
+class ShardsUnavailableError(Exception):
+    """A run cannot be created, or its model collected, without all shards."""
 
 
 class RemoteFragment(NamedTuple):
-    """In place of a `SyncerFragment`, for links that tell learners of versions."""
+    """Stand-in for a `SyncerFragment` at a shard, for links that announce versions to learners."""
 
     shards: ShardCoordinator
     p: FragmentId
 
-    def hold(self, version: Version) -> RemoteFragment | None:
-        self.shards.post(self.p, KeepVersion(self.p, version))
+    def pin(self, version: Version) -> RemoteFragment | None:
+        self.shards.post(self.p, PinVersion(self.p, version))
         return self
 
-    def release(self, version: Version) -> None:
-        self.shards.post(self.p, LetGo(self.p, version))
+    def unpin(self, version: Version) -> None:
+        self.shards.post(self.p, UnpinVersion(self.p, version))
 
 
 @dataclass(slots=True, eq=False)
 class ShardLink:
-    """One connection of one shard."""
+    """Connection from one shard."""
 
     number: int
     address: str
     connection: WebSocketConnection
-    held: dict[FragmentId, HeldHere] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=partial(Traffic, 0, 0))
+    inventory: dict[FragmentId, StoredFragment] = field(default_factory=dict)
+    traffic: ShardTraffic = field(default_factory=partial(ShardTraffic, 0, 0))
 
-    def post(self, said: FromHead) -> None:
-        self.connection.post(word(said))
+    def post(self, message: SyncerToShard) -> None:
+        self.connection.post(encode(message))
 
-    def close(self, why: str) -> None:
-        self.connection.discard()
-        self.connection.close(why, WSCloseCode.POLICY_VIOLATION)
+    def close(self, cause: str) -> None:
+        self.connection.clear_queue()
+        self.connection.close(cause, WSCloseCode.POLICY_VIOLATION)
 
 
 class ShardCoordinator:
+    """Links to all shards of a run."""
+
     def __init__(self, syncer: SyncerProcess, count: int) -> None:
         self.syncer = syncer
         self.count = count
-        self.links: dict[int, ShardLink] = {}  # of those who have said what they hold
-        self._greeted: dict[int, ShardLink] = {}  # of those who have not yet
+        self.links: dict[int, ShardLink] = {}  # shards that have sent their inventory
+        self._pending_links: dict[int, ShardLink] = {}  # shards that have not sent it yet
         self.fragments: dict[FragmentId, RemoteFragment] = {}
-        self._initial: dict[FragmentId, Tensor] = {}  # while a run is being founded
-        self._founding_at = 0.0  # of the model with which it is tried
-        self._saving: tuple[SnapshotRecord, set[int]] | None = None  # a snapshot, and whose part is not durable yet
-        self._news = asyncio.Condition()
-        self._traffic_before = Traffic(0, 0)  # of links that are gone
+        self._initial: dict[FragmentId, Tensor] = {}  # while the run is being created
+        self._founding_at = 0.0  # `founded_at` of the current attempt to create the run
+        # a snapshot, and the shards whose part of it is not durable yet
+        self._pending_snapshot: tuple[SnapshotRecord, set[int]] | None = None
+        self._changed = asyncio.Condition()
+        self._traffic_before = ShardTraffic(0, 0)  # traffic of closed links
 
     def __iter__(self) -> Iterator[ShardLink]:
-        return iter([*self.links.values(), *self._greeted.values()])
+        return iter([*self.links.values(), *self._pending_links.values()])
 
     def begin(self, fragments: int) -> None:
         self.fragments = {p: RemoteFragment(self, p) for p in range(fragments)}
 
-    def of(self, shard: int) -> tuple[FragmentId, ...]:
+    def fragments_of(self, shard: int) -> tuple[FragmentId, ...]:
         plan = self.syncer.settings.plan
         return tuple(range(shard, len(plan.fragments), self.count)) if plan is not None else ()
 
     def addresses(self) -> list[str | None]:
         return [self.links[k].address if k in self.links else None for k in range(self.count)]
 
-    def traffic(self) -> Traffic:
-        told = [self._traffic_before, *(link.traffic for link in self.links.values())]
-        return Traffic(sum(each.bytes_up for each in told), sum(each.bytes_down for each in told))
+    def traffic(self) -> ShardTraffic:
+        reports = [self._traffic_before, *(link.traffic for link in self.links.values())]
+        return ShardTraffic(sum(each.bytes_up for each in reports), sum(each.bytes_down for each in reports))
 
-    # ---------------------------------------------------------------------------------------------------- beginning
+    # ---------------------------------------------------------------------------------------------------- creation
 
-    async def found(self, settings: RunSettings, values: list[Tensor]) -> None:
-        """Every shard fetches its values and makes them durable."""
+    async def create_run(self, settings: RunSettings, values: list[Tensor]) -> None:
+        """Have every shard download its initial values and make them durable."""
         missing = [k for k in range(self.count) if k not in self.links]
         if missing:
-            raise ShardsMissing(f"the run waits for its shards: {len(missing)} of {self.count} are not here")
+            raise ShardsUnavailableError(f"cannot create the run: {self._describe_missing()}")
         self._initial = dict(enumerate(values))
         self._founding_at = settings.founded_at
-        text = as_text(settings.to_json())
+        text = settings_to_text(settings.to_json())
         try:
             for k, link in self.links.items():
-                link.held = {}
-                link.post(TakeFragments(text, tuple(range(k, len(values), self.count))))
-            async with self._news, asyncio.timeout(FOUNDING_S):
-                await self._news.wait_for(lambda: self._hold_all(len(values)) or len(self.links) < self.count)
-            if not self._hold_all(len(values)):
-                raise ShardsMissing("a shard went away while the run was founded")
+                link.inventory = {}
+                link.post(CreateFragments(text, tuple(range(k, len(values), self.count))))
+            async with self._changed, asyncio.timeout(CREATE_TIMEOUT_S):
+                await self._changed.wait_for(
+                    lambda: self._has_all_fragments(len(values)) or len(self.links) < self.count
+                )
+            if not self._has_all_fragments(len(values)):
+                raise ShardsUnavailableError("a shard disconnected while the run was created")
         except TimeoutError:
-            raise ShardsMissing(f"the shards did not take the model within {FOUNDING_S:g} s") from None
+            raise ShardsUnavailableError(f"the shards did not store the model within {CREATE_TIMEOUT_S:g} s") from None
         finally:
             self._initial = {}
 
-    def founded(self) -> None:
-        """The syncer has its own record: from here on what the shards hold is of this run."""
-        self.post_all(self._head())
+    def announce_run(self) -> None:
+        """Announce that the syncer has the record of this run: what the shards store now belongs to it."""
+        self.post_all(self._syncer_hello())
 
-    def _hold_all(self, fragments: int) -> bool:
-        return {p for link in self.links.values() for p in link.held} == set(range(fragments))
+    def _has_all_fragments(self, fragments: int) -> bool:
+        return {p for link in self.links.values() for p in link.inventory} == set(range(fragments))
 
     async def records(self, fragments: int) -> dict[FragmentId, VersionRecord]:
-        """When all shards are here: what they hold."""
-        async with self._news:
-            await self._news.wait_for(lambda: len(self.links) == self.count and self._hold_all(fragments))
-        held = [each for link in self.links.values() for each in link.held.values()]
-        return {each.fragment: each.record for each in held if each.record is not None}
+        """Wait for all shards, and return the records of the versions that they store."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.links) == self.count and self._has_all_fragments(fragments))
+        stored = [each for link in self.links.values() for each in link.inventory.values()]
+        return {each.fragment: each.record for each in stored if each.record is not None}
 
-    async def initial(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/initial/{fragment}`, while a run is being founded."""
+    async def get_initial(self, request: web.Request) -> web.StreamResponse:
+        """Serve `GET /v1/initial/{fragment}` while the run is being created."""
         value = self._initial.get(int(request.match_info["fragment"][:9]))
         if value is None:
             raise web.HTTPNotFound
         header = encode_header({"fragment": int(request.match_info["fragment"])})
-        head = await asyncio.to_thread(frame_head, Kind.MODEL, 0, header, value)
-        return await stream(request, head + header, as_bytes(value))
+        head = await asyncio.to_thread(encode_frame_head, FrameKind.MODEL, 0, header, value)
+        return await stream_response(request, head + header, as_bytes(value))
 
-    async def values(self, plan: FragmentPlan, versions: dict[FragmentId, Version]) -> dict[FragmentId, Tensor]:
-        """These versions, from the shards that hold them. Raises `ShardsMissing`."""
+    async def gather_values(self, plan: FragmentPlan, versions: dict[FragmentId, Version]) -> dict[FragmentId, Tensor]:
+        """Download these versions from their shards.
+
+        Raises:
+            ShardsUnavailableError: A shard stayed unavailable for too long.
+        """
         try:
-            async with self._news, asyncio.timeout(GATHERING_S):
+            async with self._changed, asyncio.timeout(GATHER_TIMEOUT_S):
                 if len(self.links) < self.count:
-                    self.syncer.log.warning("the model is complete when its shards are here: %s", self._missing())
-                await self._news.wait_for(lambda: len(self.links) == self.count)
+                    self.syncer.log.warning("waiting for shards to complete the model: %s", self._describe_missing())
+                await self._changed.wait_for(lambda: len(self.links) == self.count)
         except TimeoutError:
-            raise ShardsMissing(f"the run is over, and its model is not complete: {self._missing()}") from None
+            raise ShardsUnavailableError(
+                f"the run is over, but its model is not complete: {self._describe_missing()}"
+            ) from None
         found = {}
-        async with self.syncer.access.client() as session:
+        async with self.syncer.access.client_session() as session:
             for p, version in versions.items():
                 value = torch.empty(plan.numel(p))
-                parser = FrameParser(Kind.FRAGMENT, partial(lambda into, head, header: into, as_bytes(value)))
+                parser = FrameParser(FrameKind.FRAGMENT, partial(lambda into, head, header: into, as_bytes(value)))
                 url = f"{self.syncer.access.scheme}://{self.links[p % self.count].address}/v1/fragment/{p}/{version}"
-                async with session.get(url, params={"base": "whole"}) as answer:
-                    answer.raise_for_status()
-                    async for chunk in answer.content.iter_any():
+                async with session.get(url, params={"base": "whole"}) as response:
+                    response.raise_for_status()
+                    async for chunk in response.content.iter_any():
                         parser.feed(chunk)
                 header = FragmentHeader.decode(parser.finish().header)
-                if digest_of(value) != header.value_digest:
-                    raise WireError(f"fragment {p} came otherwise than it was published", "digest")
+                if tensor_digest(value) != header.value_digest:
+                    raise WireError(f"the digest of fragment {p} differs from the published one", "digest")
                 found[p] = value
         return found
 
-    def _missing(self) -> str:
+    def _describe_missing(self) -> str:
         missing = [str(k) for k in range(self.count) if k not in self.links]
-        return f"shard {', '.join(missing)} of {self.count} {'is' if len(missing) == 1 else 'are'} away"
+        return f"shard {', '.join(missing)} of {self.count} {'is' if len(missing) == 1 else 'are'} unavailable"
 
-    # ---------------------------------------------------------------------------------------------------- a link
+    # ---------------------------------------------------------------------------------------------------- links
 
-    async def link(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/head`: a WebSocket of text."""
-        connection = await WebSocketConnection.accept(request, MOST_WORD_BYTES, 10.0, MAX_WAITING)
+    async def open_link(self, request: web.Request) -> web.StreamResponse:
+        """Serve `GET /v1/head`: a WebSocket of text messages."""
+        connection = await WebSocketConnection.accept(request, MAX_SHARD_MESSAGE_BYTES, 10.0, MAX_QUEUED_MESSAGES)
         link: ShardLink | None = None
         refusal = ""
         try:
             async for data in connection.messages():
                 if not isinstance(data, str):
                     continue
-                said = heard(data, "shard")
+                message = decode(data, "shard")
                 if link is None:
-                    link = self._greet(said, connection)
+                    link = self._handle_hello(message, connection)
                 elif self.links.get(link.number) is link:
-                    await self._hear(link, said)
-                elif self._greeted.get(link.number) is link:
-                    await self._take_in(link, said)
+                    await self._handle_message(link, message)
+                elif self._pending_links.get(link.number) is link:
+                    await self._handle_inventory(link, message)
         except WireError as error:
-            refusal = f"what it sent was refused: {error}"
+            refusal = f"invalid message: {error}"
             self.syncer.refused[error.code] += 1
             await connection.refuse(str(error))
         finally:
             connection.finish()
             if link is not None:
-                await self._gone(link, refusal or connection.ended)
+                await self._handle_disconnect(link, refusal or connection.end_reason)
         assert isinstance(connection.socket, web.WebSocketResponse)
         return connection.socket
 
-    def _greet(self, hello: Any, connection: WebSocketConnection) -> ShardLink:
+    def _handle_hello(self, hello: Any, connection: WebSocketConnection) -> ShardLink:
         if type(hello) is not ShardHello:
-            raise WireError(f"the first word of a shard is ShardHello, found {type(hello).__name__}", "type")
+            raise WireError(f"the first message of a shard must be ShardHello, got {type(hello).__name__}", "type")
         self._check(hello)
-        older = self._greeted.get(hello.shard)
+        older = self._pending_links.get(hello.shard)
         if older is not None:
-            older.close(SAME)
+            older.close(DUPLICATE_SHARD)
         link = ShardLink(hello.shard, hello.address, connection)
-        link.post(self._head())
-        self._greeted[hello.shard] = link
+        link.post(self._syncer_hello())
+        self._pending_links[hello.shard] = link
         return link
 
-    def _head(self) -> HeadHello:
+    def _syncer_hello(self) -> SyncerHello:
         settings = self.syncer.settings
-        return HeadHello(self.syncer.store.epoch, settings.config.run_id if settings.plan is not None else "")
+        return SyncerHello(self.syncer.store.epoch, settings.config.run_id if settings.plan is not None else "")
 
     def _check(self, hello: ShardHello) -> None:
         if hello.shards != self.count or not 0 <= hello.shard < self.count:
-            raise WireError(f"shard {hello.shard} of {hello.shards}, this run has {self.count}, from 0", "type")
+            raise WireError(
+                f"shard {hello.shard} of {hello.shards} does not fit this run: it has {self.count}, numbered from 0",
+                "type",
+            )
         settings = self.syncer.settings
-        if self.of(hello.shard):
+        if self.fragments_of(hello.shard):
             ours = (settings.config.run_id, settings.founded_at)
             is_ours = (hello.run_id, hello.founded_at) == ours
         else:
-            is_ours = not hello.is_founded  # what a syncer has left half-way that never had a record of it
+            is_ours = not hello.is_founded  # left over from a syncer that ended before it had a record of the run
         if not is_ours:
             theirs = f"run {hello.run_id!r}" if hello.run_id else "no run"
-            run = repr(settings.config.run_id) if self.of(hello.shard) else "a new one, without a model"
+            run = f"run {settings.config.run_id!r}" if self.fragments_of(hello.shard) else "a new run without a model"
             raise WireError(
-                f"shard {hello.shard} holds {theirs}, this one is {run}: give it its own directory, or bring that back"
-                " from a copy",
+                f"shard {hello.shard} stores {theirs}, and this syncer has {run}: give the shard its own directory, or"
+                " restore it from a backup",
                 "type",
             )
 
-    async def _take_in(self, link: ShardLink, holds: Any) -> None:
-        """It has said what it holds, and no other syncer can change that any more."""
-        if type(holds) is not Holds:
-            raise WireError(f"the second word of a shard is Holds, found {type(holds).__name__}", "type")
-        wanted = self.of(link.number)
-        link.held = {each.fragment: each for each in holds.held} if wanted else {}
-        if set(link.held) != set(wanted):
-            found = f"{len(link.held)} fragments where {len(wanted)} are wanted"
-            raise WireError(f"shard {link.number} holds {found}: bring its directory back from a copy", "type")
-        unseen = self._unseen(link)
-        if unseen:
-            link.post(GoBack(unseen))  # and it says again what it holds
+    async def _handle_inventory(self, link: ShardLink, inventory: Any) -> None:
+        """Accept the inventory of a shard. From now on no other syncer can change what the shard stores."""
+        if type(inventory) is not ShardInventory:
+            found = type(inventory).__name__
+            raise WireError(f"the second message of a shard is ShardInventory, found {found}", "type")
+        wanted = self.fragments_of(link.number)
+        link.inventory = {each.fragment: each for each in inventory.fragments} if wanted else {}
+        if set(link.inventory) != set(wanted):
+            found = f"{len(link.inventory)} fragments, expected {len(wanted)}"
+            raise WireError(f"shard {link.number} stores {found}: restore its directory from a backup", "type")
+        unpublished = self._find_unpublished(link)
+        if unpublished:
+            link.post(RollBack(unpublished))  # the shard then sends its inventory again
             return
         older = self.links.get(link.number)
         if older is not None:
-            await self._gone(older, SAME)
-            older.close(SAME)
-        del self._greeted[link.number]
+            await self._handle_disconnect(older, DUPLICATE_SHARD)
+            older.close(DUPLICATE_SHARD)
+        del self._pending_links[link.number]
         self.links[link.number] = link
-        self.syncer.log.info("shard %d of %d is here, at %s", link.number, self.count, link.address)
+        self.syncer.log.info("shard %d of %d connected, at %s", link.number, self.count, link.address)
         link.post(self._open_links())
         if self.syncer.core is not None:
-            self.syncer.tell(ShardBack(tuple((p, each.version) for p, each in sorted(link.held.items()))))
+            self.syncer.handle_event(
+                ShardReconnected(tuple((p, each.version) for p, each in sorted(link.inventory.items())))
+            )
         await self._notify()
 
-    def _unseen(self, link: ShardLink) -> tuple[tuple[FragmentId, Version], ...]:
-        """Versions that were durable there when the run ended without them: nobody was told of them, and it goes back
-        to those that the manifest names. Whatever else differs is not of this run's making."""
+    def _find_unpublished(self, link: ShardLink) -> tuple[tuple[FragmentId, Version], ...]:
+        """Return what the shard must roll back: durable versions that the run ended without, with their predecessors.
+
+        They were never published. The manifest of the run names the version before them. Any other difference means
+        that the directory is not of this run.
+        """
         core = self.syncer.core
-        manifest = core.state.manifest if core is not None else self.syncer.store.manifest()
+        manifest = core.state.manifest if core is not None else self.syncer.store.read_manifest()
         if manifest is None:
             return ()
         final = dict(enumerate(manifest.versions))
-        wrong = {p: each.version for p, each in link.held.items() if each.version not in (final[p], final[p] + 1)}
-        if wrong and core is None:
-            p, version = min(wrong.items())
+        invalid = {
+            p: each.version for p, each in link.inventory.items() if each.version not in (final[p], final[p] + 1)
+        }
+        if invalid and core is None:
+            p, version = min(invalid.items())
             raise WireError(
-                f"shard {link.number} holds version {version} of fragment {p}, and the run has ended with {final[p]}:"
-                " bring its directory back from a copy",
+                f"shard {link.number} stores version {version} of fragment {p}, and the run ended with {final[p]}:"
+                " restore its directory from a backup",
                 "type",
             )
-        return tuple((p, final[p]) for p, each in sorted(link.held.items()) if each.version == final[p] + 1)
+        return tuple((p, final[p]) for p, each in sorted(link.inventory.items()) if each.version == final[p] + 1)
 
-    async def _hear(self, link: ShardLink, said: Any) -> None:
+    async def _handle_message(self, link: ShardLink, message: Any) -> None:
         syncer = self.syncer
-        if type(said) is Traffic:
-            link.traffic = said
-        elif type(said) is Holds:  # it has taken its fragments; perhaps those of a model that nobody waits for any more
-            if said.founded_at == self._founding_at:
-                link.held = {each.fragment: each for each in said.held}
+        if type(message) is ShardTraffic:
+            link.traffic = message
+        elif type(message) is ShardInventory:
+            # the reply to CreateFragments, perhaps of an earlier attempt to create the run
+            if message.founded_at == self._founding_at:
+                link.inventory = {each.fragment: each for each in message.fragments}
                 await self._notify()
-        elif type(said) is Merged:
-            syncer.note_merge(said.fragment, said.version, said.measured)
+        elif type(message) is MergeReport:
+            syncer.record_merge(message.fragment, message.version, message.stats)
         elif syncer.core is None:
-            raise WireError(f"{type(said).__name__} before the run has begun", "type")
-        elif type(said) is MessageArrived:
-            self._arrived(link, said)
-        elif type(said) in (Persisted, PersistFailed) and said.key.kind == "snapshot":
-            self._part_saved(link.number, said)
+            raise WireError(f"{type(message).__name__} before the run was created", "type")
+        elif type(message) is MessageArrived:
+            self._handle_contribution(link, message)
+        elif type(message) in (Persisted, PersistFailed) and message.key.kind == "snapshot":
+            self._handle_part_persisted(link.number, message)
         else:
-            syncer.tell(said)
+            syncer.handle_event(message)
 
-    def _arrived(self, link: ShardLink, said: MessageArrived) -> None:
-        body = said.envelope.body
+    def _handle_contribution(self, link: ShardLink, message: MessageArrived) -> None:
+        body = message.envelope.body
         if type(body) is not Contribution or body.round.fragment % self.count != link.number:
-            raise WireError("a shard tells of contributions to its own fragments", "type")
-        if not any(type(effect) is Accumulate for effect in self.syncer.tell(said)):  # the core does not accept it
-            link.post(Forget(said.envelope.learner, said.envelope.incarnation, body.round))
+            raise WireError("a shard must only report contributions to its own fragments", "type")
+        effects = self.syncer.handle_event(message)
+        if not any(type(effect) is Accumulate for effect in effects):  # the core refused it
+            link.post(DropContribution(message.envelope.learner, message.envelope.incarnation, body.round))
 
-    async def _gone(self, link: ShardLink, why: str) -> None:
-        if self._greeted.get(link.number) is link:
-            del self._greeted[link.number]
+    async def _handle_disconnect(self, link: ShardLink, cause: str) -> None:
+        if self._pending_links.get(link.number) is link:
+            del self._pending_links[link.number]
         if self.links.get(link.number) is not link:
             return
         del self.links[link.number]
         before = self._traffic_before
         up, down = before.bytes_up + link.traffic.bytes_up, before.bytes_down + link.traffic.bytes_down
-        self._traffic_before = Traffic(up, down)
-        self.syncer.log.warning("shard %d is away: %s", link.number, why)
+        self._traffic_before = ShardTraffic(up, down)
+        self.syncer.log.warning("shard %d disconnected: %s", link.number, cause)
         if self.syncer.core is not None:
-            self._give_up_snapshot(f"shard {link.number} went away")
-            self.syncer.tell(ShardLost(self.of(link.number), why))
+            self._fail_snapshot(f"shard {link.number} disconnected")
+            self.syncer.handle_event(ShardLost(self.fragments_of(link.number), cause))
         await self._notify()
 
     async def _notify(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+        async with self._changed:
+            self._changed.notify_all()
 
     # ---------------------------------------------------------------------------------------------------- effects
 
-    def carry_out(self, effect: Accumulate | MergeRound | DiscardRound | Persist) -> None:
+    def execute(self, effect: Accumulate | MergeRound | DiscardRound | Persist) -> None:
         record = effect.record if type(effect) is Persist else None
         if isinstance(record, SnapshotRecord):
             self._save_snapshot(record)
@@ -381,49 +405,48 @@ class ShardCoordinator:
         assert record is None or isinstance(record, VersionRecord)
         self.post(record.fragment if record is not None else effect.round.fragment, effect)  # type: ignore[union-attr]
 
-    def post(self, p: FragmentId, said: FromHead) -> None:
-        """To the shard of this fragment. One that is away has lost what it is about, and says what it has."""
+    def post(self, p: FragmentId, message: SyncerToShard) -> None:
+        """Send a message to the shard of this fragment. An unavailable shard sends its inventory when it reconnects."""
         link = self.links.get(p % self.count)
         if link is not None:
-            link.post(said)
+            link.post(message)
 
-    def post_all(self, said: FromHead) -> None:
+    def post_all(self, message: SyncerToShard) -> None:
         for link in self.links.values():
-            link.post(said)
+            link.post(message)
 
     # ---------------------------------------------------------------------------------------------------- snapshots
 
     def _save_snapshot(self, record: SnapshotRecord) -> None:
-        """Every shard makes its versions durable under the snapshot's name, and then the syncer its record: that one
-        makes it valid."""
-        self._saving = (record, set(range(self.count)))
+        """Make all shards save their versions. The syncer's record, written last, completes the snapshot."""
+        self._pending_snapshot = (record, set(range(self.count)))
         if len(self.links) < self.count:
-            self._give_up_snapshot(self._missing())
+            self._fail_snapshot(self._describe_missing())
             return
         self.post_all(Persist(record))
 
-    def _part_saved(self, shard: int, said: Persisted | PersistFailed) -> None:
-        if self._saving is None or self._saving[0].key() != said.key:
-            return  # it was given up, because of another one
-        record, missing = self._saving
-        if type(said) is PersistFailed:
-            self._give_up_snapshot(f"shard {shard}: {said.why}")
+    def _handle_part_persisted(self, shard: int, message: Persisted | PersistFailed) -> None:
+        if self._pending_snapshot is None or self._pending_snapshot[0].key() != message.key:
+            return  # an earlier snapshot, which was abandoned
+        record, missing = self._pending_snapshot
+        if type(message) is PersistFailed:
+            self._fail_snapshot(f"shard {shard}: {message.cause}")
             return
         missing.discard(shard)
         if not missing:
-            self._saving = None
-            self.syncer.keeper.persist(record)
+            self._pending_snapshot = None
+            self.syncer.executor.persist(record)
 
-    def _give_up_snapshot(self, why: str) -> None:
-        if self._saving is not None:
-            key, self._saving = self._saving[0].key(), None
-            self.syncer.tell(PersistFailed(key, why))
+    def _fail_snapshot(self, cause: str) -> None:
+        if self._pending_snapshot is not None:
+            key, self._pending_snapshot = self._pending_snapshot[0].key(), None
+            self.syncer.handle_event(PersistFailed(key, cause))
 
-    def tell_missing(self) -> None:
-        """To a core that has just begun: who went away after it said what it holds, and before there was a core."""
+    def report_missing_shards(self) -> None:
+        """Report to a new core the shards that disconnected between their inventory and the start of the core."""
         for shard in range(self.count):
             if shard not in self.links:
-                self.syncer.tell(ShardLost(self.of(shard), "it went away while the run began"))
+                self.syncer.handle_event(ShardLost(self.fragments_of(shard), "it disconnected while the run started"))
 
     def links_changed(self) -> None:
         self.post_all(self._open_links())

@@ -1,9 +1,9 @@
-"""What a syncer and its shards say to each other: effects one way, events the other, and a few words of their own.
+"""Messages between a syncer and its shards: effects in one direction, events in the other, and a few of their own.
 
-One text message of a WebSocket is one value in the encoding of tapes. The shard dials, says `ShardHello`, and hears
-`HeadHello`. It writes down whom it serves from now on, and then says what it `Holds`: after that no syncer of before
-can make it hold anything else. From then on it carries out what it is sent for its fragments, in order, and tells what
-came of it.
+One text message of a WebSocket is one value in the encoding of tapes. The shard connects and sends `ShardHello`. The
+syncer replies with `SyncerHello`. The shard writes down which syncer it serves, and then sends its `ShardInventory`:
+after that, no earlier syncer can change what it stores. From then on it executes the messages for its fragments in
+order, and reports the results.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
 from atoll.tensors.syncer_fragment import MergeStats
 from atoll.transport.wire import WireError, parse_json
 
-MOST_WORD_BYTES = 64 * 2**20
-"""A plan of a large model travels in one."""
+MAX_SHARD_MESSAGE_BYTES = 64 * 2**20
+"""Large enough for the plan of a large model, which is sent in one message."""
 
 
-class HeldHere(Value, frozen=True):
-    """The newest durable version of one fragment, and its record; a fragment that was never merged has none."""
+class StoredFragment(Value, frozen=True):
+    """The newest durable version of one fragment, and its record. A fragment without a merge has no record."""
 
     fragment: FragmentId
     version: Version
@@ -32,10 +32,11 @@ class HeldHere(Value, frozen=True):
 
 
 class ShardHello(Value, frozen=True):
-    """`address`: where learners reach it. `run_id` is empty while it has no part of a run.
+    """First message of a shard.
 
-    `is_founded`: a syncer has said that it has a record of that run. Otherwise it may have ended before it had one, and
-    what is held here is of no run.
+    `address` is for learners. `run_id` is empty while the shard stores no run. `is_founded` means that a syncer has
+    announced its record of that run. Otherwise that syncer may have ended before it had one, and the stored fragments
+    belong to no run.
     """
 
     shard: int
@@ -46,110 +47,108 @@ class ShardHello(Value, frozen=True):
     is_founded: bool
 
 
-class Holds(Value, frozen=True):
-    """All fragments that are here. `founded_at` tells which model: founding a run may be tried more than once."""
+class ShardInventory(Value, frozen=True):
+    """All fragments of a shard. `founded_at` identifies the model: creating a run may take several attempts."""
 
     founded_at: Number
-    held: tuple[HeldHere, ...]
+    fragments: tuple[StoredFragment, ...]
 
 
-class HeadHello(Value, frozen=True):
-    """`run_id`: of the run of which this syncer has a record; empty before. Said again when it has one."""
+class SyncerHello(Value, frozen=True):
+    """First message of a syncer. `run_id` is empty until the syncer has a record of a run; then it is sent again."""
 
     epoch: int
     run_id: str
 
 
-class TakeFragments(Value, frozen=True):
-    """The run has a model: fetch the initial values of these fragments, and say what is held when they are durable."""
+class CreateFragments(Value, frozen=True):
+    """Download the initial values of these fragments, make them durable, and send the inventory."""
 
     settings: str
     fragments: tuple[FragmentId, ...]
 
 
-class GoBack(Value, frozen=True):
-    """The run has ended with these versions, and nobody has ever seen the later ones: forget those, and say what is
-    held then."""
+class RollBack(Value, frozen=True):
+    """Return to these versions, with which the run ended, and send the inventory. Later ones were never published."""
 
     versions: tuple[tuple[FragmentId, Version], ...]
 
 
 class OpenLinks(Value, frozen=True):
-    """All links of learners: values that belong to another one are refused."""
+    """All links of learners. Values for other links are refused."""
 
     links: tuple[tuple[LearnerId, Incarnation, int], ...]
 
 
-class KeepVersion(Value, frozen=True):
-    """A learner was told of this version: serve it until `LetGo`, as often as it was said."""
+class PinVersion(Value, frozen=True):
+    """Serve this version until `UnpinVersion`: it was announced to a learner. Pins are counted."""
 
     fragment: FragmentId
     version: Version
 
 
-class LetGo(Value, frozen=True):
+class UnpinVersion(Value, frozen=True):
     fragment: FragmentId
     version: Version
 
 
-class HoldCut(Value, frozen=True):
-    """A snapshot is being taken, with these versions of all fragments: keep those that are here. Its record comes
-    later, with `Persist`, or `LetGoCut`."""
+class PinSnapshot(Value, frozen=True):
+    """Keep these versions for a snapshot in progress. `Persist` with its record follows, or `UnpinSnapshot`."""
 
     snapshot: int
     versions: tuple[Version, ...]
 
 
-class LetGoCut(Value, frozen=True):
-    """It is durable, or did not come about."""
+class UnpinSnapshot(Value, frozen=True):
+    """Release the versions of a snapshot that is durable or abandoned."""
 
     snapshot: int
 
 
-class Forget(Value, frozen=True):
-    """The contribution of which the shard told was not taken: its bytes are of no use."""
+class DropContribution(Value, frozen=True):
+    """Drop the values of this contribution: the core did not accept it."""
 
     learner: LearnerId
     incarnation: Incarnation
     round: types.RoundId
 
 
-class Merged(Value, frozen=True):
-    """What the merge was like whose version is now durable."""
+class MergeReport(Value, frozen=True):
+    """Statistics of the merge of a version that is now durable."""
 
     fragment: FragmentId
     version: Version
-    measured: MergeStats
+    stats: MergeStats
 
 
-class Traffic(Value, frozen=True):
-    """Of values, since the shard started."""
+class ShardTraffic(Value, frozen=True):
+    """Bytes of values since the shard started."""
 
     bytes_up: int
     bytes_down: int
 
 
-FromShard: TypeAlias = (
+ShardToSyncer: TypeAlias = (
     ShardHello
-    | Holds
-    | Merged
-    | Traffic
+    | ShardInventory
+    | MergeReport
+    | ShardTraffic
     | protocol.MessageArrived
     | protocol.MergeDone
     | protocol.MergeFailed
     | protocol.Persisted
     | protocol.PersistFailed
 )
-FromHead: TypeAlias = (
-    HeadHello
-    | TakeFragments
-    | GoBack
+SyncerToShard: TypeAlias = (
+    SyncerHello
+    | CreateFragments
+    | RollBack
     | OpenLinks
-    | KeepVersion
-    | LetGo
-    | HoldCut
-    | LetGoCut
-    | Forget
+    | PinVersion
+    | UnpinVersion
+    | PinSnapshot
+    | UnpinSnapshot
+    | DropContribution
     | protocol.Accumulate
     | protocol.MergeRound
     | protocol.DiscardRound
@@ -157,18 +156,22 @@ FromHead: TypeAlias = (
 )
 
 
-def word(said: FromShard | FromHead) -> str:
-    return to_text(said)
+def encode(message: ShardToSyncer | SyncerToShard) -> str:
+    return to_text(message)
 
 
-def heard(text: str, sender: str) -> Any:
-    """`sender`: shard or head. Whatever does not fit is a `WireError`."""
-    raw = parse_json(text.encode(), MOST_WORD_BYTES, is_value=True)
+def decode(text: str, sender: str) -> Any:
+    """Decode a message from `sender`: "shard" or "syncer".
+
+    Raises:
+        WireError: The text is not a message of this sender.
+    """
+    raw = parse_json(text.encode(), MAX_SHARD_MESSAGE_BYTES, is_value=True)
     try:
-        return read(raw, FromShard if sender == "shard" else FromHead)
+        return read(raw, ShardToSyncer if sender == "shard" else SyncerToShard)
     except ValidationError as error:
-        raise WireError(f"not a word of a {sender}: {error}", "type") from None
+        raise WireError(f"not a message of a {sender}: {error}", "type") from None
 
 
-def as_text(settings: dict[str, Any]) -> str:
+def settings_to_text(settings: dict[str, Any]) -> str:
     return json.dumps(settings, separators=(",", ":"))
