@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.many_runs import work_through
+from benchmarks.many_runs import run_all
 from benchmarks.quality_lab.engine import Run
 from benchmarks.quality_lab.setting import Setting, describe
 from benchmarks.quality_lab.suites import SUITES
@@ -84,7 +84,7 @@ def main() -> int:
             print(setting.method, setting.size, setting.text, setting.seeds, setting.tokens, describe(setting))
         print(f"{len(settings)} runs; give --suite NAME to run them")
         return 0
-    return 1 if work_through(__file__, settings, options.results, options.processes, summary) else 0
+    return 1 if run_all(__file__, settings, options.results, options.processes, summary) else 0
 
 
 if __name__ == "__main__":

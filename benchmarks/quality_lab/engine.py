@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.reference.data import Sampler, Text, dealt
-from atoll.reference.models import SIZES, build, schedule
-from atoll.tensors.codecs import Blocks, codec
-from atoll.tensors.merge import CANCELLED
-from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
+from atoll.reference.data import Corpus, Sampler, assigned_samples
+from atoll.reference.models import SIZES, build_model, lr_factor
+from atoll.tensors.codecs import BlockCodec, get_codec
+from atoll.tensors.merge import CANCELLATION_TOLERANCE
+from atoll.tensors.plan import FragmentPlan, describe_tensors, make_plan
 from benchmarks.quality_lab.schedule import Adopt, Contribute, Copy, LearnerStep, Merge, Steps, Timing, program_of
 from benchmarks.quality_lab.setting import Setting
 from benchmarks.quality_lab.stacked import AdamW, Layout, Muon, Stack
@@ -40,10 +40,10 @@ TAIL_EVERY = 8
 
 
 @functools.lru_cache(maxsize=2)
-def text_of(name: str) -> Text:
+def text_of(name: str) -> Corpus:
     """Return `library` (the standard library, for tuning) or `packages` (other people's code, for reporting)."""
     if name == "library":
-        return Text.load()
+        return Corpus.load()
     root = Path(sysconfig.get_paths()["purelib"])
     documents = {}
     for package in REPORTING_PACKAGES:
@@ -53,13 +53,13 @@ def text_of(name: str) -> Text:
                 path = Path(folder) / file
                 if file.endswith(".py") and path.stat().st_size:
                     documents[str(path.relative_to(root))] = np.frombuffer(path.read_bytes(), dtype=np.uint8)
-    return Text.of(documents, "sources of " + ", ".join(REPORTING_PACKAGES))
+    return Corpus.from_documents(documents, "sources of " + ", ".join(REPORTING_PACKAGES))
 
 
 class Batches:
     """Windows of text for many rows, each with the sampler of its seed."""
 
-    def __init__(self, setting: Setting, text: Text) -> None:
+    def __init__(self, setting: Setting, text: Corpus) -> None:
         self.context = SIZES[setting.size].context
         self._samplers = [Sampler(text, seed, self.context) for seed in setting.seed_list]
         self._tokens = torch.from_numpy(np.ascontiguousarray(text.train))
@@ -78,10 +78,10 @@ def round_trip(values: Tensor, name: str) -> Tensor:
         return values
     if name == "bf16":
         return values.bfloat16().float()
-    coder = codec(name)
-    assert isinstance(coder, Blocks)
+    coder = get_codec(name)
+    assert isinstance(coder, BlockCodec)
     rows, numel = values.shape
-    padded = torch.nn.functional.pad(values, (0, -numel % coder.block)).contiguous()
+    padded = torch.nn.functional.pad(values, (0, -numel % coder.block_size)).contiguous()
     flat = padded.view(-1)
     return coder.decode(coder.encode(flat), flat.numel()).view(rows, -1)[:, :numel]
 
@@ -133,8 +133,8 @@ class Run:
         self.config = SIZES[setting.size]
         self.text = text_of(setting.text)
         self.batches = Batches(setting, self.text)
-        founders = [build(self.config, seed) for seed in self.seeds]
-        self.plan: FragmentPlan = make_plan(tensors_of(founders[0]), setting.p, "balanced")
+        founders = [build_model(self.config, seed) for seed in self.seeds]
+        self.plan: FragmentPlan = make_plan(describe_tensors(founders[0]), setting.p, "balanced")
         self.layout = Layout(founders[0], self.plan)
         self.initial = torch.stack([self.layout.row_of(founder) for founder in founders])
         self.bytes = 0
@@ -153,7 +153,7 @@ class Run:
         return AdamW(stack, 0.9, s.beta2, s.weight_decay)
 
     def rate(self, progress: float) -> float:
-        return schedule(progress, self.setting.warmup, self.setting.floor)
+        return lr_factor(progress, self.setting.warmup, self.setting.floor)
 
     def data_parallel(self, share: float = 1.0) -> tuple[Stack, int]:
         """Train one row per seed on the batches of all learners for a share of the tokens."""
@@ -164,7 +164,7 @@ class Run:
         total = s.tokens // (windows * self.config.context)
         steps = int(total * share)
         for step in range(steps):
-            x, y = self.batches.of([dealt(step, 1, 1, windows)])
+            x, y = self.batches.of([assigned_samples(step, 1, 1, windows)])
             found, gradient = stack.gradients([(0, self.rows)], x, y, s.clip)
             optimizer.step(0, self.rows, gradient, step + 1, max(s.lr * self.rate(step / total), 1e-8))
             self.note(found, step / total)
@@ -259,7 +259,7 @@ class Run:
     def _steps(self, steps: tuple[LearnerStep, ...], stack: Stack, optimizer: AdamW, first_step: int) -> None:
         s = self.setting
         steps = tuple(sorted(steps, key=lambda step: step.learner))
-        numbers = [dealt(first_step + step.number, step.learner, s.learners, s.windows) for step in steps]
+        numbers = [assigned_samples(first_step + step.number, step.learner, s.learners, s.windows) for step in steps]
         x, y = self.batches.of(numbers)
         found, gradient = stack.gradients([self._range(step.learner) for step in steps], x, y, s.clip)
         for place, step in enumerate(steps):
@@ -302,7 +302,7 @@ class Run:
         self.contributions[op.learner, op.round] = Contribution(delta, moments, held.clock_round)
 
     def _count(self, values: Tensor, name: str) -> None:
-        self.bytes += codec(name).size(values.shape[1])
+        self.bytes += get_codec(name).encoded_size(values.shape[1])
 
     def _sent_moments(self, moments: tuple[Tensor, Tensor], residuals: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         """Second moments travel as their roots, which need half the range."""
@@ -490,7 +490,7 @@ def merge_deltas(plan: FragmentPlan, p: int, how: str, deltas: Tensor, share: Te
             directions = (share[:, None, None] * part / norms.clamp(min=1e-38)).sum(0)
             length = directions.norm(dim=1, keepdim=True)
             mean = (share[:, None, None] * norms).sum(0)
-            is_cancelled = length <= CANCELLED
+            is_cancelled = length <= CANCELLATION_TOLERANCE
             average[:, begin:end] = torch.where(is_cancelled, 0.0, directions * (mean / length.clamp(min=1e-38)))
         elif how == "iso" and len(shapes[piece.tensor]) == 2:
             matrices = average[:, begin:end].reshape(-1, *shapes[piece.tensor])

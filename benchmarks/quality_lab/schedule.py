@@ -26,9 +26,9 @@ from atoll.core.protocol import (
     StartTraining,
     StepTaken,
 )
-from atoll.core.types import SYNCER, Accepted, Limits, RoundId, RunConfig
+from atoll.core.types import SYNCER, AcceptedContribution, Limits, RoundId, RunConfig
 from atoll.tape.format import Entry
-from atoll.tensors.outer import Breadth
+from atoll.tensors.outer_optimizer import ParticipationTracker
 from tests.reference.lockstep import PATIENT, Lockstep, Paced
 
 
@@ -113,8 +113,8 @@ class Recorder:
     queues: dict[int, deque[LearnerStep | Copy | Contribute | Adopt]] = field(default_factory=dict)
     merges: dict[int, deque[Merge]] = field(default_factory=dict)
     tokens: int = 0
-    _accepted: dict[RoundId, list[Accepted]] = field(default_factory=lambda: defaultdict(list))
-    _breadths: dict[int, Breadth] = field(default_factory=lambda: defaultdict(Breadth))
+    _accepted: dict[RoundId, list[AcceptedContribution]] = field(default_factory=lambda: defaultdict(list))
+    _breadths: dict[int, ParticipationTracker] = field(default_factory=lambda: defaultdict(ParticipationTracker))
     _numbers: Counter[int] = field(default_factory=Counter)
     _warmups: Counter[int] = field(default_factory=Counter)
     _contributed: set[tuple[int, RoundId]] = field(default_factory=set)
@@ -130,20 +130,20 @@ class Recorder:
             round_id = entry.event.round
             accepted = self._accepted.pop(round_id)
             rates = {each.learner: each.tokens / each.steps for each in accepted}
-            breadth = self._breadths[round_id.fragment].add(rates)
+            breadth = self._breadths[round_id.fragment].record_merge(rates)
             learners = tuple(each.learner for each in accepted)
             weights = tuple(each.weight / accepted[0].weight for each in accepted)
             merge = Merge(round_id, learners, weights, breadth)
             self.merges.setdefault(round_id.fragment, deque()).append(merge)
         for effect in entry.effects:
             if type(effect) is Accumulate:
-                self._accepted[effect.round].append(effect.accepted)
+                self._accepted[effect.round].append(effect.contribution)
             elif type(effect) is DiscardRound:
                 self._accepted.pop(effect.round, None)
 
     def _apply_at_learner(self, entry: Entry) -> None:
         learner = entry.actor.learner
-        assert entry.actor.start == 1, "the laboratory has no learners that restart"
+        assert entry.actor.generation == 1, "the laboratory has no learners that restart"
         queue = self.queues.setdefault(learner, deque())
         if type(entry.event) is StepTaken:
             for _ in range(entry.event.steps):
@@ -162,7 +162,7 @@ class Recorder:
                     self._contributed.add((learner, round_id))
                     queue.append(Contribute(learner, round_id))
             elif type(effect) is AdoptFragment:
-                queue.append(Adopt(learner, effect.fragment, effect.version, effect.how, effect.merged_copy))
+                queue.append(Adopt(learner, effect.fragment, effect.version, effect.mode, effect.merged_copy))
             elif type(effect) is StartTraining:
                 self._warmups[learner] = effect.warmup_steps
 

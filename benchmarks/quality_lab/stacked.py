@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from atoll.reference.models import BALANCE, GPT, NEWTON_SCHULZ_STEPS, GPTConfig
+from atoll.reference.models import BALANCE_WEIGHT, GPT, NEWTON_SCHULZ_STEPS, GPTConfig
 from atoll.tensors.plan import FragmentPlan
 
 Tensors = dict[str, Tensor]
@@ -173,7 +173,7 @@ def losses(
     logits = _linear(_RowNorm.apply(x, values["norm.weight"]), head)
     found = F.cross_entropy(logits.view(rows * count, -1), targets.reshape(-1), reduction="none")
     found = found.view(rows, count).mean(1)
-    return found + BALANCE * torch.stack(balances).mean(0) if training and balances else found
+    return found + BALANCE_WEIGHT * torch.stack(balances).mean(0) if training and balances else found
 
 
 class Stack:
@@ -307,7 +307,7 @@ class Muon(AdamW):
             new = torch.stack([gradient[:, b:e] for b, e in spans], 1)
             old = torch.stack([first[:, b:e] for b, e in spans], 1)
             old.lerp_(new, 1 - self.momentum)
-            update = orthogonalized(new.lerp_(old, self.momentum).view(-1, *shape)).reshape(rows, len(names), -1)
+            update = orthogonalize(new.lerp_(old, self.momentum).view(-1, *shape)).reshape(rows, len(names), -1)
             for place, (b, e) in enumerate(spans):
                 first[:, b:e] = old[:, place]
                 part = values[:, b:e]
@@ -315,8 +315,8 @@ class Muon(AdamW):
                 part.add_(update[:, place], alpha=-0.2 * math.sqrt(max(shape)) * lr)
 
 
-def orthogonalized(matrices: Tensor) -> Tensor:
-    """`atoll.reference.models.orthogonalized` of a stack of matrices [K, a, b]."""
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """`atoll.reference.models.orthogonalize` of a stack of matrices [K, a, b]."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.transpose(1, 2) if is_tall else matrices
     wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=1e-7)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.many_runs import read_results, setting_in
+from benchmarks.many_runs import read_results, setting_from_json
 from benchmarks.quality_lab.setting import Setting, describe
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -32,7 +32,7 @@ def by_setting(path: Path, key: str) -> dict[Setting, Losses]:
     """Return losses by seed. Lines that differ in their seeds only are one setting, whose seeds are empty."""
     found: dict[Setting, Losses] = defaultdict(dict)
     for line in read_results(path):
-        setting = setting_in(Setting, line)
+        setting = setting_from_json(Setting, line)
         losses = line.get(key) or line["losses"]
         for seed, loss in zip(setting.seed_list, losses, strict=True):
             found[dataclasses.replace(setting, seeds="")][seed] = loss

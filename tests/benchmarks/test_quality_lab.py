@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.reference.data import Text
-from atoll.reference.models import GPTConfig, build
-from atoll.tensors.codecs import codec
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.reference.data import Corpus
+from atoll.reference.models import GPTConfig, build_model
+from atoll.tensors.codecs import get_codec
+from atoll.tensors.plan import describe_tensors, make_plan
 from benchmarks import quality
 from benchmarks.quality_lab.engine import Run, round_trip
 from benchmarks.quality_lab.setting import make
@@ -52,7 +52,7 @@ def one_thread() -> Any:
     ],
 )
 def test_laboratory_gives_loss_of_real_protocol(method: str, given: dict[str, Any]) -> None:
-    real = quality.run_protocol(quality.Setting(method=method, batch=2, windows=256, **SHARED, **given), Text.load())
+    real = quality.run_protocol(quality.Setting(method=method, batch=2, windows=256, **SHARED, **given), Corpus.load())
     found = Run(make(method, batch=2, seeds="0", **SHARED, **given)).execute(windows=256)
     assert found["merges"] == real["merges"]
     assert found["trained"] == real["trained"]
@@ -61,15 +61,15 @@ def test_laboratory_gives_loss_of_real_protocol(method: str, given: dict[str, An
 
 
 def test_laboratory_gives_loss_of_data_parallel_training() -> None:
-    real = quality.run_plain(quality.Setting(method="ddp", tokens=TOKENS, beta2=0.99, windows=256), Text.load())
+    real = quality.run_plain(quality.Setting(method="ddp", tokens=TOKENS, beta2=0.99, windows=256), Corpus.load())
     found = Run(make("data-parallel", tokens=TOKENS, seeds="0")).execute(windows=256)
     assert found["losses"][0] == pytest.approx(real["loss"], rel=2e-5)
 
 
 def test_stacked_mixture_of_experts_has_loss_and_gradients_of_reference_model() -> None:
     config = GPTConfig(layers=2, heads=2, width=16, context=8, experts=4, mlp_ratio=2)
-    model = build(config, 0)
-    layout = Layout(model, make_plan(tensors_of(model), 4, "balanced"))
+    model = build_model(config, 0)
+    layout = Layout(model, make_plan(describe_tensors(model), 4, "balanced"))
     stack = Stack(config, layout, layout.row_of(model).repeat(2, 1))
     x, y = torch.randint(0, 256, (2, 2, 3, 8), generator=torch.Generator().manual_seed(0))
     losses, gradient = stack.gradients([(0, 2)], x, y, clip=0.0)
@@ -93,7 +93,7 @@ def test_seeds_do_not_depend_on_those_beside_them() -> None:
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_round_trip_is_that_of_codec(name: str) -> None:
     values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    by = codec(name)
+    by = get_codec(name)
     expected = torch.stack([by.decode(by.encode(row.contiguous()), 1000) for row in values])
     assert torch.equal(round_trip(values, name), expected)
 
