@@ -29,7 +29,7 @@ from atoll.core.protocol import (
 from atoll.core.types import SYNCER, AcceptedContribution, Limits, RoundId, RunConfig
 from atoll.tape.format import Entry
 from atoll.tensors.outer_optimizer import ParticipationTracker
-from tests.reference.lockstep import PATIENT, Lockstep, Paced
+from tests.reference.lockstep import PATIENT_LIMITS, Lockstep, Paced
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class Timing:
             blend_alpha=self.alpha,
             budget_tokens=self.budget,
             rounds_in_flight=self.fragments if lockstep else None,
-            limits=PATIENT if lockstep else Limits(),
+            limits=PATIENT_LIMITS if lockstep else Limits(),
         )
 
 
@@ -254,7 +254,7 @@ def program_of(timing: Timing) -> Program:
     if timing.method == "decoupled":
         cycle = itertools.cycle(timing.speeds)
         speeds = {learner: next(cycle) for learner in tokens}
-        drawn = Paced.drawn(config, tokens, speeds, timing.draw, timing.delay, timing.bulk)
+        drawn = Paced.make_scenario(config, tokens, speeds, timing.draw, timing.delay, timing.bulk)
         Paced(drawn, on_entry=recorder.apply).run()
     else:
         run = Lockstep(config, tokens, recorder.apply, timing.tau)

@@ -81,7 +81,8 @@ class _RowNorm(torch.autograd.Function):
         factor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(1e-6).rsqrt_()
         unit = x * factor
         ctx.save_for_backward(unit, factor, gain)
-        return unit * gain[:, None, :]
+        scaled: Tensor = unit * gain[:, None, :]
+        return scaled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +106,8 @@ class _SquaredRelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (positive,) = ctx.saved_tensors
-        return positive.mul(gradients[0]).mul_(2.0)
+        gradient: Tensor = positive.mul(gradients[0]).mul_(2.0)
+        return gradient
 
 
 class _MixedLinear(torch.autograd.Function):
@@ -201,7 +203,7 @@ class Stack:
             end = min(begin + CHUNK_ROWS, len(matrix))
             with torch.enable_grad():
                 loss = losses(self.config, part, tokens[begin:end], targets[begin:end], mixed=self.mixed)
-                loss.sum().backward()  # type: ignore[no-untyped-call]
+                loss.sum().backward()
             found[begin:end] = loss.detach()
         if clip:
             norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)

@@ -105,7 +105,8 @@ def outer_360k() -> list[Setting]:
     short: dict[str, Any] = {
         "size": "360k", "text": "library", "seeds": "0", "tokens": 2 * PARAMETERS["360k"], "lr": 0.0035, **LARGER
     }  # fmt: skip
-    return [make(**short, **place, **gain) for place in ({"h": 24}, {"h": 96}, {"learners": 8}) for gain in GAINS]
+    places: tuple[dict[str, Any], ...] = ({"h": 24}, {"h": 96}, {"learners": 8})
+    return [make(**short, **place, **gain) for place in places for gain in GAINS]
 
 
 def outer_5m() -> list[Setting]:
