@@ -6,7 +6,7 @@ The other run is not changed and may continue. The new run gets:
 |---|---|
 | value, precise value, outer state and typical norm of every fragment | version 1; version 0 is the same value |
 | tokens that were merged into it | tokens that count as trained, in the budget and in the ledger |
-| parts of learners | parts of the new run: a learner without a peer starts from one, of any learner |
+| parts of learners | parts of the new run: a learner that finds no peer loads the part of any learner |
 
 Unmerged work is not restored: it is in the parts of the old run, but in no published value.
 

@@ -104,7 +104,7 @@ class RunHistory(RunTimeline):
         return time.monotonic() - self._last_growth_at if self._last_growth_at is not None else 0.0
 
     def loading_progress(self) -> float | None:
-        """Return the share of the tapes that has been read, or None when it is nearly 1."""
+        """Return the share of the tapes that has been read, or None if at most 4 MiB are unread."""
         total = sum(_size_and_mtime(tail.reader.path)[0] for tail in self._tails.values())
         done = sum(tail.offset for tail in self._tails.values())
         return done / total if total - done > 4 * 2**20 else None

@@ -49,7 +49,10 @@ class Buffer:
 
 
 class FragmentBufferPool:
-    """Free list of the buffers of one fragment. A new one would cost a page fault every 4 KiB, at a boundary."""
+    """Free list of the buffers of one fragment.
+
+    Allocating a new buffer at a step boundary would cost one page fault per 4 KiB.
+    """
 
     def __init__(self, view: ModelView, p: FragmentId) -> None:
         self._view = view

@@ -343,7 +343,7 @@ class Leader(SingleRankIsland):
     def gather_optimizer_state(
         self, key: int, state_copy: optimizer_state.OptimizerStateCopy, buffers: optimizer_state.TensorBuffers
     ) -> optimizer_state.OptimizerStateCopy:
-        """Return optimizer state with full tensors: gather sharded tensors from all ranks, and use this rank's others.
+        """Return optimizer state with full tensors: sharded ones gathered from all ranks, the others from this rank.
 
         Gathered tensors are received into `buffers`, which may be memory-mapped files.
         """

@@ -327,7 +327,7 @@ class RowTransferCoordinator:
             raise
 
     def _relay_version(self, fragment: RowFragment, version: Version, digest: str) -> Buffer | None:
-        """Give every rank its rows of the version, or none of them. Runs in the codec thread."""
+        """Send each rank its rows. If the digest does not match, no rank keeps them. Runs in the codec thread."""
         value = fragment.pop_fetched(version)
         if value is None:
             return None

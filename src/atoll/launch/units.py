@@ -84,7 +84,7 @@ def _syncer_endpoint(file: IslandsFile) -> tuple[str, int]:
 
 
 def _listen_host(file: IslandsFile) -> str:
-    """Return the loopback host if islands connect to no other; otherwise all interfaces."""
+    """Return the loopback host if all endpoints are on it; otherwise all interfaces."""
     hosts = {each.rpartition(":")[0] for each in file.syncer.endpoints}
     return hosts.pop().strip("[]") if len(hosts) == 1 and file.syncer.is_loopback_only else ANY_HOST
 

@@ -772,7 +772,7 @@ class BackgroundThread:
             self.handle_event(MessageArrived(envelope))
 
     async def _find_saved_state(self, no_peer: Envelope | None = None) -> None:
-        """Search for saved optimizer state on disk, when no peer sends any, before the core handles `no_peer`."""
+        """Search the disk for saved optimizer state, if no peer has any. The core handles `no_peer` afterwards."""
         driver, parts = self.driver, self._part_writer
         if driver is None or parts is None:
             return

@@ -434,7 +434,7 @@ def coarsen(protocol: DecoupledConfig) -> DecoupledConfig:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Level of detail and simulated time: all of a short run, the beginning of a long run
+# Choose the level of detail. Simulate a short run completely, and only the beginning of a long run
 #
 # The fleet model (`goodput.simulate`) is cheap and covers the whole run. The protocol cores are expensive, but their
 # results (contributions per merge, staleness, effective H) converge within hours.

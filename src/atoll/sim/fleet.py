@@ -231,7 +231,7 @@ def synchronous_speed(chips: int, chip_time_sigma: float) -> float:
 class SimIsland:
     """The chips of one learner, as an iterator of contiguous segments from time 0. Equal seeds give equal segments.
 
-    The last segment ends at infinity if nothing can change after it, without failures or after the last window.
+    The last segment has no end if there are no failures or if no window follows.
     Failures, repairs and slow-downs have separate generators, so enabling one of them does not change the others.
 
     Args:

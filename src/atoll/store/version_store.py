@@ -6,7 +6,7 @@
     claims/000000005                     epoch 5 is claimed: no two syncers get the same number
     run.json                             settings of the run, written when it is created
     controls.json                        requests of operators that are in force (`controls`)
-    head.json                            in a shard: the newest syncer that it has served
+    head.json                            shards only: the newest syncer epoch that it has served
     members.json, leases.json            the newest record of each, and
     manifest.json                        the manifest once the run is over
     end_received.json                    learners that have acknowledged the end, written when a syncer stops after it

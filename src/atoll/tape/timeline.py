@@ -90,7 +90,7 @@ class RunTimeline:
         self.untaped_processes: dict[int, list[LearnerProcess]] = {}  # other learners, from the tapes of syncers
         self.tenures: list[SyncerTenure] = []
         self.newest_at = 0.0  # time of the newest entry at the last `refresh`
-        self.expected_learners = 0  # learners 1 to this one are expected from the start
+        self.expected_learners = 0  # highest learner id that is expected from the start
         # Times of messages by process and tick: arrival at the syncer, and sending if the learner tape was read first.
         self._arrival_times: dict[tuple[int, int], dict[int, float]] = {}
         self._send_times: dict[tuple[int, int], dict[int, float]] = {}

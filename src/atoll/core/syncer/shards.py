@@ -42,7 +42,7 @@ class SyncerShards:
         state = self._state
         lost = [state.fragments[p] for p in event.fragments if not state.fragments[p].unavailable]
         for f in lost:
-            f.unavailable = True  # for all fragments first: an abandoned round opens the next due one
+            f.unavailable = True  # for all fragments first: abandoning a round may open the next due round
             state.unsaved.pop(f.id, None)
             if f.phase is RoundPhase.MERGING and f.merged:
                 state.durability_unknown[f.id] = None
