@@ -57,7 +57,8 @@ class ProgressSchedule(LRScheduler):
     """Scheduler that sets each group's own rate times `curve(learner.progress)` times `learner.lr_scale`.
 
     It is made before the learner has joined, with the learning rate for progress 0, and follows the learner from then
-    on. The callbacks of this package call `follow`. How often the trainer steps it does not matter. Its checkpoint state is
+    on. The callbacks of this package call `follow`. How often the trainer steps it does not matter. Its checkpoint
+    state is
     empty: the run determines the progress.
     """
 

@@ -345,7 +345,7 @@ class Follower:
 
     def _on_save_part(self) -> None:
         with self._changed:
-            # Parts are written one at a time. Drop those that are left: saving failed, and the leader did not collect them.
+            # Parts are written one at a time. One that is left was not collected, because saving it failed.
             for key in [key for key, staged in self._staged.items() if staged.rows]:
                 self._drop_staged(key)
 
