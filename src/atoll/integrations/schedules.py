@@ -58,8 +58,7 @@ class ProgressSchedule(LRScheduler):
 
     It is made before the learner has joined, with the learning rate for progress 0, and follows the learner from then
     on. The callbacks of this package call `follow`. How often the trainer steps it does not matter. Its checkpoint
-    state is
-    empty: the run determines the progress.
+    state is empty: the run determines the progress.
     """
 
     def __init__(self, optimizer: Optimizer, curve: RateCurve, learner: ProgressSource | None = None) -> None:
